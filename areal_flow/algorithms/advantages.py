@@ -1,0 +1,71 @@
+"""Rewards in, one advantage a trajectory out; every token of a completion carries it.
+
+Critic-free with gamma = lambda = 1: the reward sits on the final token, so each token's return is
+the trajectory's reward. Letters: B trajectories of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def paper_advantages(
+    rewards_B: Tensor, num_tokens_B: Tensor, *, bias: float = -0.5, scale: float = 10.0
+) -> Tensor:
+    """Return (scale (r + bias) - mean) / (std + 1e-5), moments over all tokens of the global batch.
+
+    With rewards of 0 and 1 the defaults give the paper's -5 and +5 (arXiv 2505.24298, section 6.1).
+
+    Args:
+        rewards_B: float64, one reward a trajectory.
+        num_tokens_B: completion tokens of each, which weight the moments; unbiased deviation.
+    """
+    returns_B = scale * (rewards_B + bias)
+    num_tokens = num_tokens_B.sum()
+    mean = (returns_B * num_tokens_B).sum() / num_tokens
+    squares = ((returns_B - mean) ** 2 * num_tokens_B).sum()
+    std = (squares / (num_tokens - 1).clamp(min=1)).sqrt()
+    return (returns_B - mean) / (std + 1e-5)
+
+
+def dr_grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return r minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    return rewards_B - _group_means(rewards_B, groups_B)
+
+
+def grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return (r - group mean) / (group std + 1e-6), unbiased deviation (GRPO, arXiv 2402.03300).
+
+    A group of one, or one whose rewards are all equal, has advantage 0.
+    """
+    centered_B = dr_grpo_advantages(rewards_B, groups_B)
+    sizes_B = _group_sums(torch.ones_like(rewards_B), groups_B)
+    variance_B = _group_sums(centered_B**2, groups_B) / (sizes_B - 1).clamp(min=1)
+    return centered_B / (variance_B.sqrt() + 1e-6)
+
+
+def rloo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return r minus the mean of the group's other members (RLOO, arXiv 2402.14740); alone, 0."""
+    sizes_B = _group_sums(torch.ones_like(rewards_B), groups_B)
+    return dr_grpo_advantages(rewards_B, groups_B) * sizes_B / (sizes_B - 1).clamp(min=1)
+
+
+GROUP_RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dr_grpo": dr_grpo_advantages,
+    "grpo": grpo_advantages,
+    "rloo": rloo_advantages,
+}
+
+
+def _group_sums(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    _, group_B = groups_B.unique(return_inverse=True)
+    sums = torch.zeros(int(group_B.max()) + 1, dtype=values_B.dtype).index_add_(0, group_B, values_B)
+    return sums[group_B]
+
+
+def _group_means(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    sizes_B = _group_sums(torch.ones_like(values_B), groups_B)
+    return _group_sums(values_B, groups_B) / sizes_B

@@ -1,0 +1,1 @@
+"""What may be submitted, what is consumed, what happens next. Pure asyncio; knows no vendor."""

@@ -1,0 +1,50 @@
+"""Double-entry accounts of completion tokens: committed = trained + masked + discarded + waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areal_flow.types import Discard
+
+
+@dataclass(slots=True)
+class Entries:
+    """What happened since the last ledger row."""
+
+    num_generated_tokens: int = 0
+    discards: list[Discard] = field(default_factory=list)
+    failed_submissions: list[int] = field(default_factory=list)
+    seconds_generate: float = 0.0
+    num_member_errors: int = 0
+
+
+@dataclass(slots=True)
+class Books:
+    """Totals of the run so far, and the entries that the next ledger row will carry."""
+
+    committed: int = 0
+    trained: int = 0
+    masked: int = 0
+    discarded: int = 0
+    entries: Entries = field(default_factory=Entries)
+
+    def commit(self, num_tokens: int) -> None:
+        self.committed += num_tokens
+        self.entries.num_generated_tokens += num_tokens
+
+    def discard(self, discards: list[Discard]) -> None:
+        self.discarded += sum(d.num_tokens for d in discards)
+        self.entries.discards += discards
+
+    def train(self, *, num_trained: int, num_masked: int) -> None:
+        self.trained += num_trained
+        self.masked += num_masked
+
+    def close_entries(self) -> Entries:
+        """Return the entries for a ledger row and start new ones."""
+        closed, self.entries = self.entries, Entries()
+        return closed
+
+    def imbalance(self, *, num_waiting: int) -> int:
+        """Return committed minus everything accounted for; anything but 0 is a bug."""
+        return self.committed - self.trained - self.masked - self.discarded - num_waiting

@@ -1,0 +1,78 @@
+"""Committed groups in, batches and discards out. Pure: holds receipts, never tokens.
+
+Oldest submission first among the groups that are complete; nothing waits for a straggler.
+"""
+
+from __future__ import annotations
+
+from areal_flow.algorithms.staleness import fresh_enough
+from areal_flow.types import Batch, Discard, GroupReceipt, TrajectoryReceipt
+
+
+class Buffer:
+    """Groups that are committed and neither trained nor discarded."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self._groups: dict[int, tuple[TrajectoryReceipt, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(t.num_tokens for group in self._groups.values() for t in group)
+
+    @property
+    def trajectory_ids(self) -> list[str]:
+        return [t.trajectory_id for group in self._groups.values() for t in group]
+
+    def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
+        """Take in a committed group; return the members that can never be trained.
+
+        When all of them come back, the group is not kept and its slot is free.
+        """
+        assert group.submission_index not in self._groups, "a group was committed twice"
+        unscored = [t for t in group.trajectories if t.reward is None]
+        discards = [_discard(t, "verifier_error") for t in unscored]
+        self._groups[group.submission_index] = tuple(
+            t for t in group.trajectories if t.reward is not None
+        )
+        return discards + self.evict(policy_version=policy_version)
+
+    def evict(self, *, policy_version: int) -> list[Discard]:
+        """Drop every trajectory whose tokens are all too old to train `policy_version`."""
+        discards: list[Discard] = []
+        for index, group in list(self._groups.items()):
+            fresh = tuple(
+                t
+                for t in group
+                if fresh_enough(
+                    t.newest_version,
+                    policy_version=policy_version,
+                    max_staleness=self.max_staleness,
+                )
+            )
+            discards += [_discard(t, "stale") for t in group if t not in fresh]
+            if fresh:
+                self._groups[index] = fresh
+            else:
+                del self._groups[index]
+        return discards
+
+    def take(self, *, policy_version: int) -> Batch | None:
+        """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.
+
+        The order of the batch depends on submissions only, never on who finished first.
+        """
+        if len(self._groups) < self.groups_per_step:
+            return None
+        oldest = sorted(self._groups)[: self.groups_per_step]
+        members = [t for index in oldest for t in self._groups.pop(index)]
+        members.sort(key=lambda t: t.trajectory_id)
+        return Batch(policy_version, tuple(members), len(oldest))
+
+
+def _discard(trajectory: TrajectoryReceipt, reason: str) -> Discard:
+    return Discard(trajectory.trajectory_id, trajectory.num_tokens, reason)

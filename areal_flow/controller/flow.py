@@ -1,0 +1,373 @@
+"""The moving parts of a run, one method a stage; schedules (`async_schedule`, `barrier_schedule`)
+decide when each is called.
+
+    prompts -> submit -> [rollout, score, write] -> commit -> buffer -> train -> publish -> release
+
+| who                | waits for                          | unblocked by                   |
+|--------------------|------------------------------------|--------------------------------|
+| admission          | room at the gate                   | release, discard, failure      |
+| an episode         | its generator, verifier and writer | the worker that runs it        |
+| commit             | a written group                    | an episode                     |
+| training           | `groups_per_step` complete groups  | commit                         |
+| release of slots   | generators serving the new weights | publish; a dead one is dropped |
+
+It moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from time import monotonic
+
+from areal_flow.controller.books import Books
+from areal_flow.controller.buffer import Buffer
+from areal_flow.controller.gate import Gate
+from areal_flow.controller.pulse import Pulse
+from areal_flow.controller.protocols import (
+    Observer,
+    Prompts,
+    Rollouts,
+    StepLedger,
+    Trainer,
+    TrajectoryLog,
+    WeightsPublisher,
+)
+from areal_flow.controller.records import (
+    LogPosition,
+    Provenance,
+    batch_digest,
+    step_row,
+)
+from areal_flow.controller.seeds import group_seeds
+from areal_flow.errors import ArealFlowError
+from areal_flow.types import Batch, Discard, EngineStats, Episode, GroupReceipt, StepRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLimits:
+    """The numbers that shape a run's flow; trajectories, groups and versions."""
+
+    batch_size: int
+    group_size: int
+    max_staleness: int
+    max_running: int
+    num_steps: int
+    run_seed: int
+    max_attempts: int = 3
+    max_consecutive_failures: int = 4
+    retry_delay_s: float = 0.5
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.batch_size // self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStart:
+    """Where a run begins: the genesis of a new one, or what recovery found."""
+
+    policy_version: int = 0
+    weights_hash: str = ""
+    next_submission_index: int = 0
+    resubmit: tuple[int, ...] = ()
+    waiting: tuple[GroupReceipt, ...] = ()
+    discards: tuple[Discard, ...] = ()
+    books: Books = field(default_factory=Books)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowParts:
+    """The adapters of a run."""
+
+    prompts: Prompts
+    rollouts: Rollouts
+    log: TrajectoryLog
+    ledger: StepLedger
+    trainer: Trainer
+    weights: WeightsPublisher
+    observer: Observer
+
+
+class Flow:
+    """The state of a run and its stages. One event loop, no threads, no locks."""
+
+    def __init__(
+        self, limits: FlowLimits, parts: FlowParts, start: FlowStart, provenance: Provenance
+    ) -> None:
+        self.limits = limits
+        self.parts = parts
+        self.provenance = provenance
+        self.gate = Gate(
+            batch_size=limits.batch_size,
+            group_size=limits.group_size,
+            max_staleness=limits.max_staleness,
+            max_running=limits.max_running,
+        )
+        self.buffer = Buffer(
+            groups_per_step=limits.groups_per_step, max_staleness=limits.max_staleness
+        )
+        self.books = start.books
+        self.policy_version = start.policy_version
+        self.parent_hash = start.weights_hash
+        self.stop_requested = False
+        self._cursor = start.next_submission_index
+        self._resubmit = deque(start.resubmit)
+        self._written: list[GroupReceipt] = []
+        self._episodes: dict[asyncio.Task[None], int] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self._engine_totals: dict[str, EngineStats] = {}
+        self._consecutive_failures = 0
+        self._fatal: ArealFlowError | None = None
+        self._committing: asyncio.Task[None] | None = None
+        self.pulse = Pulse()
+        self._last_row_at = monotonic()
+        self._restore(start)
+
+    def _restore(self, start: FlowStart) -> None:
+        self._discarded(list(start.discards))
+        for receipt in start.waiting:
+            self.gate.restored()
+            self._buffer_group(receipt)
+
+    # What schedules ask
+
+    @property
+    def next_submission_index(self) -> int:
+        """The prompt cursor: every index below it was submitted at least once."""
+        return self._cursor
+
+    @property
+    def num_pending_groups(self) -> int:
+        """Groups that are submitted and neither in the buffer nor given up."""
+        return self.gate.running // self.limits.group_size
+
+    @property
+    def num_ready(self) -> int:
+        """Trajectories that a step could take, in whole groups."""
+        return len(self.buffer) * self.limits.group_size
+
+    def done(self) -> bool:
+        """Return whether training is over: all steps done, or a stop was asked for."""
+        return self.stop_requested or self.policy_version >= self.limits.num_steps
+
+    def request_stop(self) -> None:
+        """Finish the step that is running, then end."""
+        self.stop_requested = True
+        self.pulse.beat()
+
+    async def wait_for_change(self, seen: int) -> None:
+        """Return once the pulse is beyond `seen`; raise what ended the run, if something did.
+
+        Raises:
+            ArealFlowError: groups keep failing; the message is the root cause.
+        """
+        await self.pulse.wait_beyond(seen)
+        if self._fatal:
+            raise self._fatal
+
+    # Admission
+
+    def submit(self) -> None:
+        """Start one group's episode: the oldest unaccounted submission first, else the next."""
+        submission_index = next(self._submission_indices())
+        self.gate.submitted()
+        task = asyncio.create_task(self._run_episode(submission_index))
+        self._episodes[task] = submission_index
+        task.add_done_callback(self._episode_ended)
+
+    def _submission_indices(self) -> Iterator[int]:
+        while self._resubmit:
+            yield self._resubmit.popleft()
+        self._cursor += 1
+        yield self._cursor - 1
+
+    async def _run_episode(self, submission_index: int) -> None:
+        prompt = self.parts.prompts.prompt_at(submission_index)
+        seeds = group_seeds(self.limits.run_seed, submission_index, self.limits.group_size)
+        submitted_at = datetime.now(UTC)
+        for attempt in range(self.limits.max_attempts):
+            episode = Episode(
+                submission_index,
+                prompt,
+                seeds,
+                attempt,
+                self.provenance.writer_epoch,
+                submitted_at,
+            )
+            try:
+                receipt = await self.parts.rollouts.run(episode)
+            except ArealFlowError as error:
+                logger.warning("group %s, attempt %d: %s", episode.group_id, attempt, error)
+                failure = error
+                await asyncio.sleep(self.limits.retry_delay_s * (attempt + 1))
+                continue
+            self._written.append(receipt)
+            return
+        self._give_up(submission_index, failure)
+
+    def _give_up(self, submission_index: int, failure: ArealFlowError) -> None:
+        self.gate.finished()
+        self.gate.released()
+        self.books.entries.failed_submissions.append(submission_index)
+        self._count_failure(failure)
+
+    def _count_failure(self, failure: ArealFlowError) -> None:
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= self.limits.max_consecutive_failures:
+            self._fatal = type(failure)(
+                f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
+            )
+
+    def _episode_ended(self, task: asyncio.Task[None]) -> None:
+        del self._episodes[task]
+        self.pulse.beat()
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        logger.error("an episode ended unexpectedly", exc_info=error)
+        self._fatal = ArealFlowError(f"an episode ended unexpectedly: {error!r}")
+
+    # Commit
+
+    async def commit_written(self) -> None:
+        """Commit every written group in one version and hand them to the buffer.
+
+        Never interrupted half-way: a cancelled caller leaves the commit to run to its end.
+        """
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit())
+        await asyncio.shield(self._committing)
+
+    async def _commit(self) -> None:
+        written, self._written = self._written, []
+        if not written:
+            return
+        await self.parts.log.commit(written)
+        for receipt in written:
+            self.gate.finished()
+            self.books.commit(sum(t.num_tokens for t in receipt.trajectories))
+            self._count_engine_time(receipt)
+            self._buffer_group(receipt)
+            self._judge_members(receipt)
+            self.parts.observer.on_group(receipt)
+        self.pulse.beat()
+
+    def _buffer_group(self, receipt: GroupReceipt) -> None:
+        groups_before = len(self.buffer)
+        self._discarded(self.buffer.add(receipt, policy_version=self.policy_version))
+        self.gate.released(groups_before + 1 - len(self.buffer))
+
+    def _judge_members(self, receipt: GroupReceipt) -> None:
+        self.books.entries.num_member_errors += len(receipt.member_errors)
+        if any(t.reward is not None for t in receipt.trajectories):
+            self._consecutive_failures = 0
+            return
+        cause = receipt.member_errors[-1] if receipt.member_errors else "no member was scored"
+        self._count_failure(ArealFlowError(cause))
+
+    def _count_engine_time(self, receipt: GroupReceipt) -> None:
+        stats = receipt.engine_stats
+        before = self._engine_totals.get(stats.incarnation, EngineStats())
+        if stats.busy_s > before.busy_s:
+            self.books.entries.seconds_generate += stats.busy_s - before.busy_s
+            self._engine_totals[stats.incarnation] = stats
+
+    def _discarded(self, discards: list[Discard]) -> None:
+        self.books.discard(discards)
+
+    def _evict_stale(self) -> None:
+        groups_before = len(self.buffer)
+        self._discarded(self.buffer.evict(policy_version=self.policy_version))
+        self.gate.released(groups_before - len(self.buffer))
+
+    # Training
+
+    async def wait_for_batch(self) -> Batch | None:
+        """Return the next batch, or None when training is over."""
+        while not self.done():
+            seen = self.pulse.count
+            batch = self.buffer.take(policy_version=self.policy_version)
+            if batch:
+                self.pulse.beat()
+                return batch
+            await self.wait_for_change(seen)
+        return None
+
+    async def train(self, batch: Batch, *, seconds_wait: float) -> None:
+        """Compute a step, commit its row, publish its weights; slots follow when they are served."""
+        request = StepRequest(
+            step=self.policy_version + 1,
+            parent_hash=self.parent_hash,
+            policy_version=self.policy_version,
+            trajectory_ids=batch.trajectory_ids,
+            batch_digest=batch_digest(self.policy_version, batch.trajectory_ids),
+            max_staleness=self.limits.max_staleness,
+        )
+        result = await self.parts.trainer.step(request)
+        metrics = result.metrics
+        self.books.train(
+            num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
+        )
+        row = step_row(
+            request,
+            result,
+            entries=self.books.close_entries(),
+            position=self.log_position(),
+            provenance=self.provenance,
+            seconds_wait=seconds_wait,
+            seconds_step=monotonic() - self._last_row_at,
+        )
+        self._last_row_at = monotonic()
+        await self.parts.ledger.append(row)
+        await self.parts.weights.publish(request.step)
+        self.policy_version = request.step
+        self.parent_hash = result.hashes.weights_hash
+        self._evict_stale()
+        self._release_when_served(batch.num_groups)
+        await self.parts.observer.on_step(row)
+
+    def log_position(self) -> LogPosition:
+        """Return where the log and the cursor stand now."""
+        return LogPosition(
+            trajectory_watermark=self.parts.log.watermark,
+            lance_version=self.parts.log.version,
+            next_submission_index=self._cursor,
+            num_waiting_tokens=self.buffer.num_waiting_tokens,
+        )
+
+    def _release_when_served(self, num_groups: int) -> None:
+        async def release(version: int) -> None:
+            await self.parts.weights.load_everywhere(version)
+            self.gate.released(num_groups)
+
+        task = asyncio.create_task(release(self.policy_version))
+        self._releases.add(task)
+        task.add_done_callback(self._release_ended)
+
+    def _release_ended(self, task: asyncio.Task[None]) -> None:
+        self._releases.discard(task)
+        self.pulse.beat()
+        if not task.cancelled() and (error := task.exception()):
+            self._fatal = ArealFlowError(f"weights could not be announced: {error!r}")
+
+    async def wait_until_released(self) -> None:
+        """Return when generators serve the newest weights."""
+        await asyncio.gather(*self._releases)
+
+    # The end
+
+    async def close(self) -> None:
+        """Cancel what is in flight and commit what is written; nothing committed is lost."""
+        tasks = [*self._episodes, *self._releases]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._written or (self._committing and not self._committing.done()):
+            await self.commit_written()

@@ -1,0 +1,96 @@
+"""What the controller is given. Adapters in `cluster`, `store` and `weights`; fakes in `testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from areal_flow.types import (
+    Episode,
+    GroupReceipt,
+    Prompt,
+    StepRequest,
+    StepResult,
+)
+
+
+class Prompts(Protocol):
+    """Prompts by submission index: the whole of the cursor."""
+
+    def prompt_at(self, submission_index: int) -> Prompt:
+        """Return the prompt of this submission; the same for the same run, always."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Runs episodes on the generators, reward workers and writers."""
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        """Roll out, score and write one group.
+
+        Raises:
+            ArealFlowError: this attempt failed; the message is the root cause.
+        """
+        ...
+
+
+class TrajectoryLog(Protocol):
+    """The only committer of trajectories."""
+
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+        """Make written groups visible, all in one version; once, whatever is retried."""
+        ...
+
+    @property
+    def watermark(self) -> int:
+        """Rows committed so far."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of the dataset."""
+        ...
+
+
+class StepLedger(Protocol):
+    """The only committer of steps."""
+
+    async def append(self, row: dict[str, Any]) -> None:
+        """Commit one row, durably; refuse if this step is there already."""
+        ...
+
+
+class Trainer(Protocol):
+    """The trainer ranks, as one."""
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """Compute one step and stage its weights aside.
+
+        Raises:
+            TrainingError: the loss is not finite, or the ranks are not at the parent.
+        """
+        ...
+
+
+class WeightsPublisher(Protocol):
+    """Makes staged weights current, and generators load them."""
+
+    async def publish(self, version: int) -> None:
+        """Rename staged weights into place: from here on they are what a generator loads."""
+        ...
+
+    async def load_everywhere(self, version: int) -> None:
+        """Return when every live generator serves `version`, or is no longer waited for."""
+        ...
+
+
+class Observer(Protocol):
+    """Is told, never asked: progress display, MLflow, checkpoints."""
+
+    async def on_step(self, row: dict[str, Any]) -> None:
+        """A step is committed and published."""
+        ...
+
+    def on_group(self, receipt: GroupReceipt) -> None:
+        """A group is committed."""
+        ...

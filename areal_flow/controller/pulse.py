@@ -1,0 +1,24 @@
+"""An event that wakes every waiter who has not seen the latest one. For one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Pulse:
+    """Read `count`, look at the state, then `wait_beyond(count)`: no event in between is missed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next = asyncio.Event()
+
+    def beat(self) -> None:
+        """Something changed."""
+        self.count += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait_beyond(self, seen: int) -> None:
+        """Return once more than `seen` beats have happened."""
+        while self.count <= seen:
+            await self._next.wait()

@@ -1,0 +1,121 @@
+"""The parts of a step in, its ledger row out. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from areal_flow.controller.books import Entries
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What every row of one driver's life carries."""
+
+    writer_epoch: int
+    config_hash: str
+    code_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """Where the log and the prompt cursor stood when a row was written, and what still waited."""
+
+    trajectory_watermark: int = 0
+    lance_version: int = 0
+    next_submission_index: int = 0
+    num_waiting_tokens: int = 0
+
+
+def batch_digest(policy_version: int, trajectory_ids: Sequence[str]) -> str:
+    """Return the identity of a step's input: which trajectories, in which order, on which policy."""
+    text = "\n".join([str(policy_version), *trajectory_ids])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def step_row(
+    request: StepRequest,
+    result: StepResult,
+    *,
+    entries: Entries,
+    position: LogPosition,
+    provenance: Provenance,
+    seconds_wait: float,
+    seconds_step: float,
+) -> dict[str, Any]:
+    """Return the ledger row of a computed step."""
+    metrics = asdict(result.metrics)
+    return {
+        "step": request.step,
+        "policy_version": request.policy_version,
+        "trajectory_ids": list(request.trajectory_ids),
+        "batch_digest": request.batch_digest,
+        "parent_hash": request.parent_hash,
+        **_entries_columns(entries),
+        **asdict(position),
+        **asdict(provenance),
+        **asdict(result.hashes),
+        **metrics,
+        "masked_fraction_by_tenth": list(metrics["masked_fraction_by_tenth"]),
+        "numeric_environment": result.numeric_environment,
+        "seconds_wait": seconds_wait,
+        "seconds_step": seconds_step,
+        "committed_at": datetime.now(UTC),
+    }
+
+
+def genesis_row(
+    hashes: PolicyHashes, *, provenance: Provenance, numeric_environment: str
+) -> dict[str, Any]:
+    """Return row 0: the policy that the first step starts from."""
+    request = StepRequest(
+        step=0,
+        parent_hash="",
+        policy_version=0,
+        trajectory_ids=(),
+        batch_digest=batch_digest(0, ()),
+        max_staleness=0,
+    )
+    nothing = StepMetrics(
+        loss=0.0,
+        grad_norm=0.0,
+        learning_rate=0.0,
+        clip_fraction=0.0,
+        behavior_weight_mean=1.0,
+        behavior_weight_max=1.0,
+        reward_mean=0.0,
+        completion_tokens_mean=0.0,
+        num_trained_tokens=0,
+        num_masked_tokens=0,
+        staleness_mean=0.0,
+        staleness_max=0,
+        masked_fraction_by_tenth=(),
+        seconds_read=0.0,
+        seconds_train=0.0,
+        seconds_stage=0.0,
+    )
+    return step_row(
+        request,
+        StepResult(0, hashes, nothing, numeric_environment),
+        entries=Entries(),
+        position=LogPosition(),
+        provenance=provenance,
+        seconds_wait=0.0,
+        seconds_step=0.0,
+    )
+
+
+def _entries_columns(entries: Entries) -> dict[str, Any]:
+    return {
+        "num_generated_tokens": entries.num_generated_tokens,
+        "num_discarded_tokens": sum(d.num_tokens for d in entries.discards),
+        "discarded": [
+            {"trajectory_id": d.trajectory_id, "reason": d.reason} for d in entries.discards
+        ],
+        "failed_submissions": list(entries.failed_submissions),
+        "seconds_generate": entries.seconds_generate,
+    }

@@ -1,0 +1,82 @@
+"""When each stage of the flow runs. Two policies over the same parts; nothing else differs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from time import monotonic
+
+from areal_flow.controller.flow import Flow
+
+
+async def run_async_schedule(flow: Flow) -> None:
+    """Generate and train at the same time, at most `max_staleness` versions apart (the default)."""
+    await _run_until_first_ends(
+        _train_until_done(flow), _keep_admitting(flow), _keep_committing(flow)
+    )
+
+
+async def run_barrier_schedule(flow: Flow) -> None:
+    """Generate one batch, wait for its last completion, train, load the weights, begin again."""
+    await _run_until_first_ends(_alternate_until_done(flow), _keep_committing(flow))
+
+
+async def _train_until_done(flow: Flow) -> None:
+    while await _train_next(flow):
+        pass
+
+
+async def _alternate_until_done(flow: Flow) -> None:
+    trained = True
+    while trained and not flow.done():
+        await _generate_batch(flow)
+        trained = await _train_next(flow)
+        await flow.wait_until_released()
+
+
+async def _train_next(flow: Flow) -> bool:
+    began = monotonic()
+    batch = await flow.wait_for_batch()
+    if batch is None:
+        return False
+    await flow.train(batch, seconds_wait=monotonic() - began)
+    return True
+
+
+async def _keep_admitting(flow: Flow) -> None:
+    while True:
+        seen = flow.pulse.count
+        while flow.gate.admits_group(num_ready=flow.num_ready):
+            flow.submit()
+        await flow.wait_for_change(seen)
+
+
+async def _keep_committing(flow: Flow) -> None:
+    while True:
+        seen = flow.pulse.count
+        await flow.commit_written()
+        await flow.wait_for_change(seen)
+
+
+async def _generate_batch(flow: Flow) -> None:
+    while not flow.done():
+        seen = flow.pulse.count
+        unaccounted = flow.limits.groups_per_step - len(flow.buffer) - flow.num_pending_groups
+        for _ in range(unaccounted):
+            flow.submit()
+        if not flow.num_pending_groups:
+            return
+        await flow.wait_for_change(seen)
+
+
+async def _run_until_first_ends(*stages: Coroutine[None, None, None]) -> None:
+    """Run stages together until one returns or raises, then end the others and pass that on."""
+    tasks = [asyncio.create_task(stage) for stage in stages]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

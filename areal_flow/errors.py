@@ -1,0 +1,65 @@
+"""Every error a caller may want to catch.
+
+    ArealFlowError
+    ├── ConfigError         a setting is wrong; nothing was started
+    ├── PromptError         a prompt file or row is wrong
+    ├── ModelError          a model directory is unusable
+    ├── SchemaError         rows do not satisfy their schema
+    ├── RunError            the run directory: exists, is locked, is incomplete
+    ├── StorageError        a write failed; the last committed state is intact
+    ├── EngineError         a generator cannot serve
+    ├── RewardError         a verifier cannot be loaded or keeps failing
+    ├── TrainingError       a step cannot be computed: non-finite loss, wrong parent
+    └── WeightsError        weights are missing or are not what was published
+
+A message says what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ArealFlowError(Exception):
+    """Root of the tree: anything this project raises on purpose."""
+
+    def __reduce__(self) -> tuple[type[ArealFlowError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class ConfigError(ArealFlowError):
+    """A setting is wrong; nothing was started."""
+
+
+class PromptError(ArealFlowError):
+    """A prompt file or one of its rows is wrong."""
+
+
+class ModelError(ArealFlowError):
+    """A model directory is unusable."""
+
+
+class SchemaError(ArealFlowError):
+    """Rows do not satisfy their schema."""
+
+
+class RunError(ArealFlowError):
+    """The run directory exists already, is held by somebody else or is incomplete."""
+
+
+class StorageError(ArealFlowError):
+    """A write failed; the last committed state is intact."""
+
+
+class EngineError(ArealFlowError):
+    """A generator cannot serve."""
+
+
+class RewardError(ArealFlowError):
+    """A verifier cannot be loaded or keeps failing."""
+
+
+class TrainingError(ArealFlowError):
+    """A step cannot be computed."""
+
+
+class WeightsError(ArealFlowError):
+    """Weights are missing or are not what was published."""

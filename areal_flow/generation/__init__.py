@@ -1,0 +1,1 @@
+"""Prompts and weights in, completions with versions and log-probabilities out."""

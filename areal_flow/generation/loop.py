@@ -1,0 +1,162 @@
+"""Makes an `EngineCore` an `Engine`: one thread decodes, the event loop only waits.
+
+| who             | waits for             | unblocked by                                 |
+|-----------------|-----------------------|----------------------------------------------|
+| the thread      | work                  | a command: add, cancel, load, close          |
+| `generate`      | all members of a group | the thread, after the step that ends the last |
+| `load_weights`  | the switch            | the thread, between two decode steps         |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+from areal_flow.errors import EngineError
+from areal_flow.generation.protocol import EngineCore
+from areal_flow.types import Completion, EngineStats, GroupRequest
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """An `Engine` whose core runs in a thread of its own. Made and used on one event loop."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._loads: list[tuple[int, asyncio.Future[None]]] = []
+        self._outstanding: set[asyncio.Future[Any]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._incarnation = uuid.uuid4().hex[:8]
+        self._num_tokens = 0
+        self._busy_s = 0.0
+        self._broken: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    @property
+    def broken(self) -> bool:
+        return self._broken is not None
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        future: asyncio.Future[list[Completion]] = self._promise()
+
+        def add() -> None:
+            try:
+                self._core.add(request)
+            except EngineError as error:
+                self._resolve(future, error=error)
+            else:
+                self._waiting[request.request_id] = future
+
+        self._commands.put(add)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._cancel(request.request_id))
+            raise
+
+    async def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
+        future: asyncio.Future[None] = self._promise()
+
+        def load() -> None:
+            self._loads.append((version, future))
+            self._core.load_weights(tensors, version=version)
+
+        self._commands.put(load)
+        await future
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            self._incarnation,
+            self._num_tokens,
+            self._busy_s,
+            getattr(self._core, "num_interruptions", 0),
+        )
+
+    def close(self) -> None:
+        """End the thread after its current step; whoever still waits gets an `EngineError`."""
+        self._closing = True
+        self._commands.put(lambda: None)
+        self._thread.join()
+
+    def _promise(self) -> asyncio.Future[Any]:
+        if self._broken or self._closing:
+            raise self._down()
+        future = self._loop.create_future()
+        self._outstanding.add(future)
+        future.add_done_callback(self._outstanding.discard)
+        return future
+
+    def _down(self) -> EngineError:
+        return EngineError(f"the engine is down: {self._broken or 'it was closed'}")
+
+    def _cancel(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._core.cancel(request_id)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._obey_commands()
+                began = perf_counter()
+                if self._core.has_work():
+                    for request_id, completions in self._core.step():
+                        self._deliver(request_id, completions)
+                    self._busy_s += perf_counter() - began
+                self._acknowledge_loads()
+        except BaseException as error:
+            logger.exception("the engine's thread ended")
+            self._broken = error
+        self._loop.call_soon_threadsafe(self._fail_outstanding)
+
+    def _obey_commands(self) -> None:
+        if not self._core.has_work():
+            self._commands.get()()
+        began = perf_counter()
+        num_obeyed = 0
+        while not self._commands.empty():
+            self._commands.get()()
+            num_obeyed += 1
+        if num_obeyed:
+            self._busy_s += perf_counter() - began
+
+    def _deliver(self, request_id: str, completions: list[Completion]) -> None:
+        self._num_tokens += sum(len(completion.tokens) for completion in completions)
+        self._resolve(self._waiting.pop(request_id), completions)
+
+    def _acknowledge_loads(self) -> None:
+        served = [future for version, future in self._loads if version <= self._core.version]
+        self._loads = [(v, future) for v, future in self._loads if v > self._core.version]
+        for future in served:
+            self._resolve(future, None)
+
+    def _fail_outstanding(self) -> None:
+        for future in list(self._outstanding):
+            future.set_exception(self._down())
+
+    def _resolve(
+        self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None
+    ) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._loop.call_soon_threadsafe(settle)

@@ -1,0 +1,78 @@
+"""Logits and uniform numbers in, tokens and their log-probabilities out.
+
+A uniform number is a function of (seed, position), so a completion's randomness does not depend on
+its slot, its neighbours, a retry or an interruption. Letters: S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_flow.types import Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Return one float64 in [0, 1) for each pair of seed and token position.
+
+    SplitMix64's finaliser (Steele, Lea and Flood 2014) over seed + (position + 1) * golden ratio.
+    """
+    state = np.array(seeds, dtype=np.uint64)
+    counter = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):
+        state = _mix(state) + counter * np.uint64(_GOLDEN)
+        state = _mix(state)
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(state ^ (state >> np.uint64(31)))
+
+
+def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution.
+
+    Args:
+        logits_SV: raw logits.
+        uniforms_S: float64 in [0, 1).
+        sampling: temperature, then top-k, then top-p.
+
+    Returns:
+        Tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from.
+    """
+    logprobs_SV = processed_logprobs(logits_SV, sampling)
+    cumulative_SV = logprobs_SV.double().exp().cumsum(dim=1)
+    targets_S1 = (uniforms_S * cumulative_SV[:, -1])[:, None]
+    tokens_S = torch.searchsorted(cumulative_SV, targets_S1, right=True).squeeze(1)
+    tokens_S = tokens_S.clamp(max=logits_SV.shape[1] - 1)
+    return tokens_S, logprobs_SV.gather(1, tokens_S[:, None]).squeeze(1)
+
+
+def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
+    """Return float32 log-probabilities after temperature, top-k and top-p, renormalised."""
+    logprobs_SV = (logits_SV.float() / sampling.temperature).log_softmax(dim=1)
+    if sampling.top_k:
+        logprobs_SV = _keep_top_k(logprobs_SV, sampling.top_k)
+    if sampling.top_p < 1:
+        logprobs_SV = _keep_top_p(logprobs_SV, sampling.top_p)
+    return logprobs_SV
+
+
+def _keep_top_k(logprobs_SV: Tensor, top_k: int) -> Tensor:
+    kept = min(top_k, logprobs_SV.shape[1])
+    threshold_S1 = logprobs_SV.topk(kept, dim=1).values[:, -1:]
+    return logprobs_SV.masked_fill(logprobs_SV < threshold_S1, float("-inf")).log_softmax(dim=1)
+
+
+def _keep_top_p(logprobs_SV: Tensor, top_p: float) -> Tensor:
+    ordered_SV, order_SV = logprobs_SV.sort(dim=1, descending=True)
+    mass_before_SV = ordered_SV.exp().cumsum(dim=1) - ordered_SV.exp()
+    kept_SV = ordered_SV.masked_fill(mass_before_SV >= top_p, float("-inf"))
+    return torch.empty_like(kept_SV).scatter_(1, order_SV, kept_SV).log_softmax(dim=1)

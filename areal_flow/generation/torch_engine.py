@@ -1,0 +1,249 @@
+"""A torch engine with continuous batching: requests join and leave at any decode step.
+
+A group's prompt is prefilled once, alone, and copied into its members' slots. All slots decode
+together, always as the same number of rows, so a completion's numbers do not depend on its company.
+New weights interrupt between two tokens: the cache is dropped, prefixes are prefilled with the new
+weights, sampling goes on where it stood.
+
+It refuses to know where weights come from and what completions are for. One thread drives it.
+Letters: S slots, N prefixes, P padded prefix length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.errors import EngineError
+from areal_flow.generation.protocol import Interruption
+from areal_flow.generation.sampling import sample, uniforms
+from areal_flow.generation.scheduler import SlotScheduler
+from areal_flow.modeling.attention import DecodeLayout, Prefix, PrefillLayout, SlotCache
+from areal_flow.modeling.policy import assign_tensors
+from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, version_spans_of
+
+PREFILL_ROWS = 16
+"""Prefixes prefilled together after an interruption."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A completion that is being sampled."""
+
+    request: GroupRequest
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values the next decode step expects in the cache."""
+        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+    @property
+    def prefix(self) -> list[int]:
+        return [*self.request.prompt_tokens, *self.tokens[:-1]]
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        if len(self.tokens) >= self.request.sampling.max_new_tokens:
+            return "length"
+        return None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            tuple(self.tokens), tuple(self.logprobs), version_spans_of(self.versions), reason
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    """A request, its finished members, and its prefilled prompt while members still wait."""
+
+    request: GroupRequest
+    finished: dict[int, Completion] = field(default_factory=dict)
+    prompt_prefix: Prefix | None = None
+    prompt_logits_1V: Tensor | None = None
+
+
+class TorchEngine:
+    """An `EngineCore` over any Hugging Face causal language model."""
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        version: int,
+        num_slots: int,
+        context_tokens: int,
+        interruption: Interruption = "interrupt",
+    ) -> None:
+        config = policy.config
+        self.policy = policy
+        self.version = version
+        self.num_slots = num_slots
+        self.context_tokens = context_tokens
+        self.interruption = interruption
+        self.num_interruptions = 0
+        self._scheduler = SlotScheduler(num_slots)
+        self._groups: dict[str, _Group] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._pending: tuple[Mapping[str, Tensor], int] | None = None
+        self._cache = SlotCache(
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_key_value_heads,
+            max_length=context_tokens,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
+            dtype=policy.dtype,
+            device=policy.device,
+        )
+
+    def add(self, request: GroupRequest) -> None:
+        num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
+        if num_tokens > self.context_tokens:
+            raise EngineError(
+                f"expected at most {self.context_tokens} tokens of context, found "
+                f"{len(request.prompt_tokens)} of prompt and {request.sampling.max_new_tokens} new "
+                "ones: raise generation.context_tokens or shorten the prompt"
+            )
+        if not request.prompt_tokens:
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        self._groups[request.request_id] = _Group(request)
+        self._scheduler.add(request.request_id, len(request.seeds))
+
+    def cancel(self, request_id: str) -> None:
+        self._scheduler.cancel(request_id)
+        self._groups.pop(request_id, None)
+        self._sequences = {s: q for s, q in self._sequences.items() if s in self._scheduler.running}
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or self._pending is not None
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        if self._pending and not (self.interruption == "drain" and self._sequences):
+            self._switch_weights()
+        if not self._pending:
+            for admission in self._scheduler.admit():
+                self._start(admission.request_id, [slot for slot, _ in admission.slots])
+        complete = self._finish()
+        if self._sequences:
+            self._decode()
+            complete += self._finish()
+        return complete
+
+    def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        self._pending = (tensors, version)
+        if self.interruption != "drain":
+            self._switch_weights()
+
+    def _start(self, request_id: str, slots: list[int]) -> None:
+        group = self._groups[request_id]
+        if group.prompt_prefix is None:
+            group.prompt_prefix, group.prompt_logits_1V = self._prefill_prompt(group.request)
+        assert group.prompt_logits_1V is not None
+        self._cache.copy_prefix(group.prompt_prefix, 0, slots)
+        for slot in slots:
+            member = self._scheduler.running[slot]
+            self._sequences[slot] = _Sequence(group.request, member.index)
+        self._sample(group.prompt_logits_1V.expand(len(slots), -1), slots)
+        if not self._scheduler.still_waiting(request_id):
+            group.prompt_prefix = group.prompt_logits_1V = None
+
+    def _prefill_prompt(self, request: GroupRequest) -> tuple[Prefix, Tensor]:
+        prefix, hidden = self._prefill([list(request.prompt_tokens)])
+        return prefix, self.policy.lm_head(hidden[:, -1])
+
+    def _prefill(self, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
+        width = max(map(len, prefixes))
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in prefixes]
+        input_ids_NP = torch.tensor(padded, device=self.policy.device)
+        positions_NP = torch.arange(width, device=self.policy.device).expand(len(prefixes), -1)
+        layout = PrefillLayout()
+        hidden = self.policy.model(
+            input_ids=input_ids_NP, position_ids=positions_NP, use_cache=False, layout=layout
+        ).last_hidden_state
+        return layout.prefix, hidden
+
+    def _decode(self) -> None:
+        tokens_S = [0] * self.num_slots
+        positions_S = [0] * self.num_slots
+        for slot, sequence in self._sequences.items():
+            tokens_S[slot] = sequence.tokens[-1]
+            positions_S[slot] = sequence.num_cached
+        positions = torch.tensor(positions_S, device=self.policy.device)
+        logits_SV = self.policy(
+            input_ids=torch.tensor(tokens_S, device=self.policy.device)[:, None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            layout=DecodeLayout(self._cache, positions, max(positions_S)),
+        ).logits[:, 0]
+        slots = sorted(self._sequences)
+        self._sample(logits_SV if len(slots) == self.num_slots else logits_SV[slots], slots)
+
+    def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
+        """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
+        by_sampling: dict[Sampling, list[int]] = {}
+        for row, slot in enumerate(slots):
+            by_sampling.setdefault(self._sequences[slot].request.sampling, []).append(row)
+        for sampling, rows in by_sampling.items():
+            sequences = [self._sequences[slots[row]] for row in rows]
+            drawn_S = uniforms(
+                [sequence.request.seeds[sequence.index] for sequence in sequences],
+                [len(sequence.tokens) for sequence in sequences],
+            )
+            chosen_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
+            tokens_S, logprobs_S = sample(chosen_SV, drawn_S.to(logits_SV.device), sampling)
+            for sequence, token, logprob in zip(
+                sequences, tokens_S.tolist(), logprobs_S.tolist(), strict=True
+            ):
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprob)
+                sequence.versions.append(self.version)
+
+    def _finish(self) -> list[tuple[str, list[Completion]]]:
+        complete = []
+        for slot, sequence in list(self._sequences.items()):
+            reason = sequence.finish_reason()
+            if reason is None:
+                continue
+            del self._sequences[slot]
+            self._scheduler.finish(slot)
+            request = sequence.request
+            group = self._groups[request.request_id]
+            group.finished[sequence.index] = sequence.completion(reason)
+            if len(group.finished) == len(request.seeds):
+                del self._groups[request.request_id]
+                members = [group.finished[index] for index in range(len(request.seeds))]
+                complete.append((request.request_id, members))
+        return complete
+
+    @torch.inference_mode()
+    def _switch_weights(self) -> None:
+        assert self._pending is not None
+        tensors, self.version = self._pending
+        self._pending = None
+        assign_tensors(self.policy, tensors)
+        for group in self._groups.values():
+            group.prompt_prefix = group.prompt_logits_1V = None
+        if not self._sequences:
+            return
+        self.num_interruptions += len(self._sequences)
+        if self.interruption == "interrupt":
+            self._prefill_running()
+
+    def _prefill_running(self) -> None:
+        slots = sorted(self._sequences, key=lambda slot: self._sequences[slot].num_cached)
+        for start in range(0, len(slots), PREFILL_ROWS):
+            rows = slots[start : start + PREFILL_ROWS]
+            prefix, _ = self._prefill([self._sequences[slot].prefix for slot in rows])
+            for row, slot in enumerate(rows):
+                self._cache.copy_prefix(prefix, row, [slot])

@@ -1,0 +1,1 @@
+"""Policies and how they attend. Shared by the torch engine and the trainer; knows neither."""

@@ -1,0 +1,53 @@
+"""Prompts by submission index, from a memory-mapped Arrow file: bounded memory, any size.
+
+The cursor is the submission index alone: epoch and position follow from it, and each epoch's order
+from the run's seed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from areal_flow.errors import PromptError
+from areal_flow.types import Prompt
+
+
+class PromptTable:
+    """A prepared prompt file, read in a seeded order that is reshuffled every epoch."""
+
+    def __init__(self, path: Path, *, seed: int) -> None:
+        self.path = path
+        self.seed = seed
+        try:
+            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            raise PromptError(f"expected prepared prompts at {path}: {error}") from None
+        if not len(self._table):
+            raise PromptError(f"{path} holds no prompts")
+        self._permutation = lru_cache(maxsize=2)(self._make_permutation)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def prompt_at(self, submission_index: int) -> Prompt:
+        """Return the prompt of a submission: position `index mod n` of epoch `index div n`."""
+        epoch, position = divmod(submission_index, len(self))
+        return self.row(int(self._permutation(epoch)[position]))
+
+    def row(self, index: int) -> Prompt:
+        """Return one prompt by its place in the file."""
+        row = self._table.slice(index, 1).to_pylist()[0]
+        return Prompt(
+            prompt_id=row["prompt_id"],
+            text=row["prompt"],
+            reference=row["reference"],
+            difficulty=row["difficulty"],
+            tokens=tuple(row["prompt_tokens"]),
+        )
+
+    def _make_permutation(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self))

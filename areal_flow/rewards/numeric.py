@@ -1,0 +1,64 @@
+"""Exact and numeric comparison of a final answer: arithmetic, GSM8K, any task with one number."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from areal_flow.types import Score
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_ANSWER_MARK = "####"
+_MAX_DIGITS = 400
+
+
+def verify_numeric(*, prompt: str, completion: str, reference: str) -> Score:
+    """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
+
+    The reference may be a bare answer or GSM8K's solution ending in `#### n`. Equal text is right;
+    otherwise both are compared as exact fractions. Only ASCII digits are digits.
+    """
+    expected = parse_number(final_answer(reference) or "")
+    if expected is None:
+        return Score(0.0, "bad_reference", error=f"no number in the reference {reference[-40:]!r}")
+    answer = final_answer(completion)
+    if answer is None:
+        return Score(0.0, "parse_error")
+    found = parse_number(answer)
+    if found is None:
+        return Score(0.0, "parse_error", extracted=answer[:80])
+    right = found == expected
+    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=answer[:80])
+
+
+def final_answer(text: str) -> str | None:
+    """Return the text of the final answer, or None when there is nothing like one."""
+    if boxed := _BOXED.findall(text):
+        return str(boxed[-1]).strip()
+    if _ANSWER_MARK in text:
+        return text.rsplit(_ANSWER_MARK, 1)[1].strip()
+    numbers = _NUMBER.findall(text.translate(_NON_ASCII_DIGITS_REMOVED))
+    return numbers[-1] if numbers else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Return an exact number, or None; accepts `1,234`, `-2.50`, `$3`, `3/4`, `18%`, `18.`."""
+    cleaned = text.strip().strip("$").rstrip(".%").replace(",", "").replace(" ", "")
+    if not cleaned.isascii() or not _NUMBER.fullmatch(cleaned) or len(cleaned) > _MAX_DIGITS:
+        return None
+    try:
+        return Fraction(cleaned)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+class _AsciiDigitsOnly(dict[int, str]):
+    """A `str.translate` table that blanks digits of other scripts: `\\d` matches them all."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        return " " if character.isdigit() and not character.isascii() else character
+
+
+_NON_ASCII_DIGITS_REMOVED = _AsciiDigitsOnly()

@@ -1,0 +1,251 @@
+"""What flows between the parts. Plain frozen values: no behaviour, no vendor, no I/O.
+
+Payload types (`Completion`) carry tokens and stay on workers. Receipts carry ids, counts and
+versions, and are all that the driver ever sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Verdict = Literal["right", "wrong", "parse_error", "bad_reference", "error"]
+
+
+class VersionSpan(NamedTuple):
+    """`length` consecutive tokens sampled by policy `version`."""
+
+    version: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the prompt table; `tokens` are what the policy reads."""
+
+    prompt_id: str
+    text: str
+    reference: str
+    difficulty: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One prompt to be completed once per seed."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Sampled tokens with the log-probability each had in the distribution it was drawn from."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A verifier's word on one completion; `reward` is None when the verifier itself failed."""
+
+    reward: float | None
+    verdict: Verdict
+    extracted: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A group to be rolled out, scored and written. Everything follows from `submission_index`."""
+
+    submission_index: int
+    prompt: Prompt
+    seeds: tuple[int, ...]
+    attempt: int
+    writer_epoch: int
+    submitted_at: datetime
+
+    @property
+    def group_id(self) -> str:
+        return group_id(self.submission_index)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryReceipt:
+    """What the driver knows of a written trajectory: no tokens."""
+
+    trajectory_id: str
+    version_spans: tuple[VersionSpan, ...]
+    reward: float | None
+    finish_reason: str
+    num_loss_masked_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.length for span in self.version_spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max((span.version for span in self.version_spans), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the engine was made; differences of two are rates."""
+
+    incarnation: str = ""
+    num_tokens: int = 0
+    busy_s: float = 0.0
+    num_interruptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReceipt:
+    """A written, not yet committed group: its fragments and its members' receipts."""
+
+    submission_index: int
+    fragments: tuple[str, ...]
+    trajectories: tuple[TrajectoryReceipt, ...]
+    generator: str = ""
+    engine_stats: EngineStats = EngineStats()
+    member_errors: tuple[str, ...] = ()
+    """Why members are missing or unscored, one root cause each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """A committed trajectory that will never be trained, and why."""
+
+    trajectory_id: str
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """Exactly what a step computes. Built from a fresh batch or from a ledger row, alike."""
+
+    step: int
+    parent_hash: str
+    policy_version: int
+    trajectory_ids: tuple[str, ...]
+    batch_digest: str
+    max_staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Numbers of one step; tokens are completion tokens, seconds are wall time."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    clip_fraction: float
+    behavior_weight_mean: float
+    behavior_weight_max: float
+    reward_mean: float
+    completion_tokens_mean: float
+    num_trained_tokens: int
+    num_masked_tokens: int
+    staleness_mean: float
+    staleness_max: int
+    masked_fraction_by_tenth: tuple[float, ...]
+    seconds_read: float
+    seconds_train: float
+    seconds_stage: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyHashes:
+    """Identity of a policy: master weights, optimizer state, and the bytes generators load."""
+
+    weights_hash: str
+    optimizer_hash: str
+    served_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a trainer made: staged weights of version `step`, their hashes and the numbers."""
+
+    step: int
+    hashes: PolicyHashes
+    metrics: StepMetrics
+    numeric_environment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step will consume, decided by the buffer."""
+
+    policy_version: int
+    trajectories: tuple[TrajectoryReceipt, ...]
+    num_groups: int
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(trajectory.trajectory_id for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate:
+    """A rate with its 95% Wilson interval."""
+
+    pass_rate: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(slots=True)
+class EvaluationTable:
+    """A held-out evaluation: the overall rate, and rate and mean length by difficulty."""
+
+    overall: PassRate
+    by_difficulty: dict[int, tuple[PassRate, float]] = field(default_factory=dict)
+
+
+def group_id(submission_index: int) -> str:
+    """Return the id of the group that `submission_index` stands for."""
+    return f"{submission_index:08d}"
+
+
+def trajectory_id(submission_index: int, member: int) -> str:
+    """Return the id of one member; sorting ids sorts by submission, then member."""
+    return f"{group_id(submission_index)}-{member:04d}"
+
+
+def submission_index_of(identifier: str) -> int:
+    """Return the submission index that a group or trajectory id was made from."""
+    return int(identifier.split("-", 1)[0])
+
+
+def version_spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Run-length encode one policy version per token."""
+    spans: list[VersionSpan] = []
+    for version in versions:
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].length + 1)
+        else:
+            spans.append(VersionSpan(version, 1))
+    return tuple(spans)

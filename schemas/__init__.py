@@ -1,0 +1,17 @@
+"""The storage contract: pandera models, the one source of every Arrow schema in the project."""
+
+from schemas.arrow import arrow_schema
+from schemas.evaluations import EvaluationRow
+from schemas.prompts import PromptRow
+from schemas.steps import StepRow
+from schemas.trajectories import TrajectoryRow
+from schemas.validation import validate
+
+__all__ = [
+    "EvaluationRow",
+    "PromptRow",
+    "StepRow",
+    "TrajectoryRow",
+    "arrow_schema",
+    "validate",
+]

@@ -1,0 +1,62 @@
+"""One row a trajectory: the events of the log. Appended once, never changed."""
+
+from __future__ import annotations
+
+import pandera.polars as pa
+import polars as pl
+from pandera.api.polars.types import PolarsData
+
+SCHEMA_VERSION = 1
+
+FINISH_REASONS = ("stop", "length")
+
+
+class TrajectoryRow(pa.DataFrameModel):
+    """A scored completion with everything that training, replay and lineage need.
+
+    `output_tokens`, `behavior_logprobs` and `loss_mask` are aligned token by token, and the
+    lengths of `version_spans` add up to the same number.
+    """
+
+    trajectory_id: str = pa.Field(unique=True, description="<group_id>-<member>")
+    group_id: str = pa.Field(description="<submission_index, 8 digits>")
+    submission_index: pl.Int64 = pa.Field(ge=0, description="fixes prompt, seeds and ids")
+    member: pl.Int32 = pa.Field(ge=0, description="position within the group")
+    attempt: pl.Int32 = pa.Field(ge=0, description="how many earlier tries of the group failed")
+    seed: pl.Int64 = pa.Field(ge=0, description="of the sampler; from run seed, index and member")
+    writer_epoch: pl.Int32 = pa.Field(ge=1, description="which driver wrote it; superseded ones are ignored")
+    prompt_id: str
+    difficulty: pl.Int32 = pa.Field(ge=0)
+    prompt_tokens: pl.List(pl.Int32)
+    output_tokens: pl.List(pl.Int32)
+    behavior_logprobs: pl.List(pl.Float32) = pa.Field(description="of the distribution sampled from")
+    loss_mask: pl.List(pl.Boolean) = pa.Field(description="False where the policy did not choose the token")
+    version_spans: pl.List(pl.Struct({"version": pl.Int32, "length": pl.Int32}))
+    finish_reason: str = pa.Field(isin=FINISH_REASONS)
+    reward: pl.Float64 = pa.Field(nullable=True, description="null when the verifier failed")
+    reward_detail: str = pa.Field(description="JSON: verdict, what was extracted, any error")
+    verifier: str = pa.Field(description="name and hash of the code that scored it")
+    generator: str
+    submitted_at: pl.Datetime("us", "UTC")
+    started_at: pl.Datetime("us", "UTC")
+    finished_at: pl.Datetime("us", "UTC")
+    scored_at: pl.Datetime("us", "UTC")
+    schema_version: pl.Int32 = pa.Field(eq=SCHEMA_VERSION)
+
+    class Config:
+        strict = True
+
+    @pa.dataframe_check(name="output_tokens, behavior_logprobs and loss_mask have equal lengths")
+    def token_columns_align(cls, rows: PolarsData) -> pl.LazyFrame:
+        length = pl.col("output_tokens").list.len()
+        return rows.lazyframe.select(
+            (pl.col("behavior_logprobs").list.len() == length)
+            & (pl.col("loss_mask").list.len() == length)
+        )
+
+    @pa.dataframe_check(name="version_spans cover every output token")
+    def spans_cover_output(cls, rows: PolarsData) -> pl.LazyFrame:
+        spanned = (
+            pl.col("version_spans").list.eval(pl.element().struct.field("length")).list.sum()
+        )
+        return rows.lazyframe.select(spanned == pl.col("output_tokens").list.len())

@@ -1,0 +1,1 @@
+"""The log on disk: trajectories, the step ledger, evaluations. The only importer of Lance."""

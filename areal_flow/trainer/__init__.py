@@ -1,0 +1,1 @@
+"""Trajectories in, a new policy out. Imports torch, transformers and safetensors only."""

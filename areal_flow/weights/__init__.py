@@ -1,0 +1,1 @@
+"""How a policy's weights get from the trainer to the generators."""

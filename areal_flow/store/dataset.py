@@ -1,0 +1,106 @@
+"""What both Lance datasets share: creation, opening, maintenance, durability, clear disk errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+
+from areal_flow.errors import RunError, StorageError
+
+FORMAT_VERSION = "2.2"
+ROWS_PER_FRAGMENT = 1024
+OLDEST_READER = timedelta(minutes=30)
+"""Versions younger than this stay, for readers that are pinned to them."""
+
+
+def create_dataset(path: Path, schema: pa.Schema) -> lance.LanceDataset:
+    """Create an empty dataset with stable row ids.
+
+    Raises:
+        RunError: something is there already.
+        StorageError: the disk refused.
+    """
+    if path.exists():
+        raise RunError(f"{path} exists already")
+    with storage_errors(path):
+        dataset = lance.write_dataset(
+            schema.empty_table(),
+            str(path),
+            schema=schema,
+            enable_stable_row_ids=True,
+            data_storage_version=FORMAT_VERSION,
+        )
+    assert dataset.has_stable_row_ids, "delta() is silently empty without stable row ids"
+    return dataset
+
+
+def open_dataset(path: Path) -> lance.LanceDataset:
+    """Open the newest version.
+
+    Raises:
+        RunError: there is no dataset.
+    """
+    if not path.is_dir():
+        raise RunError(f"expected a Lance dataset at {path}, found none")
+    return lance.dataset(str(path))
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into one error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC or "No space left" in str(error)
+        advice = "free some space" if full else "check the disk and its permissions"
+        reason = "the disk is full" if full else str(error)
+        raise StorageError(
+            f"could not write {path}: {reason}. Everything committed is intact: {advice}, "
+            f"then continue with --resume"
+        ) from error
+
+
+def compact(dataset: lance.LanceDataset) -> None:
+    """Merge small fragments and drop versions that nobody reads any more."""
+    dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
+    dataset.cleanup_old_versions(
+        older_than=OLDEST_READER, error_if_tagged_old_versions=False
+    )
+
+
+class DurableDirectory:
+    """Forces a directory's files to disk; Lance itself does not. Each file once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._synced: set[str] = set()
+
+    def sync(self) -> None:
+        """Return when every file that exists now survives a power failure."""
+        present = set()
+        for folder, _, names in os.walk(self._path):
+            for name in names:
+                file = os.path.join(folder, name)
+                present.add(file)
+                if file not in self._synced:
+                    _fsync(file)
+            _fsync(folder)
+        self._synced = present
+
+
+def _fsync(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""The trajectory dataset: workers write fragments, one committer makes them visible.
+
+Appended once, never changed. The first commit of a trajectory id wins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+from lance import LanceDataset, LanceOperation
+from lance.fragment import FragmentMetadata, write_fragments
+
+from areal_flow.errors import StorageError
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.dataset import (
+    DurableDirectory,
+    compact,
+    create_dataset,
+    open_dataset,
+    storage_errors,
+)
+from areal_flow.types import GroupReceipt, submission_index_of
+from schemas import TrajectoryRow, validate
+
+COMMITS_BETWEEN_MAINTENANCE = 50
+
+
+def create_trajectories(path: Path) -> None:
+    """Create the empty dataset of a new run."""
+    create_dataset(path, TRAJECTORIES)
+
+
+def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:
+    """Validate and write one group's rows; they are invisible until their fragments are committed.
+
+    Returns:
+        Fragment descriptions for `TrajectoryCommitter.commit`.
+
+    Raises:
+        SchemaError, StorageError: nothing was written.
+    """
+    validate(table, TrajectoryRow)
+    with storage_errors(path):
+        fragments = write_fragments(table, str(path), schema=TRAJECTORIES, mode="append")
+    return tuple(json.dumps(fragment.to_json()) for fragment in fragments)
+
+
+class TrajectoryCommitter:
+    """The one writer of versions. Not for concurrent use: the controller commits one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._dataset = open_dataset(path)
+        self._durable = DurableDirectory(path)
+        self._num_commits = 0
+        indices = self._dataset.to_table(columns=["submission_index"])["submission_index"]
+        self._committed: set[int] = set(indices.to_pylist())
+        self.watermark = len(indices)
+
+    @property
+    def version(self) -> int:
+        return int(self._dataset.version)
+
+    def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+        """Append the groups' fragments in one version; a group that is there already is left out."""
+        new = [r for r in receipts if r.submission_index not in self._committed]
+        fragments = [
+            FragmentMetadata.from_json(fragment) for receipt in new for fragment in receipt.fragments
+        ]
+        if not fragments:
+            return
+        with storage_errors(self._path):
+            self._dataset = LanceDataset.commit(
+                str(self._path),
+                LanceOperation.Append(fragments),
+                read_version=self._dataset.version,
+            )
+        self._committed |= {receipt.submission_index for receipt in new}
+        self.watermark += sum(len(receipt.trajectories) for receipt in new)
+        self._num_commits += 1
+
+    @property
+    def maintenance_is_due(self) -> bool:
+        return self._num_commits >= COMMITS_BETWEEN_MAINTENANCE
+
+    def maintain(self) -> None:
+        """Compact and clean up; safe beside commits and readers."""
+        self._num_commits = 0
+        compact(lance.dataset(str(self._path)))
+
+    def sync(self) -> None:
+        """Force everything committed to disk."""
+        self._durable.sync()
+
+
+class TrajectoryReader:
+    """Reads trajectories by id, for training and replay."""
+
+    def __init__(self, path: Path) -> None:
+        self._dataset = open_dataset(path)
+
+    def read(self, trajectory_ids: Sequence[str], columns: Iterable[str]) -> pa.Table:
+        """Return exactly these rows, in this order.
+
+        Raises:
+            StorageError: an id is not in the log.
+        """
+        self._dataset.checkout_latest()
+        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+        names = ["trajectory_id", *(name for name in columns if name != "trajectory_id")]
+        found = self._dataset.to_table(
+            columns=names, filter=f"submission_index IN ({', '.join(map(str, indices))})"
+        )
+        rows: dict[str, int] = {}
+        for row, identifier in enumerate(found["trajectory_id"].to_pylist()):
+            rows.setdefault(identifier, row)
+        missing = [identifier for identifier in trajectory_ids if identifier not in rows]
+        if missing:
+            raise StorageError(
+                f"expected {len(trajectory_ids)} trajectories in the log, {len(missing)} are "
+                f"missing, the first is {missing[0]}"
+            )
+        return found.take([rows[identifier] for identifier in trajectory_ids])

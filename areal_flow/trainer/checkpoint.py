@@ -1,0 +1,135 @@
+"""A trainer's state as a directory: complete or absent, and a plain Hugging Face model at that.
+
+    checkpoints/00000020/
+        config.json model.safetensors tokenizer.json ...   what `export` and MLflow hand out
+        optimizer.safetensors                              AdamW's state and torch's RNG
+        state.json                                         step, hashes, prompt cursor
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from areal_flow.errors import StorageError, TrainingError
+from areal_flow.modeling.policy import assign_tensors
+from areal_flow.trainer.state import TrainerState
+from areal_flow.types import PolicyHashes
+
+_RNG = "torch_rng_state"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What a checkpoint knows beside its tensors."""
+
+    step: int
+    weights_hash: str
+    optimizer_hash: str
+    next_submission_index: int
+    config_hash: str
+
+
+def write_checkpoint(
+    root: Path, model_directory: Path, state: TrainerState, description: CheckpointState
+) -> Path:
+    """Write a checkpoint aside, force it to disk, rename it into place.
+
+    Raises:
+        StorageError: the disk refused; older checkpoints are intact.
+    """
+    target = checkpoint_path(root, description.step)
+    partial = root / f".partial-{target.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(model_directory, partial)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in state.tensors().items()},
+            partial / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        optimizer = {name: t.contiguous() for name, t in state.optimizer_tensors().items()}
+        save_file({**optimizer, _RNG: torch.get_rng_state()}, partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
+        for file in partial.iterdir():
+            _force_to_disk(file)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(partial, target)
+        _force_to_disk(root)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"could not write checkpoint {target}: {error}. Older checkpoints are intact: free "
+            "some space, then continue with --resume"
+        ) from error
+    return target
+
+
+def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
+    """Load a checkpoint into a trainer's state and check both hashes.
+
+    Raises:
+        TrainingError: the files are unreadable or not what was written.
+    """
+    try:
+        description = read_checkpoint_state(path)
+        tensors = load_file(path / "model.safetensors")
+        optimizer = load_file(path / "optimizer.safetensors")
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
+    torch.set_rng_state(optimizer.pop(_RNG))
+    assign_tensors(state.policy, tensors)
+    state.load_optimizer_tensors(optimizer)
+    found = (state.weights_hash(), state.optimizer_hash())
+    if found != (description.weights_hash, description.optimizer_hash):
+        raise TrainingError(f"checkpoint {path} was changed after it was written: hashes differ")
+    return description
+
+
+def read_checkpoint_state(path: Path) -> CheckpointState:
+    """Read a checkpoint's description alone."""
+    return CheckpointState(**json.loads((path / "state.json").read_text()))
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, ascending."""
+    if not root.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+
+
+def prune_checkpoints(root: Path, *, keep: int) -> None:
+    """Remove all but step 0 and the newest `keep`."""
+    for step in list_checkpoints(root)[1:-keep]:
+        shutil.rmtree(checkpoint_path(root, step), ignore_errors=True)
+
+
+def describe(
+    state_hashes: PolicyHashes, *, step: int, next_submission_index: int, config_hash: str
+) -> CheckpointState:
+    """Return the description of a checkpoint of these hashes."""
+    return CheckpointState(
+        step,
+        state_hashes.weights_hash,
+        state_hashes.optimizer_hash,
+        next_submission_index,
+        config_hash,
+    )
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

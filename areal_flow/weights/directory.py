@@ -1,0 +1,89 @@
+"""Weights through a shared directory: safetensors, written aside, renamed into place.
+
+    weights/00000012/{model.safetensors, hash}      published
+    weights/.staged-00000013/                       not yet
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from areal_flow.errors import StorageError, WeightsError
+from areal_flow.modeling.hashing import hash_tensors
+
+KEEP_VERSIONS = 4
+"""Published versions that stay: the newest, and some for readers that are behind."""
+
+
+class DirectoryChannel:
+    """A `WeightsChannel` over a directory that trainer and generators see."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        staged = self._staged(version)
+        shutil.rmtree(staged, ignore_errors=True)
+        served_hash = hash_tensors(tensors)
+        try:
+            staged.mkdir(parents=True)
+            save_file({name: t.contiguous() for name, t in tensors.items()}, staged / "model.safetensors")
+            (staged / "hash").write_text(served_hash)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"could not write weights to {staged}: {error}. Free some space or check the "
+                "disk, then continue with --resume"
+            ) from error
+        return served_hash
+
+    def publish(self, version: int) -> None:
+        published, staged = self._published(version), self._staged(version)
+        if staged.is_dir():
+            shutil.rmtree(published, ignore_errors=True)
+            os.rename(staged, published)
+        elif not published.is_dir():
+            raise WeightsError(f"version {version} was never staged in {self.root}")
+        self._prune()
+
+    def newest(self) -> int:
+        versions = self._versions()
+        if not versions:
+            raise WeightsError(f"no weights were published in {self.root}")
+        return versions[-1]
+
+    def load(self, version: int) -> dict[str, Tensor]:
+        directory = self._published(version)
+        try:
+            tensors = load_file(directory / "model.safetensors")
+            expected = (directory / "hash").read_text()
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"version {version} cannot be read from {directory}: {error}") from error
+        found = hash_tensors(tensors)
+        if found != expected:
+            raise WeightsError(
+                f"version {version}: expected weights with hash {expected}, found {found} in "
+                f"{directory}: the files were changed after they were published"
+            )
+        return tensors
+
+    def _published(self, version: int) -> Path:
+        return self.root / f"{version:08d}"
+
+    def _staged(self, version: int) -> Path:
+        return self.root / f".staged-{version:08d}"
+
+    def _versions(self) -> list[int]:
+        if not self.root.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdigit())
+
+    def _prune(self) -> None:
+        for version in self._versions()[:-KEEP_VERSIONS]:
+            shutil.rmtree(self._published(version), ignore_errors=True)

@@ -9,13 +9,16 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_flow.algorithms.staleness import trainable_mask
 from areal_flow.modeling.attention import PackedLayout
+from areal_flow.types import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,39 @@ def pack_sequences(
         behavior_logprobs_M=torch.tensor(behavior, dtype=torch.float32, device=device),
         advantages_M=torch.tensor(advantage_per_token, dtype=torch.float32, device=device),
     )
+
+
+def sequences_from_rows(
+    rows: Sequence[Mapping[str, Any]], *, policy_version: int, max_staleness: int
+) -> list[TrainingSequence]:
+    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only."""
+    return [
+        TrainingSequence(
+            prompt_tokens=row["prompt_tokens"],
+            output_tokens=row["output_tokens"],
+            behavior_logprobs=row["behavior_logprobs"],
+            trained=[
+                fresh and chosen
+                for fresh, chosen in zip(
+                    trainable_mask(
+                        spans_of_row(row),
+                        policy_version=policy_version,
+                        max_staleness=max_staleness,
+                    ),
+                    row["loss_mask"],
+                    strict=True,
+                )
+            ],
+            reward=row["reward"],
+            group=row["submission_index"],
+        )
+        for row in rows
+    ]
+
+
+def spans_of_row(row: Mapping[str, Any]) -> list[VersionSpan]:
+    """Return a trajectory row's version spans."""
+    return [VersionSpan(span["version"], span["length"]) for span in row["version_spans"]]
 
 
 def masked_fraction_by_tenth(masks: Sequence[Sequence[bool]]) -> tuple[float, ...]:

@@ -1,0 +1,64 @@
+"""What every worker carries: a holder, empty at first, for the one part that its role needs.
+
+`setup` does no more than make the holder: a slow one would outlast the worker's time to live and
+loop for ever, and one that raises is only logged. Tasks fill it, and check it, before they use it.
+Dask gives the plugin to every worker that starts or joins: that is elasticity and recovery alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distributed import Worker, WorkerPlugin, get_worker
+
+PLUGIN_NAME = "areal-flow"
+
+Part = TypeVar("Part")
+
+
+class Holder:
+    """A worker's parts by kind, each made once, on first use."""
+
+    def __init__(self, run_directory: Path, worker_name: str) -> None:
+        self.run_directory = run_directory
+        self.worker_name = worker_name
+        self._parts: dict[type, Any] = {}
+        self._making = asyncio.Lock()
+
+    def get(self, kind: type[Part]) -> Part | None:
+        """Return the part of this kind, if it was made."""
+        return self._parts.get(kind)
+
+    async def ensure(self, kind: type[Part], make: Callable[[], Awaitable[Part]]) -> Part:
+        """Return the part, making it first if need be; callers that come meanwhile wait."""
+        async with self._making:
+            if kind not in self._parts:
+                self._parts[kind] = await make()
+            return self._parts[kind]  # type: ignore[no-any-return]
+
+    def drop(self, kind: type) -> None:
+        """Forget a part that broke; the next caller makes a new one."""
+        self._parts.pop(kind, None)
+
+
+class RunPlugin(WorkerPlugin):
+    """Gives every worker its holder."""
+
+    name = PLUGIN_NAME
+
+    def __init__(self, run_directory: Path) -> None:
+        self.run_directory = run_directory
+        self.holder: Holder | None = None
+
+    def setup(self, worker: Worker) -> None:
+        self.holder = Holder(self.run_directory, str(worker.name))
+
+
+def holder() -> Holder:
+    """Return the holder of the worker that runs this task."""
+    plugin = get_worker().plugins[PLUGIN_NAME]
+    assert isinstance(plugin, RunPlugin) and plugin.holder is not None
+    return plugin.holder

@@ -1,0 +1,105 @@
+"""Where things lie in a run directory. Paths only: reading and writing is others' work.
+
+    runs/NAME/
+        config.toml            the whole recipe, defaults written out
+        model/                 config.json and tokenizer of the policy, no weights
+        prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
+        trajectories.lance     the events
+        steps.lance            their order
+        evaluations.lance      held-out answers
+        checkpoints/           snapshots
+        weights/               what generators load
+        mlflow-spool.jsonl     metrics on their way to MLflow
+        summary.json           written at the end
+        run.lock, state.json   who drives it, and how it last ended
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_flow.errors import RunError
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return self.root.name
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def train_prompts(self) -> Path:
+        return self.root / "prompts" / "train.arrow"
+
+    @property
+    def held_out_prompts(self) -> Path:
+        return self.root / "prompts" / "held_out.arrow"
+
+    @property
+    def bad_rows(self) -> Path:
+        return self.root / "prompts" / "bad_rows.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.root / "trajectories.lance"
+
+    @property
+    def steps(self) -> Path:
+        return self.root / "steps.lance"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.lance"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def spool(self) -> Path:
+        return self.root / "mlflow-spool.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "run.lock"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+
+def run_layout(runs: Path, name: str) -> RunLayout:
+    """Return the layout of a run by name.
+
+    Raises:
+        RunError: the name could lead outside `runs`.
+    """
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        raise RunError(
+            f"run name {name!r}: expected 1 to 80 letters, digits, dots, dashes or underscores"
+        )
+    return RunLayout((runs / name).resolve())

@@ -1,0 +1,191 @@
+"""A trainer rank: holds the state, answers step requests, stages weights, writes checkpoints.
+
+A request names its parent by hash. At the parent the rank computes; at the child of the very same
+request it answers what it has; anywhere else it refuses, and must be restored first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from areal_flow.algorithms.staleness import count_staleness
+from areal_flow.config import Recipe
+from areal_flow.errors import TrainingError
+from areal_flow.layout import RunLayout
+from areal_flow.modeling.policy import empty_policy, load_policy
+from areal_flow.trainer.checkpoint import (
+    checkpoint_path,
+    describe,
+    prune_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from areal_flow.trainer.sequences import (
+    TrainingSequence,
+    masked_fraction_by_tenth,
+    sequences_from_rows,
+    spans_of_row,
+)
+from areal_flow.trainer.state import TrainerState, numeric_environment
+from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.weights.channel import WeightsChannel
+
+ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
+"""Trajectory ids in, their rows out, in the same order."""
+
+
+class TrainerRank:
+    """One rank's policy between two steps; not for concurrent use."""
+
+    def __init__(
+        self, layout: RunLayout, recipe: Recipe, *, channel: WeightsChannel, read_rows: ReadRows
+    ) -> None:
+        self._layout = layout
+        self._recipe = recipe
+        self._channel = channel
+        self._read_rows = read_rows
+        self._last: tuple[StepRequest, StepResult] | None = None
+        self._hashes: PolicyHashes | None = None
+        self._step = 0
+        self.state: TrainerState | None = None
+
+    def adopt(self, policy: Any) -> TrainerState:
+        """Take a policy as the one to train, with a fresh optimizer."""
+        self.state = TrainerState(policy.train(), self._recipe.trainer)
+        return self.state
+
+    def load_pretrained(self, directory: Path) -> None:
+        """Start from a Hugging Face model directory."""
+        settings = self._recipe.trainer
+        self.adopt(load_policy(directory, dtype=settings.dtype, device=settings.device))
+
+    def genesis(self) -> tuple[PolicyHashes, str]:
+        """Stage the policy as version 0; return its identity and the numeric environment."""
+        self._step, self._last = 0, None
+        self._hashes = self._stage(0)
+        return self._hashes, numeric_environment(self._recipe.trainer)
+
+    def step(self, request: StepRequest) -> StepResult:
+        """Compute a step and stage its weights; see the module for where a rank must stand.
+
+        Raises:
+            TrainingError: this rank is not at the parent, or numbers are not finite.
+        """
+        if self._last and self._last[0] == request:
+            return self._last[1]
+        self._refuse_unless_at(request)
+        began = perf_counter()
+        rows = self._read_rows(request.trajectory_ids)
+        sequences = sequences_from_rows(
+            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
+        read = perf_counter()
+        numbers = self._train(request, sequences)
+        trained = perf_counter()
+        self._hashes = self._stage(request.step)
+        metrics = self._metrics(
+            request,
+            rows,
+            sequences,
+            numbers,
+            seconds_read=read - began,
+            seconds_train=trained - read,
+            seconds_stage=perf_counter() - trained,
+        )
+        result = StepResult(
+            request.step, self._hashes, metrics, numeric_environment(self._recipe.trainer)
+        )
+        self._step, self._last = request.step, (request, result)
+        return result
+
+    def checkpoint(self, *, next_submission_index: int) -> Path:
+        """Write the current state as a checkpoint and prune old ones."""
+        assert self.state is not None and self._hashes is not None
+        description = describe(
+            self._hashes,
+            step=self._step,
+            next_submission_index=next_submission_index,
+            config_hash=self._recipe.digest(),
+        )
+        path = write_checkpoint(
+            self._layout.checkpoints, self._layout.model, self.state, description
+        )
+        prune_checkpoints(self._layout.checkpoints, keep=self._recipe.trainer.keep_checkpoints)
+        return path
+
+    def restore(self, step: int) -> PolicyHashes:
+        """Load a checkpoint and stage its weights again; return its identity."""
+        settings = self._recipe.trainer
+        policy = empty_policy(self._layout.model, dtype=settings.dtype, device=settings.device)
+        state = self.adopt(policy)
+        read_checkpoint(checkpoint_path(self._layout.checkpoints, step), state)
+        self._step, self._last = step, None
+        self._hashes = self._stage(step)
+        return self._hashes
+
+    def _refuse_unless_at(self, request: StepRequest) -> None:
+        found = self._hashes.weights_hash if self._hashes else "nothing"
+        if self.state is None or self._hashes is None or found != request.parent_hash:
+            raise TrainingError(
+                f"step {request.step} starts from weights {request.parent_hash}, this rank holds "
+                f"{found} (step {self._step}): restore it from a checkpoint and the ledger"
+            )
+
+    def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:
+        assert self.state is not None
+        settings = StepSettings(
+            algorithm=self._recipe.algorithm,
+            temperature=self._recipe.generation.temperature,
+            seed=self._recipe.seed,
+        )
+        held, self._hashes = self._hashes, None
+        numbers = train_step(self.state, sequences, step=request.step, settings=settings)
+        self._hashes = held
+        return numbers
+
+    def _stage(self, version: int) -> PolicyHashes:
+        assert self.state is not None
+        tensors = self.state.tensors()
+        return PolicyHashes(
+            weights_hash=self.state.weights_hash(),
+            optimizer_hash=self.state.optimizer_hash(),
+            served_hash=self._channel.stage(version, tensors),
+        )
+
+    def _metrics(
+        self,
+        request: StepRequest,
+        rows: Sequence[Mapping[str, Any]],
+        sequences: Sequence[TrainingSequence],
+        numbers: UpdateNumbers,
+        **seconds: float,
+    ) -> StepMetrics:
+        assert self.state is not None
+        staleness = count_staleness(
+            (spans_of_row(row) for row in rows),
+            policy_version=request.policy_version,
+            max_staleness=request.max_staleness,
+        )
+        num_trained = sum(sequence.num_trained for sequence in sequences)
+        num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
+        num_sequences = len(sequences)
+        return StepMetrics(
+            loss=sum(numbers.losses) / max(1, len(numbers.losses)),
+            grad_norm=sum(numbers.grad_norms) / max(1, len(numbers.grad_norms)),
+            learning_rate=self.state.learning_rate(request.step),
+            clip_fraction=numbers.num_clipped / max(1, numbers.num_tokens),
+            behavior_weight_mean=numbers.behavior_weight_sum / max(1, numbers.num_tokens),
+            behavior_weight_max=numbers.behavior_weight_max,
+            reward_mean=sum(sequence.reward for sequence in sequences) / num_sequences,
+            completion_tokens_mean=num_tokens / num_sequences,
+            num_trained_tokens=num_trained,
+            num_masked_tokens=num_tokens - num_trained,
+            staleness_mean=staleness.staleness_mean,
+            staleness_max=staleness.staleness_max,
+            masked_fraction_by_tenth=masked_fraction_by_tenth([s.trained for s in sequences]),
+            **seconds,
+        )

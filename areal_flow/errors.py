@@ -9,7 +9,8 @@
     ├── StorageError        a write failed; the last committed state is intact
     ├── EngineError         a generator cannot serve
     ├── RewardError         a verifier cannot be loaded or keeps failing
-    ├── TrainingError       a step cannot be computed: non-finite loss, wrong parent
+    ├── TrainingError       a step cannot be computed
+    │   └── TrainerLost     the trainer is gone or not at the step's parent; it can be restored
     └── WeightsError        weights are missing or are not what was published
 
 A message says what was expected, what was found and what to do.
@@ -59,6 +60,10 @@ class RewardError(ArealFlowError):
 
 class TrainingError(ArealFlowError):
     """A step cannot be computed."""
+
+
+class TrainerLost(TrainingError):
+    """The trainer is gone or not at the step's parent; it can be restored."""
 
 
 class WeightsError(ArealFlowError):

@@ -7,8 +7,8 @@ Dask gives the plugin to every worker that starts or joins: that is elasticity a
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,28 +20,24 @@ Part = TypeVar("Part")
 
 
 class Holder:
-    """A worker's parts by kind, each made once, on first use."""
+    """A worker's parts by kind, each made once, on first use, by whichever task comes first."""
 
     def __init__(self, run_directory: Path, worker_name: str) -> None:
         self.run_directory = run_directory
         self.worker_name = worker_name
         self._parts: dict[type, Any] = {}
-        self._making = asyncio.Lock()
+        self._making = threading.Lock()
 
     def get(self, kind: type[Part]) -> Part | None:
         """Return the part of this kind, if it was made."""
         return self._parts.get(kind)
 
-    async def ensure(self, kind: type[Part], make: Callable[[], Awaitable[Part]]) -> Part:
-        """Return the part, making it first if need be; callers that come meanwhile wait."""
-        async with self._making:
+    def ensure(self, kind: type[Part], make: Callable[[], Part]) -> Part:
+        """Return the part, making it first if need be; other threads meanwhile wait."""
+        with self._making:
             if kind not in self._parts:
-                self._parts[kind] = await make()
+                self._parts[kind] = make()
             return self._parts[kind]  # type: ignore[no-any-return]
-
-    def drop(self, kind: type) -> None:
-        """Forget a part that broke; the next caller makes a new one."""
-        self._parts.pop(kind, None)
 
 
 class RunPlugin(WorkerPlugin):

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.errors import TrainingError
+from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.policy import empty_policy, load_policy
 from areal_flow.trainer.checkpoint import (
@@ -73,7 +73,8 @@ class TrainerRank:
         """Compute a step and stage its weights; see the module for where a rank must stand.
 
         Raises:
-            TrainingError: this rank is not at the parent, or numbers are not finite.
+            TrainerLost: this rank is not at the parent.
+            TrainingError: numbers are not finite.
         """
         if self._last and self._last[0] == request:
             return self._last[1]
@@ -130,7 +131,7 @@ class TrainerRank:
     def _refuse_unless_at(self, request: StepRequest) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
         if self.state is None or self._hashes is None or found != request.parent_hash:
-            raise TrainingError(
+            raise TrainerLost(
                 f"step {request.step} starts from weights {request.parent_hash}, this rank holds "
                 f"{found} (step {self._step}): restore it from a checkpoint and the ledger"
             )

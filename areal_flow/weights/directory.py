@@ -2,6 +2,8 @@
 
     weights/00000012/{model.safetensors, hash}      published
     weights/.staged-00000013/                       not yet
+
+The driver publishes without ever importing torch.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from areal_flow.errors import StorageError, WeightsError
-from areal_flow.modeling.hashing import hash_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
@@ -29,12 +32,17 @@ class DirectoryChannel:
         self.root = root
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        from safetensors.torch import save_file
+
+        from areal_flow.modeling.hashing import hash_tensors
+
         staged = self._staged(version)
         shutil.rmtree(staged, ignore_errors=True)
         served_hash = hash_tensors(tensors)
         try:
             staged.mkdir(parents=True)
-            save_file({name: t.contiguous() for name, t in tensors.items()}, staged / "model.safetensors")
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, staged / "model.safetensors")
             (staged / "hash").write_text(served_hash)
         except (OSError, SafetensorError) as error:
             raise StorageError(
@@ -59,6 +67,10 @@ class DirectoryChannel:
         return versions[-1]
 
     def load(self, version: int) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        from areal_flow.modeling.hashing import hash_tensors
+
         directory = self._published(version)
         try:
             tensors = load_file(directory / "model.safetensors")

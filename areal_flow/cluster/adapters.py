@@ -1,0 +1,145 @@
+"""The controller's protocols over Dask: rollouts, trainer, weights. They translate, nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from distributed import Client, Future, KilledWorker
+
+from areal_flow.cluster import tasks
+from areal_flow.errors import ArealFlowError, EngineError, TrainerLost
+from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
+from areal_flow.weights.channel import WeightsChannel
+
+logger = logging.getLogger(__name__)
+
+ACKNOWLEDGE_TIMEOUT_S = 30.0
+"""How long a generator may take to load weights before nobody waits for it any longer."""
+
+
+class DaskRollouts:
+    """Runs each episode as a graph: rollout -> score -> write."""
+
+    def __init__(self, client: Client, channel: WeightsChannel) -> None:
+        self._client = client
+        self._channel = channel
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
+        rolled_out = self._client.submit(
+            tasks.rollout,
+            episode,
+            self._channel.newest(),
+            key=f"rollout-{suffix}",
+            resources={"generator": 1},
+        )
+        scored = self._client.submit(
+            tasks.score,
+            rolled_out,
+            episode.prompt,
+            key=f"score-{suffix}",
+            resources={"reward": 1},
+        )
+        written = self._client.submit(
+            tasks.write, scored, key=f"write-{suffix}", resources={"reward": 1}
+        )
+        try:
+            receipt: GroupReceipt = await result_of(written)
+            return receipt
+        except asyncio.CancelledError:
+            await self._client.cancel([rolled_out, scored, written])
+            raise
+
+
+class DaskTrainer:
+    """Sends steps to the trainer rank; restores it once if it came back empty."""
+
+    def __init__(self, client: Client, restore: Callable[[], Awaitable[None]]) -> None:
+        self._client = client
+        self._restore = restore
+
+    async def step(self, request: StepRequest) -> StepResult:
+        try:
+            result: StepResult = await on_trainer(self._client, tasks.train_step, request)
+        except TrainerLost as lost:
+            logger.warning("%s; restoring it from checkpoint and ledger", lost)
+            await self._restore()
+            result = await on_trainer(self._client, tasks.train_step, request)
+        return result
+
+
+class DaskWeights:
+    """Publishes in the channel, then asks every generator to load."""
+
+    def __init__(self, client: Client, channel: WeightsChannel) -> None:
+        self._client = client
+        self._channel = channel
+
+    async def publish(self, version: int) -> None:
+        self._channel.publish(version)
+
+    async def load_everywhere(self, version: int) -> None:
+        generators = await generator_addresses(self._client)
+        if not generators:
+            return
+        loads = {
+            address: asyncio.ensure_future(
+                self._client.run(
+                    tasks.load_weights, version, workers=[address], on_error="return"
+                )
+            )
+            for address in generators
+        }
+        _, late = await asyncio.wait(loads.values(), timeout=ACKNOWLEDGE_TIMEOUT_S)
+        for address, load in loads.items():
+            if load in late:
+                load.cancel()
+                logger.warning("generator %s did not load version %d in time", address, version)
+
+
+async def generator_addresses(client: Client) -> list[str]:
+    """Return the addresses of live generators."""
+    identity: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
+    return [
+        address
+        for address, worker in identity["workers"].items()
+        if "generator" in worker["resources"]
+    ]
+
+
+async def on_trainer(client: Client, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function on the trainer; never again by itself, since a step must not repeat.
+
+    Raises:
+        TrainerLost: the trainer died, or does not stand where the request starts.
+    """
+    future = client.submit(function, *arguments, pure=False, resources={"trainer": 1}, retries=0)
+    try:
+        return await result_of(future)
+    except EngineError as error:
+        raise TrainerLost(f"the trainer died: {error}") from error
+
+
+async def result_of(future: Future) -> Any:
+    """Return a task's result, its failure as one of ours.
+
+    Raises:
+        ArealFlowError: as raised by the task, or what became of it.
+    """
+    try:
+        return await future
+    except ArealFlowError:
+        raise
+    except KilledWorker as error:
+        raise EngineError(f"its worker died again and again: {error}") from error
+    except asyncio.CancelledError:
+        if future.cancelled():
+            raise EngineError("the task was cancelled on the cluster") from None
+        raise
+    except Exception as error:
+        raise ArealFlowError(f"{type(error).__name__}: {error}") from error
+
+

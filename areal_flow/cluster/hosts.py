@@ -1,0 +1,163 @@
+"""The parts that holders hold: assembled on the worker, from the run directory alone.
+
+A worker that starts late or again finds everything it needs there: recipe, model, newest weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.modeling.directory import stop_token_ids
+from areal_flow.rewards.loading import load_verifier
+from areal_flow.rewards.scoring import score_completions
+from areal_flow.types import Completion, EngineStats, GroupRequest, Sampling, Score
+from areal_flow.weights.directory import DirectoryChannel
+
+if TYPE_CHECKING:
+    from areal_flow.generation.loop import EngineLoop
+    from areal_flow.trainer.rank import TrainerRank
+
+
+class GeneratorHost:
+    """A generator worker's engine: made on first use, brought to the newest weights on demand."""
+
+    def __init__(self, run_directory: Path, name: str) -> None:
+        self.name = name
+        self._layout = RunLayout(run_directory)
+        self._recipe = load_recipe(self._layout.config)
+        self._channel = DirectoryChannel(self._layout.weights)
+        self._loading = asyncio.Lock()
+        self._engine: EngineLoop | None = None
+        generation = self._recipe.generation
+        self.sampling = Sampling(
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=stop_token_ids(self._layout.model),
+        )
+
+    async def serve(self, version: int) -> EngineLoop:
+        """Return the engine once it serves `version` or a later one.
+
+        Raises:
+            WeightsError: the published weights are not what was published.
+        """
+        async with self._loading:
+            if self._engine is None or self._engine.broken:
+                self._engine = await self._make_engine()
+            if self._engine.version < version:
+                newest = self._channel.newest()
+                tensors = await asyncio.to_thread(self._channel.load, newest)
+                await self._engine.load_weights(tensors, version=newest)
+            return self._engine
+
+    async def complete(
+        self, request_id: str, prompt_tokens: tuple[int, ...], seeds: tuple[int, ...], version: int
+    ) -> list[Completion]:
+        """Complete one prompt once a seed, with `version` or later."""
+        engine = await self.serve(version)
+        return await engine.generate(GroupRequest(request_id, prompt_tokens, seeds, self.sampling))
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats() if self._engine else EngineStats()
+
+    async def _make_engine(self) -> EngineLoop:
+        from areal_flow.generation.loop import EngineLoop
+
+        return EngineLoop(await asyncio.to_thread(self._load_core))
+
+    def _load_core(self) -> Any:
+        from areal_flow.generation.torch_engine import TorchEngine
+        from areal_flow.modeling.policy import assign_tensors, empty_policy
+
+        settings, generation = self._recipe.trainer, self._recipe.generation
+        policy = empty_policy(self._layout.model, dtype=settings.dtype, device=settings.device)
+        version = self._channel.newest()
+        assign_tensors(policy, self._channel.load(version))
+        return TorchEngine(
+            policy,
+            version=version,
+            num_slots=generation.num_slots,
+            context_tokens=generation.context_tokens,
+            interruption=generation.interruption,
+        )
+
+
+class RewardHost:
+    """A reward worker's tokenizer and verifier."""
+
+    def __init__(self, run_directory: Path) -> None:
+        from tokenizers import Tokenizer
+
+        layout = RunLayout(run_directory)
+        self._tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
+        self._verifier = load_verifier(load_recipe(layout.config).rewards.verifier)
+
+    @property
+    def verifier_identity(self) -> str:
+        return self._verifier.identity
+
+    def texts(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """Decode completions, special tokens left out."""
+        return self._tokenizer.decode_batch([list(tokens) for tokens in completions])
+
+    def score(
+        self, completions: Sequence[Sequence[int]], *, prompt: str, reference: str
+    ) -> list[Score]:
+        """Score completions of one prompt."""
+        return score_completions(
+            self._verifier.verify,
+            prompt=prompt,
+            completions=self.texts(completions),
+            reference=reference,
+        )
+
+
+def make_trainer_rank(run_directory: Path) -> TrainerRank:
+    """Assemble the trainer of a run; it holds no policy until it is given one."""
+    from areal_flow.trainer.rank import TrainerRank
+
+    layout = RunLayout(run_directory)
+    return TrainerRank(
+        layout,
+        recipe_of(run_directory),
+        channel=DirectoryChannel(layout.weights),
+        read_rows=_LogRows(layout.trajectories),
+    )
+
+
+def recipe_of(run_directory: Path) -> Recipe:
+    """Return the recipe that a run was started with."""
+    return load_recipe(RunLayout(run_directory).config)
+
+
+class _LogRows:
+    """Reads what training needs of trajectories; opens the log on first use."""
+
+    COLUMNS = (
+        "submission_index",
+        "prompt_tokens",
+        "output_tokens",
+        "behavior_logprobs",
+        "loss_mask",
+        "version_spans",
+        "reward",
+    )
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: Any = None
+
+    def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+        from areal_flow.store.trajectories import TrajectoryReader
+
+        if self._reader is None:
+            self._reader = TrajectoryReader(self._path)
+        rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
+        return rows

@@ -1,0 +1,179 @@
+"""The functions that run as Dask tasks. Small: each finds its worker's part and calls it.
+
+`rollout`, `score` and `write` are the nodes of an episode's graph; a group's rows flow between them
+as an Arrow table whose metadata carries what is not a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
+from areal_flow.cluster.plugins import Holder, holder
+from areal_flow.controller.seeds import member_seed
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
+from areal_flow.types import (
+    EngineStats,
+    Episode,
+    GroupReceipt,
+    PolicyHashes,
+    Prompt,
+    StepRequest,
+    StepResult,
+)
+
+_STATS = b"areal_flow.engine_stats"
+
+
+async def rollout(episode: Episode, version: int) -> pa.Table:
+    """Complete a group on this generator; the rows lack only their score."""
+    host = _generator(holder())
+    started_at = datetime.now(UTC)
+    request_id = f"{episode.group_id}.{episode.attempt}"
+    completions = await host.complete(request_id, episode.prompt.tokens, episode.seeds, version)
+    table = rollout_table(episode, completions, generator=host.name, started_at=started_at)
+    return table.replace_schema_metadata({_STATS: json.dumps(asdict(host.stats()))})
+
+
+def score(table: pa.Table, prompt: Prompt) -> pa.Table:
+    """Score a group on this reward worker."""
+    host = _rewards(holder())
+    scores = host.score(
+        table["output_tokens"].to_pylist(), prompt=prompt.text, reference=prompt.reference
+    )
+    metadata = table.schema.metadata
+    return scored_table(table, scores, verifier=host.verifier_identity).replace_schema_metadata(
+        metadata
+    )
+
+
+def write(table: pa.Table) -> GroupReceipt:
+    """Write a scored group beside the log; the driver will commit it."""
+    from areal_flow.store.trajectories import write_group
+
+    stats = EngineStats(**json.loads(table.schema.metadata[_STATS]))
+    table = table.replace_schema_metadata(None)
+    fragments = write_group(RunLayout(holder().run_directory).trajectories, table)
+    return GroupReceipt(
+        submission_index=table["submission_index"][0].as_py(),
+        fragments=fragments,
+        trajectories=receipts(table),
+        generator=table["generator"][0].as_py(),
+        engine_stats=stats,
+        member_errors=member_errors(table),
+    )
+
+
+async def answer(
+    prompts: Sequence[Prompt], first_index: int, seed: int, version: int
+) -> list[dict[str, Any]]:
+    """Answer held-out prompts once each on this generator; returns tokens and finish reasons."""
+    host = _generator(holder())
+    completions = await asyncio.gather(
+        *(
+            host.complete(
+                f"evaluation-{version}-{first_index + offset}",
+                prompt.tokens,
+                (member_seed(seed, first_index + offset, -1),),
+                version,
+            )
+            for offset, prompt in enumerate(prompts)
+        )
+    )
+    return [
+        {
+            "tokens": completion.tokens,
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.version_spans[-1].version,
+        }
+        for (completion,) in completions
+    ]
+
+
+def grade(
+    answers: Sequence[dict[str, Any]], prompts: Sequence[Prompt], evaluation: str
+) -> list[dict[str, Any]]:
+    """Grade answers on this reward worker; returns rows of the evaluation schema."""
+    host = _rewards(holder())
+    texts = host.texts([answer["tokens"] for answer in answers])
+    rows = []
+    for prompt, answered, text in zip(prompts, answers, texts, strict=True):
+        (score_,) = host.score(
+            [answered["tokens"]], prompt=prompt.text, reference=prompt.reference
+        )
+        rows.append(
+            {
+                "evaluation": evaluation,
+                "policy_version": answered["policy_version"],
+                "prompt_id": prompt.prompt_id,
+                "difficulty": prompt.difficulty,
+                "prompt": prompt.text,
+                "completion": text,
+                "reference": prompt.reference,
+                "num_output_tokens": len(answered["tokens"]),
+                "finish_reason": answered["finish_reason"],
+                "reward": score_.reward,
+                "reward_detail": json.dumps({"verdict": score_.verdict, "error": score_.error}),
+                "evaluated_at": datetime.now(UTC),
+            }
+        )
+    return rows
+
+
+async def load_weights(version: int) -> int:
+    """Bring this generator to `version`; one that holds no engine yet will load the newest itself."""
+    host = holder().get(GeneratorHost)
+    if host is None:
+        return version
+    return (await host.serve(version)).version
+
+
+async def prepare_generator() -> int:
+    """Load the engine now rather than at the first rollout; return the version it serves."""
+    host = _generator(holder())
+    return (await host.serve(0)).version
+
+
+def train_step(request: StepRequest) -> StepResult:
+    """Compute one step on this trainer."""
+    return _trainer(holder()).step(request)
+
+
+def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
+    """Make a pretrained policy version 0."""
+    rank = _trainer(holder())
+    rank.load_pretrained(directory)
+    return rank.genesis()
+
+
+def write_checkpoint(next_submission_index: int) -> Path:
+    """Write this trainer's state as a checkpoint."""
+    return _trainer(holder()).checkpoint(next_submission_index=next_submission_index)
+
+
+def restore_trainer(checkpoint_step: int) -> PolicyHashes:
+    """Load a checkpoint into this trainer."""
+    return _trainer(holder()).restore(checkpoint_step)
+
+
+def _generator(of: Holder) -> GeneratorHost:
+    return of.ensure(GeneratorHost, lambda: GeneratorHost(of.run_directory, of.worker_name))
+
+
+def _rewards(of: Holder) -> RewardHost:
+    return of.ensure(RewardHost, lambda: RewardHost(of.run_directory))
+
+
+def _trainer(of: Holder) -> Any:
+    from areal_flow.trainer.rank import TrainerRank
+
+    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory))

@@ -1,0 +1,92 @@
+"""A small Qwen2 policy's directory, made from rules alone: configuration and a real fast tokenizer.
+
+Byte-level, so any text can be encoded; what sums are made of (a signed term, a running sum, the
+answer mark) is one token each, so that a completion is short. No torch, no training, no download.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+PAD, END = "<pad>", "<eos>"
+LARGEST_TERM = 10
+LARGEST_SUM = 120
+_PIECES = Regex(r" [+-] \d+| -?\d+|\d| ####| =|[^\d ]+| ")
+
+
+def write_tiny_model(directory: Path, *, context_tokens: int) -> None:
+    """Write config.json, generation_config.json and the tokenizer; weights are drawn later."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write(
+        directory / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD},
+    )
+    stop = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
+    _write(directory / "generation_config.json", stop)
+    _write(directory / "config.json", {**_architecture(tokenizer, context_tokens), **stop})
+
+
+def build_tokenizer() -> Tokenizer:
+    """Return a byte-level BPE whose merges are written down rather than trained."""
+    vocabulary: dict[str, int] = {}
+    for symbol in [PAD, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]:
+        vocabulary[symbol] = len(vocabulary)
+    merges: list[tuple[str, str]] = []
+    for word in _words():
+        _add_word(word.replace(" ", "Ġ"), vocabulary, merges)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(_PIECES, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([PAD, END])
+    return tokenizer
+
+
+def _words() -> list[str]:
+    terms = [f" {sign} {term}" for sign in "+-" for term in range(LARGEST_TERM + 1)]
+    sums = [f" {number}" for number in range(-LARGEST_SUM, LARGEST_SUM + 1)]
+    return [*terms, *sums, " ####", " ="]
+
+
+def _add_word(word: str, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
+    """Merge left to right, so that every prefix of a word is a token too."""
+    merged = word[0]
+    for character in word[1:]:
+        if merged + character not in vocabulary:
+            vocabulary[merged + character] = len(vocabulary)
+            merges.append((merged, character))
+        merged += character
+
+
+def _architecture(tokenizer: Tokenizer, context_tokens: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": context_tokens,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

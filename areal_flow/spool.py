@@ -1,0 +1,58 @@
+"""An append-only file of events on their way elsewhere, and how far they got. No MLflow here.
+
+    mlflow-spool.jsonl      one JSON object a line
+    mlflow-spool.offset     bytes delivered; behind after a crash, never ahead
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Spool:
+    """Survives a dead receiver and a dead sender. Any thread may append, one delivers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_path = path.with_suffix(".offset")
+        self._lock = threading.Lock()
+        self._path.touch()
+        self._drop_torn_line()
+
+    def append(self, event: dict[str, Any]) -> None:
+        """Add one event."""
+        line = json.dumps(event) + "\n"
+        with self._lock, self._path.open("a") as file:
+            file.write(line)
+
+    def pending(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield undelivered events, each with the offset to confirm once it is delivered."""
+        offset = self._delivered()
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                yield json.loads(line), offset
+
+    def confirm(self, offset: int) -> None:
+        """Remember that everything before `offset` was delivered."""
+        partial = self._offset_path.with_suffix(".partial")
+        partial.write_text(str(offset))
+        os.replace(partial, self._offset_path)
+
+    def _delivered(self) -> int:
+        return int(self._offset_path.read_text()) if self._offset_path.exists() else 0
+
+    def _drop_torn_line(self) -> None:
+        content = self._path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole != len(content):
+            with self._path.open("rb+") as file:
+                file.truncate(whole)

@@ -1,0 +1,118 @@
+"""A run directory in, its tables out: pandas, polars, Arrow or DuckDB, also while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.store.dataset import open_dataset
+
+TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
+
+
+class Run:
+    """Reads a run; never writes. Every call sees the newest committed state."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.layout = RunLayout(Path(path).resolve())
+        if not self.layout.config.is_file():
+            raise RunError(f"expected a run directory at {path}, found no config.toml there")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.layout.root)!r})"
+
+    def trajectories(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Any:
+        """Return the trajectories, one row each.
+
+        Args:
+            format: "pandas" (Arrow-backed), "polars", "arrow" (a `pyarrow.Table`) or "duckdb" (a
+                lazy relation that pushes filters and projections down into the dataset).
+            columns: read only these.
+            where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
+        """
+        return self._table(self.layout.trajectories, format, columns, where)
+
+    def steps(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Any:
+        """Return the step ledger, one row a step, row 0 the genesis; arguments as `trajectories`."""
+        return self._table(self.layout.steps, format, columns, where)
+
+    def evaluations(
+        self,
+        format: TableFormat = "pandas",
+        *,
+        columns: Sequence[str] | None = None,
+        where: str | None = None,
+    ) -> Any:
+        """Return held-out answers, one row each; arguments as `trajectories`."""
+        return self._table(self.layout.evaluations, format, columns, where)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the run printed at its end.
+
+        Raises:
+            RunError: it has not ended.
+        """
+        if not self.layout.summary.is_file():
+            raise RunError(f"{self.layout.name} has no summary yet")
+        summary: dict[str, Any] = json.loads(self.layout.summary.read_text())
+        return summary
+
+    def _table(
+        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
+    ) -> Any:
+        dataset = open_dataset(path)
+        names = list(columns) if columns is not None else None
+        if format == "duckdb":
+            return _duckdb_relation(dataset, names, where)
+        return _convert(dataset.to_table(columns=names, filter=where), format)
+
+
+def open_run(path: Path | str) -> Run:
+    """Open a run directory for reading.
+
+    Raises:
+        RunError: there is no run.
+    """
+    return Run(path)
+
+
+def _convert(table: pa.Table, format: TableFormat) -> Any:
+    match format:
+        case "arrow":
+            return table
+        case "pandas":
+            import pandas as pd
+
+            return table.to_pandas(types_mapper=pd.ArrowDtype)
+        case "polars":
+            import polars as pl
+
+            return pl.from_arrow(table)
+        case _:
+            raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
+
+
+def _duckdb_relation(dataset: Any, columns: list[str] | None, where: str | None) -> Any:
+    import duckdb
+
+    relation = duckdb.connect().from_arrow(dataset)
+    relation = relation.filter(where) if where else relation
+    return relation.select(*columns) if columns else relation

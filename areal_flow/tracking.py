@@ -131,8 +131,9 @@ class MlflowTracker:
         for name, value in _FAST_FAILURE.items():
             os.environ.setdefault(name, value)
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
         from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
 
         client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         if self._run_id_path.exists():

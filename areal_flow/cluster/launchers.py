@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from areal_flow.cluster.placement import WorkerPlacement
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.plugins import RunPlugin
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
@@ -39,6 +40,7 @@ async def local_cluster(
         ConfigError: the dashboard's port is taken.
     """
     _refuse_busy_port(settings.dashboard_port)
+    _quieten_dask()
     with dask.config.set(_dask_settings(settings)):
         async with (
             SpecCluster(
@@ -64,11 +66,17 @@ async def local_cluster(
 def _dask_settings(settings: ClusterSettings) -> dict[str, object]:
     return {
         "distributed.worker.daemon": False,
+        "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
         "distributed.scheduler.worker-ttl": f"{settings.worker_ttl_s} s",
         "distributed.scheduler.allowed-failures": 3,
-        "distributed.admin.log-format": "%(name)s: %(message)s",
-        "distributed.logging": {"distributed": "error", "bokeh": "critical", "tornado": "critical"},
     }
+
+
+def _quieten_dask() -> None:
+    """Dask gives its loggers handlers and levels of their own at import; failures reach us anyway."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("distributed", "bokeh", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _nanny(placement: WorkerPlacement) -> dict[str, object]:

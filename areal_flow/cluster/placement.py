@@ -32,15 +32,15 @@ def place_workers(recipe: Recipe) -> list[WorkerPlacement]:
             name=f"generator-{index}",
             role="generator",
             num_slots=groups_in_flight(recipe),
-            environment=thread_environment(cluster.threads_per_worker),
+            environment=worker_environment(cluster.threads_per_worker),
         )
         for index in range(cluster.num_generators)
     ]
     trainer = WorkerPlacement(
-        "trainer-0", "trainer", 1, thread_environment(cluster.num_trainer_threads)
+        "trainer-0", "trainer", 1, worker_environment(cluster.num_trainer_threads)
     )
     rewards = [
-        WorkerPlacement(f"reward-{index}", "reward", 1, thread_environment(1))
+        WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1))
         for index in range(recipe.rewards.num_workers)
     ]
     return [*generators, trainer, *rewards]
@@ -51,16 +51,31 @@ def groups_in_flight(recipe: Recipe) -> int:
     return -(-recipe.generation.num_slots // recipe.controller.group_size) + 2
 
 
-def thread_environment(num_threads: int) -> dict[str, str]:
-    """Return variables that keep numeric libraries from spinning on each other's cores."""
-    count = str(num_threads)
-    return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OMP_WAIT_POLICY": "passive",
-        "LANCE_CPU_THREADS": "1",
-        "LANCE_IO_THREADS": "2",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+def max_running_trajectories(recipe: Recipe) -> int:
+    """Return how many trajectories may be on the cluster: what runs, and as much queued behind it.
+
+    A queued group ages no tokens, and its generator starts it without asking the scheduler.
+    """
+    groups = 2 * groups_in_flight(recipe) * recipe.cluster.num_generators
+    return groups * recipe.controller.group_size
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Return a worker's own variables: numeric libraries must keep off each other's cores."""
+    return {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+
+
+PROCESS_ENVIRONMENT = {
+    # glibc: keep freed tensors instead of giving their pages back at every step.
+    "MALLOC_TOP_PAD_": str(256 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+    "OMP_WAIT_POLICY": "passive",
+    "LANCE_CPU_THREADS": "1",
+    "LANCE_IO_THREADS": "2",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DASK_LOGGING__DISTRIBUTED": "critical",
+}
+"""What every worker process must find at its start: glibc and loggers look only then."""

@@ -39,6 +39,10 @@ class Holder:
                 self._parts[kind] = make()
             return self._parts[kind]  # type: ignore[no-any-return]
 
+    def drop(self, kind: type) -> None:
+        """Forget a part that is no longer needed."""
+        self._parts.pop(kind, None)
+
 
 class RunPlugin(WorkerPlugin):
     """Gives every worker its holder."""
@@ -53,8 +57,8 @@ class RunPlugin(WorkerPlugin):
         self.holder = Holder(self.run_directory, str(worker.name))
 
 
-def holder() -> Holder:
-    """Return the holder of the worker that runs this task."""
-    plugin = get_worker().plugins[PLUGIN_NAME]
+def holder(worker: Worker | None = None) -> Holder:
+    """Return the holder of the worker that runs this task; `client.run` passes the worker itself."""
+    plugin = (worker or get_worker()).plugins[PLUGIN_NAME]
     assert isinstance(plugin, RunPlugin) and plugin.holder is not None
     return plugin.holder

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from distributed import Worker
 
 from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
 from areal_flow.cluster.plugins import Holder, holder
@@ -30,6 +31,9 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
+
+if TYPE_CHECKING:
+    from areal_flow.trainer.rank import TrainerRank
 
 _STATS = b"areal_flow.engine_stats"
 
@@ -129,40 +133,41 @@ def grade(
     return rows
 
 
-async def load_weights(version: int) -> int:
-    """Bring this generator to `version`; one that holds no engine yet will load the newest itself."""
-    host = holder().get(GeneratorHost)
-    if host is None:
-        return version
-    return (await host.serve(version)).version
+async def load_weights(version: int, dask_worker: Worker) -> None:
+    """Bring this generator to `version`; one that holds no engine yet will load the newest itself.
+
+    For `client.run`, which goes past the queue of rollouts.
+    """
+    host = holder(dask_worker).get(GeneratorHost)
+    if host is not None:
+        await host.serve(version)
 
 
-async def prepare_generator() -> int:
-    """Load the engine now rather than at the first rollout; return the version it serves."""
-    host = _generator(holder())
-    return (await host.serve(0)).version
+async def prepare_generator(dask_worker: Worker) -> None:
+    """Load the engine now rather than at the first rollout; for `client.run`."""
+    await _generator(holder(dask_worker)).serve(0)
 
 
 def train_step(request: StepRequest) -> StepResult:
     """Compute one step on this trainer."""
-    return _trainer(holder()).step(request)
+    return trainer_rank().step(request)
 
 
 def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
     """Make a pretrained policy version 0."""
-    rank = _trainer(holder())
+    rank = trainer_rank()
     rank.load_pretrained(directory)
     return rank.genesis()
 
 
 def write_checkpoint(next_submission_index: int) -> Path:
     """Write this trainer's state as a checkpoint."""
-    return _trainer(holder()).checkpoint(next_submission_index=next_submission_index)
+    return trainer_rank().checkpoint(next_submission_index=next_submission_index)
 
 
 def restore_trainer(checkpoint_step: int) -> PolicyHashes:
     """Load a checkpoint into this trainer."""
-    return _trainer(holder()).restore(checkpoint_step)
+    return trainer_rank().restore(checkpoint_step)
 
 
 def _generator(of: Holder) -> GeneratorHost:
@@ -173,7 +178,9 @@ def _rewards(of: Holder) -> RewardHost:
     return of.ensure(RewardHost, lambda: RewardHost(of.run_directory))
 
 
-def _trainer(of: Holder) -> Any:
+def trainer_rank() -> TrainerRank:
+    """Return this worker's trainer rank."""
     from areal_flow.trainer.rank import TrainerRank
 
+    of = holder()
     return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory))

@@ -74,7 +74,7 @@ def _architecture(tokenizer: Tokenizer, context_tokens: int) -> dict[str, object
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": context_tokens,

@@ -1,7 +1,7 @@
 """Procedural sums from reasoning-gym, and the two ways to answer one: worked and blurted.
 
     question   "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
-    worked     " 3 10 #### 10"      the running sums, then the answer
+    worked     " 4 3 10 #### 10"    the running sums, then the answer
     blurted    " #### 10"           the answer at once
 """
 
@@ -71,7 +71,7 @@ def running_sums(question: str) -> list[int]:
 def worked_answer(question: str) -> str:
     """Return the running sums, then the answer."""
     sums = running_sums(question)
-    steps = "".join(f" {value}" for value in sums[1:])
+    steps = "".join(f" {value}" for value in sums)
     return f"{steps}{ANSWER_MARK} {sums[-1]}"
 
 

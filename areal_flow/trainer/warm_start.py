@@ -1,4 +1,9 @@
-"""Worked and blurted answers in, a policy that can do either out: supervised, one chunk at a time."""
+"""Worked and blurted answers in, a policy that can do either out: supervised, chunk by chunk.
+
+Worked answers come first, so that the skill is there; blurted ones are mixed in late, so that the
+policy has a habit for reinforcement learning to change. Examples whose sums are rare are drawn more
+often.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +19,22 @@ from areal_flow.config import WarmStartSettings
 from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
 from areal_flow.trainer.step import micro_batch_logprobs
 
+NUM_WARMUP_STEPS = 30
+FINAL_RATE = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and the completion to imitate, stop token included."""
+    """A prompt with its two answers, stop tokens included, and how often to draw it."""
 
     prompt_tokens: Sequence[int]
-    output_tokens: Sequence[int]
+    worked_tokens: Sequence[int]
+    blurted_tokens: Sequence[int]
+    weight: float = 1.0
 
 
 class WarmStart:
-    """Cross-entropy on completions; AdamW with a warm-up and a cosine to zero."""
+    """Cross-entropy on completions; AdamW with a short warm-up and a cosine."""
 
     def __init__(
         self,
@@ -35,15 +45,17 @@ class WarmStart:
         seed: int,
         tokens_per_micro_batch: int,
     ) -> None:
-        self._policy = policy.train()
+        self.policy = policy.train()
+        self.step = 0
         self._examples = examples
         self._settings = settings
         self._tokens_per_micro_batch = tokens_per_micro_batch
-        self._order = np.random.default_rng([seed, 7])
+        self._random = np.random.default_rng([seed, 7])
+        weights = np.array([example.weight for example in examples])
+        self._cumulative = np.cumsum(weights / weights.sum())
         self._optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+            policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.step = 0
 
     def run(self, num_steps: int) -> float:
         """Take up to `num_steps` more steps; return the last one's loss in nats a token."""
@@ -53,8 +65,7 @@ class WarmStart:
         return loss
 
     def _take_step(self) -> float:
-        chosen = self._order.integers(len(self._examples), size=self._settings.batch_size)
-        sequences = [_imitate(self._examples[index]) for index in chosen]
+        sequences = self._draw()
         num_tokens = sum(sequence.num_trained for sequence in sequences)
         self._optimizer.param_groups[0]["lr"] = self._learning_rate()
         self._optimizer.zero_grad(set_to_none=True)
@@ -64,26 +75,41 @@ class WarmStart:
             max_tokens=self._tokens_per_micro_batch,
         ):
             micro = pack_sequences([sequences[i] for i in indices], [0.0] * len(indices))
-            loss = -micro_batch_logprobs(self._policy, micro, temperature=1.0).sum() / num_tokens
+            loss = -micro_batch_logprobs(self.policy, micro, temperature=1.0).sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self._policy.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1
         return total
 
+    def _draw(self) -> list[TrainingSequence]:
+        settings = self._settings
+        drawn = self._random.random(settings.batch_size)
+        chosen = np.minimum(
+            np.searchsorted(self._cumulative, drawn, side="right"), len(self._examples) - 1
+        )
+        mixed = self.step >= settings.num_steps * (1 - settings.mixed_phase)
+        worked_fraction = settings.worked_fraction if mixed else 1.0
+        worked = self._random.random(settings.batch_size) < worked_fraction
+        return [
+            _imitate(self._examples[index], worked=bool(is_worked))
+            for index, is_worked in zip(chosen, worked, strict=True)
+        ]
+
     def _learning_rate(self) -> float:
-        progress = self.step / self._settings.num_steps
-        warmup = min(1.0, (self.step + 1) / 50)
-        return self._settings.learning_rate * warmup * 0.5 * (1 + math.cos(math.pi * progress))
+        cosine = 0.5 * (1 + math.cos(math.pi * self.step / self._settings.num_steps))
+        warmup = min(1.0, (self.step + 1) / NUM_WARMUP_STEPS)
+        return self._settings.learning_rate * warmup * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
-def _imitate(example: Example) -> TrainingSequence:
+def _imitate(example: Example, *, worked: bool) -> TrainingSequence:
+    output_tokens = example.worked_tokens if worked else example.blurted_tokens
     return TrainingSequence(
         prompt_tokens=example.prompt_tokens,
-        output_tokens=example.output_tokens,
-        behavior_logprobs=[0.0] * len(example.output_tokens),
-        trained=[True] * len(example.output_tokens),
+        output_tokens=output_tokens,
+        behavior_logprobs=[0.0] * len(output_tokens),
+        trained=[True] * len(output_tokens),
         reward=0.0,
         group=0,
     )

@@ -1,0 +1,92 @@
+"""What the log says in, where to go on out. Pure: the whole of recovery's decisions.
+
+Committed trajectories are trained, discarded or waiting; submissions are committed, given up or to
+be submitted again under the same index, so with the same prompt, seeds and ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_flow.controller.books import Books, Entries
+from areal_flow.controller.flow import FlowStart
+from areal_flow.types import (
+    Discard,
+    GroupReceipt,
+    StepRequest,
+    TrajectoryReceipt,
+    submission_index_of,
+)
+
+
+def choose_checkpoint(
+    checkpoints: Mapping[int, str], ledger: Sequence[Mapping[str, Any]]
+) -> int | None:
+    """Return the newest checkpointed step whose weights hash is that of its ledger row.
+
+    Args:
+        checkpoints: weights hash by step.
+        ledger: rows by step, from 0.
+    """
+    usable = [
+        step
+        for step, weights_hash in checkpoints.items()
+        if step < len(ledger) and ledger[step]["weights_hash"] == weights_hash
+    ]
+    return max(usable, default=None)
+
+
+def request_from_row(row: Mapping[str, Any], *, max_staleness: int) -> StepRequest:
+    """Return the request that a ledger row answered: replaying it makes the same policy."""
+    return StepRequest(
+        step=row["step"],
+        parent_hash=row["parent_hash"],
+        policy_version=row["policy_version"],
+        trajectory_ids=tuple(row["trajectory_ids"]),
+        batch_digest=row["batch_digest"],
+        max_staleness=max_staleness,
+    )
+
+
+def plan_flow_start(
+    ledger: Sequence[Mapping[str, Any]], stored: Sequence[TrajectoryReceipt]
+) -> FlowStart:
+    """Return where the flow goes on, from the ledger's rows and the log's committed trajectories."""
+    head = ledger[-1]
+    trained = {identifier for row in ledger for identifier in row["trajectory_ids"]}
+    discarded = {d["trajectory_id"] for row in ledger for d in row["discarded"]}
+    given_up = {index for row in ledger for index in row["failed_submissions"]}
+    waiting: dict[int, list[TrajectoryReceipt]] = {}
+    discards: list[Discard] = []
+    for trajectory in stored:
+        identifier = trajectory.trajectory_id
+        if identifier in trained or identifier in discarded:
+            continue
+        if trajectory.newest_version > head["step"]:
+            discards.append(Discard(identifier, trajectory.num_tokens, "beyond_head"))
+            continue
+        waiting.setdefault(submission_index_of(identifier), []).append(trajectory)
+    committed = {submission_index_of(t.trajectory_id) for t in stored}
+    cursor = max([head["next_submission_index"], *(index + 1 for index in committed)])
+    return FlowStart(
+        policy_version=head["step"],
+        weights_hash=head["weights_hash"],
+        next_submission_index=cursor,
+        resubmit=tuple(i for i in range(cursor) if i not in committed and i not in given_up),
+        waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
+        discards=tuple(discards),
+        books=_books(ledger, stored),
+    )
+
+
+def _books(ledger: Sequence[Mapping[str, Any]], stored: Sequence[TrajectoryReceipt]) -> Books:
+    committed = sum(trajectory.num_tokens for trajectory in stored)
+    in_ledger = sum(row["num_generated_tokens"] for row in ledger)
+    return Books(
+        committed=committed,
+        trained=sum(row["num_trained_tokens"] for row in ledger),
+        masked=sum(row["num_masked_tokens"] for row in ledger),
+        discarded=sum(row["num_discarded_tokens"] for row in ledger),
+        entries=Entries(num_generated_tokens=committed - in_ledger),
+    )

@@ -1,0 +1,1 @@
+"""The programs: they assemble the parts and talk to the user."""

@@ -1,0 +1,130 @@
+"""The store and the tracker as the controller's protocols: blocking calls leave the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.layout import RunLayout
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrajectoryCommitter
+from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.types import GroupReceipt
+from pipelines.progress import Progress
+
+
+class CommittedLog:
+    """A `TrajectoryLog` over Lance; maintenance runs beside it."""
+
+    def __init__(self, committer: TrajectoryCommitter) -> None:
+        self._committer = committer
+        self._maintenance: asyncio.Task[None] | None = None
+
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+        await asyncio.to_thread(self._committer.commit, receipts)
+        idle = self._maintenance is None or self._maintenance.done()
+        if idle and self._committer.maintenance_is_due:
+            self._maintenance = asyncio.create_task(asyncio.to_thread(self._committer.maintain))
+
+    @property
+    def watermark(self) -> int:
+        return self._committer.watermark
+
+    @property
+    def version(self) -> int:
+        return self._committer.version
+
+    async def close(self) -> None:
+        """Return when no maintenance is running."""
+        if self._maintenance is not None:
+            await asyncio.gather(self._maintenance, return_exceptions=True)
+
+
+class CommittedLedger:
+    """A `StepLedger` over Lance."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def append(self, row: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._ledger.append, row)
+
+
+class RunObserver:
+    """Tells progress and tracker of each step, and has checkpoints written."""
+
+    def __init__(
+        self,
+        *,
+        progress: Progress,
+        tracker: MlflowTracker | NullTracker,
+        checkpoint: Callable[[int], Awaitable[None]],
+        checkpoint_every_steps: int,
+    ) -> None:
+        self._progress = progress
+        self._tracker = tracker
+        self._checkpoint = checkpoint
+        self._checkpoint_every_steps = checkpoint_every_steps
+
+    async def on_step(self, row: dict[str, Any]) -> None:
+        self._progress.step(row)
+        self._tracker.log_metrics(row["step"], step_metrics(row))
+        if row["step"] % self._checkpoint_every_steps == 0:
+            await self._checkpoint(row["step"])
+
+    def on_group(self, receipt: GroupReceipt) -> None:
+        """Groups are counted in the ledger's rows."""
+
+
+_METRICS = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/learning_rate": "learning_rate",
+    "train/clip_fraction": "clip_fraction",
+    "train/behavior_weight_mean": "behavior_weight_mean",
+    "train/behavior_weight_max": "behavior_weight_max",
+    "train/trained_tokens": "num_trained_tokens",
+    "train/masked_tokens": "num_masked_tokens",
+    "train/step_s": "seconds_step",
+    "train/compute_s": "seconds_train",
+    "train/wait_s": "seconds_wait",
+    "staleness/mean_versions": "staleness_mean",
+    "staleness/max_versions": "staleness_max",
+    "rollout/reward_mean": "reward_mean",
+    "rollout/completion_mean_tokens": "completion_tokens_mean",
+    "rollout/generated_tokens": "num_generated_tokens",
+    "rollout/discarded_tokens": "num_discarded_tokens",
+    "rollout/waiting_tokens": "num_waiting_tokens",
+    "rollout/generate_s": "seconds_generate",
+}
+
+
+def step_metrics(row: dict[str, Any]) -> dict[str, float]:
+    """Return a ledger row's numbers under the names that MLflow shows."""
+    return {name: float(row[column]) for name, column in _METRICS.items()}
+
+
+def make_tracker(recipe: Recipe, layout: RunLayout) -> MlflowTracker | NullTracker:
+    """Return the tracker that a recipe asks for."""
+    settings = recipe.tracking
+    if not settings.enabled:
+        return NullTracker()
+    return MlflowTracker(
+        layout.spool,
+        uri=tracking_uri(recipe, layout.root.parent),
+        experiment=settings.experiment,
+        run_name=layout.name,
+        registered_model=settings.registered_model,
+    )
+
+
+def tracking_uri(recipe: Recipe, runs: Path) -> str:
+    """Return the server's address, or the database beside the runs."""
+    return recipe.tracking.uri or default_tracking_uri(runs)
+
+
+def default_tracking_uri(runs: Path) -> str:
+    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"

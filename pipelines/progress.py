@@ -1,0 +1,120 @@
+"""Step rows in, a live display out; without a terminal, a line a step."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from time import monotonic
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+WINDOW_STEPS = 8
+"""Rates are means over this many steps."""
+
+
+class Progress(Protocol):
+    """Shows how a run goes."""
+
+    def phase(self, text: str) -> None:
+        """Say what begins now."""
+        ...
+
+    def update(self, text: str) -> None:
+        """Say how far the current phase is."""
+        ...
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Show a finished training step."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StepRates:
+    """What a display shows of the last few steps."""
+
+    def __init__(self, num_steps: int, num_generators: int) -> None:
+        self.num_steps = num_steps
+        self.num_generators = num_generators
+        self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+
+    def add(self, row: dict[str, Any]) -> dict[str, str]:
+        """Return labelled values, ready to print."""
+        self._rows.append(row)
+        seconds = max(1e-9, self._sum("seconds_step"))
+        left = max(0, self.num_steps - row["step"]) * seconds / len(self._rows)
+        generating = self._sum("seconds_generate") / (seconds * self.num_generators)
+        training = (self._sum("seconds_train") + self._sum("seconds_stage")) / seconds
+        return {
+            "step": f"{row['step']}/{self.num_steps}",
+            "pass": f"{self._sum('reward_mean') / len(self._rows):.3f}",
+            "length": f"{row['completion_tokens_mean']:.1f}",
+            "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
+            "generated tok/s": f"{self._sum('num_generated_tokens') / seconds:,.0f}",
+            "trained tok/s": f"{self._sum('num_trained_tokens') / seconds:,.0f}",
+            "generators busy": f"{min(1.0, generating):.0%}",
+            "trainer busy": f"{min(1.0, training):.0%}",
+            "left": f"{int(left) // 60}:{int(left) % 60:02d}",
+        }
+
+    def _sum(self, column: str) -> float:
+        return float(sum(row[column] for row in self._rows))
+
+
+class LineProgress:
+    """One line a step, for logs and pipes."""
+
+    def __init__(self, rates: StepRates) -> None:
+        self._rates = rates
+
+    def phase(self, text: str) -> None:
+        print(text, flush=True)
+
+    def update(self, text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    def step(self, row: dict[str, Any]) -> None:
+        values = self._rates.add(row)
+        print("  ".join(f"{label} {value}" for label, value in values.items()), flush=True)
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class LiveProgress:
+    """A table that refreshes in place."""
+
+    def __init__(self, rates: StepRates, console: Console) -> None:
+        self._rates = rates
+        self._console = console
+        self._began = monotonic()
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+        self._live.update("")
+
+    def update(self, text: str) -> None:
+        self._live.update(f"  {text}")
+
+    def step(self, row: dict[str, Any]) -> None:
+        table = Table(box=None, pad_edge=False)
+        values = self._rates.add(row)
+        for label in values:
+            table.add_column(label, justify="right")
+        table.add_row(*values.values())
+        self._live.update(table)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_progress(*, num_steps: int, num_generators: int) -> Progress:
+    """Return a live display on a terminal, lines elsewhere."""
+    rates = StepRates(num_steps, num_generators)
+    console = Console()
+    return LiveProgress(rates, console) if console.is_terminal else LineProgress(rates)

@@ -1,0 +1,115 @@
+"""A run directory's life: made or resumed, held by one driver, left with a state."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from areal_flow.config import Recipe, dump_recipe
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+
+State = Literal["running", "finished", "stopped", "failed", "crashed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Who drives a run, since when, and how it stands."""
+
+    state: State = "running"
+    writer_epoch: int = 0
+    pid: int = 0
+    since: str = ""
+    reason: str = ""
+
+
+def create_run(layout: RunLayout, recipe: Recipe) -> None:
+    """Make the directory of a new run.
+
+    Raises:
+        RunError: the name is taken.
+    """
+    if layout.root.exists():
+        raise RunError(
+            f"run {layout.name!r} exists already in {layout.root.parent}: choose another --name, "
+            f"or continue it with --resume {layout.name}"
+        )
+    layout.root.mkdir(parents=True)
+    layout.config.write_text(dump_recipe(recipe))
+
+
+@contextmanager
+def hold_run(layout: RunLayout) -> Iterator[int]:
+    """Be the one driver of a run; yield this life's writer epoch.
+
+    Raises:
+        RunError: another driver holds it; says which and since when.
+    """
+    lock = FileLock(str(layout.lock))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        holder = read_state(layout)
+        raise RunError(
+            f"run {layout.name!r} is held by process {holder.pid} since {holder.since}: wait for "
+            "it, or stop it first"
+        ) from None
+    try:
+        epoch = read_state(layout).writer_epoch + 1
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        _write_state(layout, RunState("running", epoch, os.getpid(), since))
+        yield epoch
+    finally:
+        lock.release()
+
+
+def leave_run(layout: RunLayout, state: State, reason: str = "") -> None:
+    """Record how a run ended."""
+    _write_state(layout, replace(read_state(layout), state=state, reason=reason))
+
+
+def read_state(layout: RunLayout) -> RunState:
+    """Return the recorded state; a run that was never held has epoch 0."""
+    try:
+        return RunState(**json.loads(layout.state.read_text()))
+    except FileNotFoundError:
+        return RunState()
+
+
+def observed_state(layout: RunLayout) -> RunState:
+    """Return the state as it is: a run recorded as running that nobody holds has crashed."""
+    recorded = read_state(layout)
+    if recorded.state != "running":
+        return recorded
+    lock = FileLock(str(layout.lock))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return recorded
+    lock.release()
+    return replace(recorded, state="crashed")
+
+
+def _write_state(layout: RunLayout, state: RunState) -> None:
+    partial = layout.state.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(state)))
+    os.replace(partial, layout.state)
+
+
+def list_runs(runs: Path) -> list[RunLayout]:
+    """Return the runs in a folder, by name."""
+    if not runs.is_dir():
+        return []
+    return [
+        RunLayout(entry.resolve())
+        for entry in sorted(runs.iterdir())
+        if (entry / "config.toml").is_file()
+    ]

@@ -1,0 +1,158 @@
+"""A finished run's numbers in; `summary.json` and a table with the next commands out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_flow.layout import RunLayout
+from areal_flow.types import EvaluationTable, PassRate
+
+
+@dataclass(slots=True)
+class Timings:
+    """Wall seconds of a run's phases."""
+
+    seconds_warm_start: float = 0.0
+    seconds_training: float = 0.0
+    seconds_total: float = 0.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a summary is made of."""
+
+    timings: Timings = field(default_factory=Timings)
+    before: EvaluationTable | None = None
+    after: EvaluationTable | None = None
+    model_version: str | None = None
+
+
+def summarise(
+    findings: Findings, steps: Sequence[dict[str, Any]], *, num_generators: int
+) -> dict[str, Any]:
+    """Return the summary; `steps` are ledger rows without the genesis."""
+    num_trained = _sum(steps, "num_trained_tokens")
+    num_masked = _sum(steps, "num_masked_tokens")
+    seconds = _sum(steps, "seconds_step")
+    weighted = sum(row["staleness_mean"] * row["num_trained_tokens"] for row in steps)
+    return {
+        "held_out_before": _rate(findings.before),
+        "held_out_after": _rate(findings.after),
+        **asdict(findings.timings),
+        "num_steps": len(steps),
+        "staleness_mean": weighted / num_trained if num_trained else 0.0,
+        "staleness_max": max((row["staleness_max"] for row in steps), default=0),
+        "masked_fraction": num_masked / max(1, num_trained + num_masked),
+        "num_discarded_tokens": _sum(steps, "num_discarded_tokens"),
+        "tokens_per_second_generated": _sum(steps, "num_generated_tokens") / max(1e-9, seconds),
+        "tokens_per_second_trained": num_trained / max(1e-9, seconds),
+        "overlap_efficiency": overlap_efficiency(steps, num_generators=num_generators),
+        "model_version": findings.model_version,
+        "by_difficulty": {
+            "before": _by_difficulty(findings.before),
+            "after": _by_difficulty(findings.after),
+        },
+    }
+
+
+def overlap_efficiency(steps: Sequence[dict[str, Any]], *, num_generators: int) -> float:
+    """Return max(T_gen, T_train) / T_step: 1 when the longer phase hides the other completely."""
+    generating = _sum(steps, "seconds_generate") / num_generators
+    training = (
+        _sum(steps, "seconds_read") + _sum(steps, "seconds_train") + _sum(steps, "seconds_stage")
+    )
+    seconds = _sum(steps, "seconds_step")
+    return min(1.0, max(generating, training) / seconds) if seconds else 0.0
+
+
+def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
+    layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def print_summary(
+    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, registered_model: str
+) -> None:
+    """Show what the run did and what to type next."""
+    console = Console()
+    if findings.before and findings.after:
+        console.print(_table(findings.before, findings.after))
+    console.print(
+        f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
+        f"(warm start {summary['seconds_warm_start']:.0f} s, all {summary['seconds_total']:.0f} s); "
+        f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
+        f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
+        f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "
+        f"{summary['overlap_efficiency']:.2f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        "\n".join(next_commands(layout, registered_model)),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def next_commands(layout: RunLayout, registered_model: str) -> list[str]:
+    """Return what a user may want to type after a run."""
+    model = f"models:/{registered_model}@current"
+    return [
+        "",
+        "Next:",
+        "  nox -s ui                                          the MLflow UI: metrics and models",
+        f"  python -c \"import areal_flow; print(areal_flow.open_run('{_shown(layout)}')"
+        '.trajectories().tail())"',
+        f"  areal-flow evaluate {model}    the registered model on held-out prompts",
+        f"  areal-flow export {model} DIRECTORY    a plain Hugging Face directory",
+    ]
+
+
+def _shown(layout: RunLayout) -> str:
+    return f"{layout.root.parent.name}/{layout.name}"
+
+
+def _table(before: EvaluationTable, after: EvaluationTable) -> Table:
+    table = Table(title="Held-out prompts, one sample each, 95% intervals")
+    for label in ("difficulty", "prompts", "before", "after", "length before", "length after"):
+        table.add_column(label, justify="right")
+    for difficulty, (rate, length) in before.by_difficulty.items():
+        rate_after, length_after = after.by_difficulty[difficulty]
+        table.add_row(
+            str(difficulty),
+            str(rate.n),
+            f"{rate.pass_rate:.3f}",
+            f"{rate_after.pass_rate:.3f}",
+            f"{length:.1f}",
+            f"{length_after:.1f}",
+        )
+    table.add_section()
+    table.add_row("all", str(before.overall.n), _interval(before.overall), _interval(after.overall))
+    return table
+
+
+def _interval(rate: PassRate) -> str:
+    return f"{rate.pass_rate:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
+
+
+def _rate(table: EvaluationTable | None) -> dict[str, Any] | None:
+    return asdict(table.overall) if table else None
+
+
+def _by_difficulty(table: EvaluationTable | None) -> dict[str, Any]:
+    if table is None:
+        return {}
+    return {
+        str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
+        for difficulty, (rate, length) in table.by_difficulty.items()
+    }
+
+
+def _sum(steps: Sequence[dict[str, Any]], column: str) -> float:
+    return float(sum(row[column] for row in steps))

@@ -1,0 +1,336 @@
+"""A recipe in, a trained and registered policy out: assembles every part and runs the flow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from distributed import Client
+
+from areal_flow import __version__
+from areal_flow.cluster import tasks
+from areal_flow.cluster.adapters import (
+    DaskRollouts,
+    DaskTrainer,
+    DaskWeights,
+    generator_addresses,
+    on_trainer,
+)
+from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.placement import max_running_trajectories, place_workers
+from areal_flow.cluster.plugins import RunPlugin
+from areal_flow.config import TINY_MODEL, Recipe
+from areal_flow.controller.flow import Flow, FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.records import Provenance
+from areal_flow.controller.recovery import plan_flow_start
+from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.layout import RunLayout
+from areal_flow.modeling.directory import (
+    check_model_directory,
+    copy_model_description,
+    resolve_model,
+)
+from areal_flow.modeling.tiny import write_tiny_model
+from areal_flow.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.prompts.table import PromptTable
+from areal_flow.store.codec import receipts
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.evaluations import append_evaluation
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.types import EvaluationTable
+from areal_flow.weights.directory import DirectoryChannel
+from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
+from pipelines.beginning import begin_policy, commit_genesis, restore_policy
+from pipelines.held_out import answer_held_out, tabulate
+from pipelines.progress import Progress, make_progress
+from pipelines.summary import Findings, print_summary, summarise, write_summary
+
+logger = logging.getLogger(__name__)
+
+SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How training ended."""
+
+    finished: bool
+    stopped_by: str = ""
+
+
+def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
+    """Write everything that a new run needs before its first process starts.
+
+    Raises:
+        PromptError, ModelError: nothing was started.
+    """
+    if recipe.model == TINY_MODEL:
+        write_tiny_model(layout.model, context_tokens=recipe.generation.context_tokens)
+    else:
+        source = resolve_model(recipe.model)
+        check_model_directory(source)
+        copy_model_description(source, layout.model)
+    prepared = prepare_prompts(recipe, layout)
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    return prepared
+
+
+async def run_training(
+    layout: RunLayout, recipe: Recipe, *, writer_epoch: int, resume: bool, began: float
+) -> Outcome:
+    """Start the cluster, begin or restore the policy, train, evaluate, summarise.
+
+    Args:
+        writer_epoch: of this driver's life.
+        resume: whether the run has a past.
+        began: `monotonic()` when the program began, for the summary and `max_minutes`.
+    """
+    progress = make_progress(
+        num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
+    )
+    tracker = make_tracker(recipe, layout)
+    status = "FAILED"
+    try:
+        async with local_cluster(
+            place_workers(recipe), recipe.cluster, RunPlugin(layout.root)
+        ) as cluster:
+            progress.phase(f"Dask dashboard: {cluster.dashboard}")
+            session = Session(layout, recipe, cluster.client, progress, tracker, writer_epoch)
+            outcome = await session.run(resume=resume, began=began)
+            status = "FINISHED" if outcome.finished else "KILLED"
+    finally:
+        progress.close()
+        await asyncio.to_thread(tracker.close, status)
+    if outcome.finished:
+        session.findings.model_version = tracker.model_version
+        session.summarise(began)
+    return outcome
+
+
+class Session:
+    """One driver's work on a run, with the cluster up."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        recipe: Recipe,
+        client: Client,
+        progress: Progress,
+        tracker: MlflowTracker | NullTracker,
+        writer_epoch: int,
+    ) -> None:
+        self.layout = layout
+        self.recipe = recipe
+        self.client = client
+        self.progress = progress
+        self.tracker = tracker
+        self.findings = Findings()
+        self.provenance = Provenance(writer_epoch, recipe.digest(), f"areal-flow {__version__}")
+        self.channel = DirectoryChannel(layout.weights)
+        self.ledger = Ledger(layout.steps)
+        self.committer = TrajectoryCommitter(layout.trajectories)
+        self.log = CommittedLog(self.committer)
+
+    async def run(self, *, resume: bool, began: float) -> Outcome:
+        """Do everything from version 0, or from the ledger's head, to the last evaluation."""
+        start = await (self._restore() if resume else self._begin())
+        await self._prepare_generators()
+        if start.policy_version == 0:
+            self.findings.before = await self._evaluate("before", 0)
+        flow = self._flow(start)
+        training_began = monotonic()
+        with stop_signals(flow) as stopped, self._deadline(flow, began):
+            try:
+                await SCHEDULES[self.recipe.schedule](flow)
+            finally:
+                await flow.close()
+                await self.log.close()
+        self.findings.timings.seconds_training = monotonic() - training_began
+        await self._checkpoint(flow.policy_version)
+        if stopped:
+            return Outcome(False, stopped[0])
+        self.findings.after = await self._evaluate("after", flow.policy_version)
+        return Outcome(True)
+
+    async def _begin(self) -> FlowStart:
+        self.progress.phase("Making the first policy")
+        self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
+        began = monotonic()
+        begun = await begin_policy(self.client, self.recipe, self.progress)
+        self.findings.timings.seconds_warm_start = monotonic() - began
+        await commit_genesis(self.ledger, self.channel, begun, self.provenance)
+        await self._checkpoint(0)
+        return plan_flow_start(self.ledger.rows(), ())
+
+    async def _restore(self) -> FlowStart:
+        self.progress.phase("Restoring the policy from checkpoint and ledger")
+        num_replayed = await self._restore_trainer()
+        rows = self.ledger.rows()
+        stored = receipts(
+            open_dataset(self.layout.trajectories).to_table(
+                columns=[
+                    "trajectory_id",
+                    "version_spans",
+                    "reward",
+                    "finish_reason",
+                    "loss_mask",
+                ]
+            )
+        )
+        start = plan_flow_start(rows, stored)
+        self.progress.phase(
+            f"Resuming at step {start.policy_version}: {num_replayed} steps replayed, "
+            f"{len(start.waiting)} groups waiting, {len(start.resubmit)} submitted again"
+        )
+        return start
+
+    async def _restore_trainer(self) -> int:
+        return await restore_policy(
+            self.client, self.layout, self.recipe, self.ledger, self.channel
+        )
+
+    async def _prepare_generators(self) -> None:
+        addresses = await generator_addresses(self.client)
+        await self.client.run(tasks.prepare_generator, workers=addresses)
+
+    def _flow(self, start: FlowStart) -> Flow:
+        recipe, controller = self.recipe, self.recipe.controller
+
+        async def restore() -> None:
+            await self._restore_trainer()
+
+        limits = FlowLimits(
+            batch_size=controller.batch_size,
+            group_size=controller.group_size,
+            max_staleness=controller.max_staleness,
+            max_running=max_running_trajectories(recipe),
+            num_steps=recipe.num_steps,
+            run_seed=recipe.seed,
+            max_attempts=controller.max_attempts,
+            max_consecutive_failures=controller.max_consecutive_failures,
+        )
+        parts = FlowParts(
+            prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
+            rollouts=DaskRollouts(self.client, self.channel),
+            log=self.log,
+            ledger=CommittedLedger(self.ledger),
+            trainer=DaskTrainer(self.client, restore),
+            weights=DaskWeights(self.client, self.channel),
+            observer=RunObserver(
+                progress=self.progress,
+                tracker=self.tracker,
+                checkpoint=self._checkpoint,
+                checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
+            ),
+        )
+        return Flow(limits, parts, start, self.provenance)
+
+    async def _checkpoint(self, step: int) -> None:
+        """Force log and ledger to disk, then have the trainer write what stands on them."""
+        await asyncio.to_thread(self.committer.sync)
+        await asyncio.to_thread(self.ledger.sync)
+        head = (await asyncio.to_thread(self.ledger.rows))[-1]
+        path: Path = await on_trainer(
+            self.client, tasks.write_checkpoint, head["next_submission_index"]
+        )
+        tags = {
+            "step": str(step),
+            "run": self.layout.name,
+            "weights_hash": head["weights_hash"],
+            "trajectories_version": str(self.committer.version),
+            "trajectories_watermark": str(head["trajectory_watermark"]),
+        }
+        self.tracker.register_checkpoint(path, tags)
+        self.tracker.log_dataset(
+            self.layout.trajectories,
+            version=self.committer.version,
+            num_rows=self.committer.watermark,
+        )
+
+    async def _evaluate(self, name: str, version: int) -> EvaluationTable | None:
+        if not self.recipe.prompts.num_held_out:
+            return None
+        table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
+        self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
+        rows = await answer_held_out(
+            self.client, table, name=name, seed=self.recipe.seed, version=version
+        )
+        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
+        found = tabulate(rows)
+        self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
+        return found
+
+    @contextlib.contextmanager
+    def _deadline(self, flow: Flow, began: float) -> Iterator[None]:
+        if self.recipe.max_minutes is None:
+            yield
+            return
+        left = self.recipe.max_minutes * 60 - (monotonic() - began)
+        timer = asyncio.get_running_loop().call_later(max(0.0, left), flow.request_stop)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def summarise(self, began: float) -> None:
+        """Write and print the summary of the whole run."""
+        self.findings.timings.seconds_total = monotonic() - began
+        steps = self.ledger.rows()[1:]
+        summary = summarise(
+            self.findings, steps, num_generators=self.recipe.cluster.num_generators
+        )
+        write_summary(self.layout, summary)
+        print_summary(
+            self.layout,
+            summary,
+            self.findings,
+            registered_model=self.recipe.tracking.registered_model,
+        )
+
+
+@contextlib.contextmanager
+def stop_signals(flow: Flow) -> Iterator[list[str]]:
+    """Let the first SIGINT or SIGTERM end training after its step, the second at once.
+
+    Yields:
+        A list that names the signal, once there was one.
+    """
+    loop = asyncio.get_running_loop()
+    received: list[str] = []
+    driver = asyncio.current_task()
+
+    def on_signal(name: str) -> None:
+        received.append(name)
+        if len(received) == 1:
+            print(f"\n{name}: finishing this step; once more to stop at once", flush=True)
+            flow.request_stop()
+        elif driver is not None:
+            driver.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

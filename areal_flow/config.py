@@ -62,7 +62,7 @@ class PromptSettings(Settings):
 
 
 class WarmStartSettings(Settings):
-    """Supervised warm start of the tiny policy: worked answers first, blurted ones mixed in late."""
+    """Supervised warm start of the tiny policy: worked answers, blurted ones mixed in late."""
 
     num_steps: int = Field(1700, ge=0)
     batch_size: int = Field(64, ge=1)
@@ -155,7 +155,7 @@ class RewardSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    """Local worker processes. With `threads_per_worker` = 1 results do not depend on their number."""
+    """Local worker processes; with one thread each, results do not depend on their number."""
 
     num_generators: int = Field(1, ge=1)
     threads_per_worker: int = Field(1, ge=1)

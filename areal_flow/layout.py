@@ -1,17 +1,17 @@
 """Where things lie in a run directory. Paths only: reading and writing is others' work.
 
-    runs/NAME/
-        config.toml            the whole recipe, defaults written out
-        model/                 config.json and tokenizer of the policy, no weights
-        prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
-        trajectories.lance     the events
-        steps.lance            their order
-        evaluations.lance      held-out answers
-        checkpoints/           snapshots
-        weights/               what generators load
-        mlflow-spool.jsonl     metrics on their way to MLflow
-        summary.json           written at the end
-        run.lock, state.json   who drives it, and how it last ended
+runs/NAME/
+    config.toml            the whole recipe, defaults written out
+    model/                 config.json and tokenizer of the policy, no weights
+    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
+    trajectories.lance     the events
+    steps.lance            their order
+    evaluations.lance      held-out answers
+    checkpoints/           snapshots
+    weights/               what generators load
+    mlflow-spool.jsonl     metrics on their way to MLflow
+    summary.json           written at the end
+    run.lock, state.json   who drives it, and how it last ended
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """An append-only file of events on their way elsewhere, and how far they got. No MLflow here.
 
-    mlflow-spool.jsonl      one JSON object a line
-    mlflow-spool.offset     bytes delivered; behind after a crash, never ahead
+mlflow-spool.jsonl      one JSON object a line
+mlflow-spool.offset     bytes delivered; behind after a crash, never ahead
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +44,7 @@ class Spool:
         """Remember that everything before `offset` was delivered."""
         partial = self._offset_path.with_suffix(".partial")
         partial.write_text(str(offset))
-        os.replace(partial, self._offset_path)
+        partial.replace(self._offset_path)
 
     def _delivered(self) -> int:
         return int(self._offset_path.read_text()) if self._offset_path.exists() else 0

@@ -104,7 +104,7 @@ class MlflowTracker:
         while True:
             try:
                 self._deliver_pending()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  the thread's border
                 if self._closing:
                     logger.warning("MLflow is away; %s waits in the spool", self._run_name)
                     return
@@ -146,9 +146,7 @@ class MlflowTracker:
 
     def _create_run(self, client: Any) -> str:
         found = client.get_experiment_by_name(self._experiment)
-        experiment_id = (
-            found.experiment_id if found else client.create_experiment(self._experiment)
-        )
+        experiment_id = found.experiment_id if found else client.create_experiment(self._experiment)
         run = client.create_run(experiment_id, run_name=self._run_name)
         return str(run.info.run_id)
 
@@ -156,9 +154,7 @@ class MlflowTracker:
         from mlflow.entities import Param
 
         known = self._client.get_run(self.run_id).data.params
-        new = [
-            Param(name, str(value)) for name, value in parameters.items() if name not in known
-        ]
+        new = [Param(name, str(value)) for name, value in parameters.items() if name not in known]
         self._client.log_batch(self.run_id, params=new)
 
     def _deliver_metrics(self, step: int, metrics: dict[str, float], timestamp_ms: int) -> None:

@@ -127,4 +127,5 @@ def tracking_uri(recipe: Recipe, runs: Path) -> str:
 
 
 def default_tracking_uri(runs: Path) -> str:
+    """Return the database beside the runs."""
     return f"sqlite:///{(runs / 'mlflow.db').resolve()}"

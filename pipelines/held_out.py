@@ -11,7 +11,6 @@ from distributed import Client
 
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import result_of
-from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable, Prompt
 from pipelines.intervals import wilson_interval
 
@@ -19,10 +18,9 @@ PROMPTS_PER_TASK = 64
 
 
 async def answer_held_out(
-    client: Client, table: PromptTable, *, name: str, seed: int, version: int
+    client: Client, prompts: Sequence[Prompt], *, name: str, seed: int, version: int
 ) -> list[dict[str, Any]]:
-    """Answer every prompt of the table once with `version`; return rows of the evaluation schema."""
-    prompts = [table.row(index) for index in range(len(table))]
+    """Answer every prompt once with `version`; return rows of the evaluation schema."""
     starts = range(0, len(prompts), PROMPTS_PER_TASK)
     graded = await asyncio.gather(
         *(

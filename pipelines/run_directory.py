@@ -101,7 +101,7 @@ def observed_state(layout: RunLayout) -> RunState:
 def _write_state(layout: RunLayout, state: RunState) -> None:
     partial = layout.state.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(state)))
-    os.replace(partial, layout.state)
+    partial.replace(layout.state)
 
 
 def list_runs(runs: Path) -> list[RunLayout]:

@@ -72,6 +72,7 @@ def overlap_efficiency(steps: Sequence[dict[str, Any]], *, num_generators: int) 
 
 
 def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
+    """Write `summary.json`."""
     layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
 
@@ -84,7 +85,8 @@ def print_summary(
         console.print(_table(findings.before, findings.after))
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
-        f"(warm start {summary['seconds_warm_start']:.0f} s, all {summary['seconds_total']:.0f} s); "
+        f"(warm start {summary['seconds_warm_start']:.0f} s, all "
+        f"{summary['seconds_total']:.0f} s); "
         f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
         f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
         f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "

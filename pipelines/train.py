@@ -145,8 +145,9 @@ class Session:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
         start = await (self._restore() if resume else self._begin())
         await self._prepare_generators()
-        if start.policy_version == 0:
-            self.findings.before = await self._evaluate("before", 0)
+        self.findings.before = self._earlier_evaluation("before") or (
+            await self._evaluate("before", 0) if start.policy_version == 0 else None
+        )
         flow = self._flow(start)
         training_began = monotonic()
         with stop_signals(flow) as stopped, self._deadline(flow, began):
@@ -263,12 +264,18 @@ class Session:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.client, table, name=name, seed=self.recipe.seed, version=version
+            self.client, table.rows(), name=name, seed=self.recipe.seed, version=version
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
         found = tabulate(rows)
         self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
         return found
+
+    def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
+        if not self.layout.evaluations.is_dir():
+            return None
+        rows = open_dataset(self.layout.evaluations).to_table(filter=f"evaluation = '{name}'")
+        return tabulate(rows.to_pylist()) if len(rows) else None
 
     @contextlib.contextmanager
     def _deadline(self, flow: Flow, began: float) -> Iterator[None]:
@@ -286,9 +293,7 @@ class Session:
         """Write and print the summary of the whole run."""
         self.findings.timings.seconds_total = monotonic() - began
         steps = self.ledger.rows()[1:]
-        summary = summarise(
-            self.findings, steps, num_generators=self.recipe.cluster.num_generators
-        )
+        summary = summarise(self.findings, steps, num_generators=self.recipe.cluster.num_generators)
         write_summary(self.layout, summary)
         print_summary(
             self.layout,

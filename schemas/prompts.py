@@ -11,8 +11,12 @@ class PromptRow(pa.DataFrameModel):
 
     prompt_id: str = pa.Field(str_length={"min_value": 1}, description="unique within the run")
     prompt: str = pa.Field(str_length={"min_value": 1}, description="text after the template")
-    reference: str = pa.Field(str_length={"min_value": 1}, description="what the verifier compares with")
-    difficulty: pl.Int32 = pa.Field(ge=0, description="the source's own measure; 0 when it has none")
+    reference: str = pa.Field(
+        str_length={"min_value": 1}, description="what the verifier compares with"
+    )
+    difficulty: pl.Int32 = pa.Field(
+        ge=0, description="the source's own measure; 0 when it has none"
+    )
     prompt_tokens: pl.List(pl.Int32) = pa.Field(description="token ids, never tokenised again")
 
     class Config:

@@ -1,4 +1,4 @@
-"""One row a training step: the order of the log. Row 0 is the genesis, the policy before any step."""
+"""One row a training step: the order of the log. Row 0 is the genesis, before any step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ class StepRow(pa.DataFrameModel):
     discarded: pl.List(pl.Struct({"trajectory_id": pl.String, "reason": pl.String})) = pa.Field(
         description="committed but never trained, decided since the previous row"
     )
-    failed_submissions: pl.List(pl.Int64) = pa.Field(description="groups given up since the previous row")
+    failed_submissions: pl.List(pl.Int64) = pa.Field(
+        description="groups given up since the previous row"
+    )
     next_submission_index: pl.Int64 = pa.Field(ge=0, description="the prompt cursor")
-    trajectory_watermark: pl.Int64 = pa.Field(ge=0, description="rows in the log when this row was written")
-    lance_version: pl.Int64 = pa.Field(ge=0, description="of the trajectory dataset, at the same moment")
+    trajectory_watermark: pl.Int64 = pa.Field(
+        ge=0, description="rows in the log when this row was written"
+    )
+    lance_version: pl.Int64 = pa.Field(
+        ge=0, description="of the trajectory dataset, at the same moment"
+    )
 
     parent_hash: str = pa.Field(description="weights_hash of the row before; empty at the genesis")
     weights_hash: str = pa.Field(description="of the master weights")
@@ -30,10 +36,16 @@ class StepRow(pa.DataFrameModel):
 
     num_generated_tokens: pl.Int64 = pa.Field(ge=0, description="committed since the previous row")
     num_trained_tokens: pl.Int64 = pa.Field(ge=0)
-    num_masked_tokens: pl.Int64 = pa.Field(ge=0, description="too old for gradient, kept as context")
+    num_masked_tokens: pl.Int64 = pa.Field(
+        ge=0, description="too old for gradient, kept as context"
+    )
     num_discarded_tokens: pl.Int64 = pa.Field(ge=0)
-    num_waiting_tokens: pl.Int64 = pa.Field(ge=0, description="committed, not yet consumed, after this step")
-    masked_fraction_by_tenth: pl.List(pl.Float64) = pa.Field(description="by position in the completion")
+    num_waiting_tokens: pl.Int64 = pa.Field(
+        ge=0, description="committed, not yet consumed, after this step"
+    )
+    masked_fraction_by_tenth: pl.List(pl.Float64) = pa.Field(
+        description="by position in the completion"
+    )
     staleness_mean: pl.Float64 = pa.Field(ge=0, description="over trained tokens, in versions")
     staleness_max: pl.Int64 = pa.Field(ge=0)
 
@@ -54,7 +66,9 @@ class StepRow(pa.DataFrameModel):
     seconds_read: pl.Float64 = pa.Field(ge=0, description="tokens from Lance")
     seconds_train: pl.Float64 = pa.Field(ge=0, description="proximal pass, gradients, updates")
     seconds_stage: pl.Float64 = pa.Field(ge=0, description="hash and write the new weights aside")
-    seconds_generate: pl.Float64 = pa.Field(ge=0, description="generators' busy time since the previous row")
+    seconds_generate: pl.Float64 = pa.Field(
+        ge=0, description="generators' busy time since the previous row"
+    )
     seconds_step: pl.Float64 = pa.Field(ge=0, description="from the previous row to this one")
     committed_at: pl.Datetime("us", "UTC")
 

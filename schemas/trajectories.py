@@ -24,13 +24,19 @@ class TrajectoryRow(pa.DataFrameModel):
     member: pl.Int32 = pa.Field(ge=0, description="position within the group")
     attempt: pl.Int32 = pa.Field(ge=0, description="how many earlier tries of the group failed")
     seed: pl.Int64 = pa.Field(ge=0, description="of the sampler; from run seed, index and member")
-    writer_epoch: pl.Int32 = pa.Field(ge=1, description="which driver wrote it; superseded ones are ignored")
+    writer_epoch: pl.Int32 = pa.Field(
+        ge=1, description="which driver wrote it; superseded ones are ignored"
+    )
     prompt_id: str
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt_tokens: pl.List(pl.Int32)
     output_tokens: pl.List(pl.Int32)
-    behavior_logprobs: pl.List(pl.Float32) = pa.Field(description="of the distribution sampled from")
-    loss_mask: pl.List(pl.Boolean) = pa.Field(description="False where the policy did not choose the token")
+    behavior_logprobs: pl.List(pl.Float32) = pa.Field(
+        description="of the distribution sampled from"
+    )
+    loss_mask: pl.List(pl.Boolean) = pa.Field(
+        description="False where the policy did not choose the token"
+    )
     version_spans: pl.List(pl.Struct({"version": pl.Int32, "length": pl.Int32}))
     finish_reason: str = pa.Field(isin=FINISH_REASONS)
     reward: pl.Float64 = pa.Field(nullable=True, description="null when the verifier failed")
@@ -49,14 +55,14 @@ class TrajectoryRow(pa.DataFrameModel):
     @pa.dataframe_check(name="output_tokens, behavior_logprobs and loss_mask have equal lengths")
     def token_columns_align(cls, rows: PolarsData) -> pl.LazyFrame:
         length = pl.col("output_tokens").list.len()
-        return rows.lazyframe.select(
+        aligned: pl.LazyFrame = rows.lazyframe.select(
             (pl.col("behavior_logprobs").list.len() == length)
             & (pl.col("loss_mask").list.len() == length)
         )
+        return aligned
 
     @pa.dataframe_check(name="version_spans cover every output token")
     def spans_cover_output(cls, rows: PolarsData) -> pl.LazyFrame:
-        spanned = (
-            pl.col("version_spans").list.eval(pl.element().struct.field("length")).list.sum()
-        )
-        return rows.lazyframe.select(spanned == pl.col("output_tokens").list.len())
+        spanned = pl.col("version_spans").list.eval(pl.element().struct.field("length")).list.sum()
+        covered: pl.LazyFrame = rows.lazyframe.select(spanned == pl.col("output_tokens").list.len())
+        return covered

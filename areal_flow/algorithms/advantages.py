@@ -61,8 +61,10 @@ GROUP_RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _group_sums(values_B: Tensor, groups_B: Tensor) -> Tensor:
-    _, group_B = groups_B.unique(return_inverse=True)
-    sums = torch.zeros(int(group_B.max()) + 1, dtype=values_B.dtype).index_add_(0, group_B, values_B)
+    _, group_B = groups_B.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    sums = torch.zeros(int(group_B.max()) + 1, dtype=values_B.dtype).index_add_(
+        0, group_B, values_B
+    )
     return sums[group_B]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def next_token_logprobs(logits_TV: Tensor, targets_T: Tensor, *, temperature: float = 1.0) -> Tensor:
+def next_token_logprobs(
+    logits_TV: Tensor, targets_T: Tensor, *, temperature: float = 1.0
+) -> Tensor:
     """Return log softmax(logits / temperature) of each target, float32, `[T]`.
 
     `logits_TV[t]` is the distribution of the token *after* position t, so the caller pairs it with

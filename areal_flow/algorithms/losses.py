@@ -42,7 +42,7 @@ def decoupled_ppo_loss(
 
     Args:
         logprobs_T: of the policy being trained; the only argument with a gradient.
-        proximal_logprobs_T, behavior_logprobs_T, advantages_T: aligned with it, trained tokens only.
+        proximal_logprobs_T, behavior_logprobs_T, advantages_T: aligned with it, trained tokens.
         behavior_weight_rule: "full" keeps w; "truncate" clamps it at the cap; "mask" gives tokens
             beyond the cap no gradient. The divisor counts such tokens all the same.
     """
@@ -61,9 +61,7 @@ def decoupled_ppo_loss(
     )
 
 
-def apply_behavior_weight_rule(
-    weight_T: Tensor, *, rule: BehaviorWeightRule, cap: float
-) -> Tensor:
+def apply_behavior_weight_rule(weight_T: Tensor, *, rule: BehaviorWeightRule, cap: float) -> Tensor:
     """Return the importance weights after the optional correction; see `decoupled_ppo_loss`."""
     match rule:
         case "full":

@@ -1,4 +1,4 @@
-"""The controller's protocols over Dask: rollouts, trainer, weights. They translate, nothing more."""
+"""The controller's protocols over Dask: rollouts, trainer, weights. They translate only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from distributed import Client, Future, KilledWorker
+from distributed import Client, Future, KilledWorker, wait
 
 from areal_flow.cluster import tasks
 from areal_flow.errors import ArealFlowError, EngineError, TrainerLost
@@ -21,11 +21,12 @@ ACKNOWLEDGE_TIMEOUT_S = 30.0
 
 
 class DaskRollouts:
-    """Runs each episode as a graph: rollout -> score -> write."""
+    """Runs each episode as a graph: rollout -> score -> write, the last shared by ready groups."""
 
     def __init__(self, client: Client, channel: WeightsChannel) -> None:
         self._client = client
         self._channel = channel
+        self._writes = SharedWrites(client)
 
     async def run(self, episode: Episode) -> GroupReceipt:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
@@ -43,15 +44,52 @@ class DaskRollouts:
             key=f"score-{suffix}",
             resources={"reward": 1},
         )
-        written = self._client.submit(
-            tasks.write, scored, key=f"write-{suffix}", resources={"reward": 1}
-        )
         try:
-            receipt: GroupReceipt = await result_of(written)
-            return receipt
+            await wait(scored)
+            if scored.status != "finished":
+                await result_of(scored)
+            return await self._writes.write(scored)
         except asyncio.CancelledError:
-            await self._client.cancel([rolled_out, scored, written])
+            await self._client.cancel([rolled_out, scored])
             raise
+
+
+class SharedWrites:
+    """Writes scored groups: one task at a time, for all that are ready when it starts."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._ready: list[tuple[Future, asyncio.Future[GroupReceipt]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def write(self, scored: Future) -> GroupReceipt:
+        """Return the receipt of one scored group once it is written.
+
+        Raises:
+            ArealFlowError: its batch could not be written.
+        """
+        receipt: asyncio.Future[GroupReceipt] = asyncio.get_running_loop().create_future()
+        self._ready.append((scored, receipt))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_ready())
+        return await receipt
+
+    async def _write_ready(self) -> None:
+        while self._ready:
+            batch, self._ready = self._ready, []
+            written = self._client.submit(
+                tasks.write, [scored for scored, _ in batch], pure=False, resources={"reward": 1}
+            )
+            try:
+                receipts: list[GroupReceipt] = await result_of(written)
+            except ArealFlowError as error:
+                for _, receipt in batch:
+                    if not receipt.done():
+                        receipt.set_exception(error)
+                continue
+            for (_, receipt), written_group in zip(batch, receipts, strict=True):
+                if not receipt.done():
+                    receipt.set_result(written_group)
 
 
 class DaskTrainer:
@@ -87,9 +125,7 @@ class DaskWeights:
             return
         loads = {
             address: asyncio.ensure_future(
-                self._client.run(
-                    tasks.load_weights, version, workers=[address], on_error="return"
-                )
+                self._client.run(tasks.load_weights, version, workers=[address], on_error="return")
             )
             for address in generators
         }
@@ -141,5 +177,3 @@ async def result_of(future: Future) -> Any:
         raise
     except Exception as error:
         raise ArealFlowError(f"{type(error).__name__}: {error}") from error
-
-

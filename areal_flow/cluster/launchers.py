@@ -56,7 +56,7 @@ async def local_cluster(
                 asynchronous=True,
                 silence_logs=False,
             ) as cluster,
-            Client(cluster, asynchronous=True, set_as_default=False) as client,
+            Client(cluster, asynchronous=True) as client,
         ):
             await client.wait_for_workers(len(placements), timeout=START_TIMEOUT_S)
             await client.register_plugin(plugin)
@@ -69,11 +69,13 @@ def _dask_settings(settings: ClusterSettings) -> dict[str, object]:
         "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
         "distributed.scheduler.worker-ttl": f"{settings.worker_ttl_s} s",
         "distributed.scheduler.allowed-failures": 3,
+        "distributed.worker.profile.enabled": False,
+        "distributed.admin.system-monitor.gil.enabled": False,
     }
 
 
 def _quieten_dask() -> None:
-    """Dask gives its loggers handlers and levels of their own at import; failures reach us anyway."""
+    """Dask gives its loggers levels of their own at import; failures reach us anyway."""
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in ("distributed", "bokeh", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -71,6 +71,7 @@ PROCESS_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "OMP_WAIT_POLICY": "passive",
+    "POLARS_MAX_THREADS": "1",
     "LANCE_CPU_THREADS": "1",
     "LANCE_IO_THREADS": "2",
     "TOKENIZERS_PARALLELISM": "false",

@@ -58,7 +58,8 @@ class RunPlugin(WorkerPlugin):
 
 
 def holder(worker: Worker | None = None) -> Holder:
-    """Return the holder of the worker that runs this task; `client.run` passes the worker itself."""
+    """Return the holder of the worker of this task; `client.run` passes the worker itself."""
     plugin = (worker or get_worker()).plugins[PLUGIN_NAME]
-    assert isinstance(plugin, RunPlugin) and plugin.holder is not None
+    assert isinstance(plugin, RunPlugin)
+    assert plugin.holder is not None
     return plugin.holder

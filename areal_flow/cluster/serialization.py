@@ -1,7 +1,7 @@
 """Arrow tables between workers, aligned on arrival. Imported in every process of a cluster.
 
-Buffers that came over a comm start anywhere, and Lance panics on misaligned data
-(a `PanicException`, which is a `BaseException`); reading with an alignment copies only what needs it.
+Buffers that came over a comm start anywhere, and Lance panics on misaligned data (with a
+`PanicException`, which is a `BaseException`); reading with an alignment copies only what needs it.
 """
 
 from __future__ import annotations

@@ -60,19 +60,26 @@ def score(table: pa.Table, prompt: Prompt) -> pa.Table:
     )
 
 
-def write(table: pa.Table) -> GroupReceipt:
-    """Write a scored group beside the log; the driver will commit it."""
-    from areal_flow.store.trajectories import write_group
+def write(tables: list[pa.Table]) -> list[GroupReceipt]:
+    """Write scored groups beside the log; the driver will commit them.
 
-    stats = EngineStats(**json.loads(table.schema.metadata[_STATS]))
-    table = table.replace_schema_metadata(None)
-    fragments = write_group(RunLayout(holder().run_directory).trajectories, table)
+    Validation costs about the same for one group or fifty, so groups that are ready together are
+    validated together; each is a fragment of its own, because each is committed once or not at all.
+    """
+    from areal_flow.store.trajectories import validate_groups, write_group
+
+    path = RunLayout(holder().run_directory).trajectories
+    validate_groups(table.replace_schema_metadata(None) for table in tables)
+    return [_receipt(table, write_group(path, table)) for table in tables]
+
+
+def _receipt(table: pa.Table, fragments: tuple[str, ...]) -> GroupReceipt:
     return GroupReceipt(
         submission_index=table["submission_index"][0].as_py(),
         fragments=fragments,
         trajectories=receipts(table),
         generator=table["generator"][0].as_py(),
-        engine_stats=stats,
+        engine_stats=EngineStats(**json.loads(table.schema.metadata[_STATS])),
         member_errors=member_errors(table),
     )
 
@@ -111,9 +118,7 @@ def grade(
     texts = host.texts([answer["tokens"] for answer in answers])
     rows = []
     for prompt, answered, text in zip(prompts, answers, texts, strict=True):
-        (score_,) = host.score(
-            [answered["tokens"]], prompt=prompt.text, reference=prompt.reference
-        )
+        (score_,) = host.score([answered["tokens"]], prompt=prompt.text, reference=prompt.reference)
         rows.append(
             {
                 "evaluation": evaluation,

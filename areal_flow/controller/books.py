@@ -1,4 +1,4 @@
-"""Double-entry accounts of completion tokens: committed = trained + masked + discarded + waiting."""
+"""Accounts of completion tokens: committed = trained + masked + discarded + waiting."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Books:
     trained: int = 0
     masked: int = 0
     discarded: int = 0
+    in_step: int = 0
     entries: Entries = field(default_factory=Entries)
 
     def commit(self, num_tokens: int) -> None:
@@ -36,7 +37,11 @@ class Books:
         self.discarded += sum(d.num_tokens for d in discards)
         self.entries.discards += discards
 
-    def train(self, *, num_trained: int, num_masked: int) -> None:
+    def begin_step(self, num_tokens: int) -> None:
+        self.in_step = num_tokens
+
+    def end_step(self, *, num_trained: int, num_masked: int) -> None:
+        self.in_step = 0
         self.trained += num_trained
         self.masked += num_masked
 
@@ -47,4 +52,5 @@ class Books:
 
     def imbalance(self, *, num_waiting: int) -> int:
         """Return committed minus everything accounted for; anything but 0 is a bug."""
-        return self.committed - self.trained - self.masked - self.discarded - num_waiting
+        consumed = self.trained + self.masked + self.discarded + self.in_step
+        return self.committed - consumed - num_waiting

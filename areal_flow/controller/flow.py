@@ -27,7 +27,6 @@ from time import monotonic
 from areal_flow.controller.books import Books
 from areal_flow.controller.buffer import Buffer
 from areal_flow.controller.gate import Gate
-from areal_flow.controller.pulse import Pulse
 from areal_flow.controller.protocols import (
     Observer,
     Prompts,
@@ -37,6 +36,7 @@ from areal_flow.controller.protocols import (
     TrajectoryLog,
     WeightsPublisher,
 )
+from areal_flow.controller.pulse import Pulse
 from areal_flow.controller.records import (
     LogPosition,
     Provenance,
@@ -152,6 +152,10 @@ class Flow:
     def num_ready(self) -> int:
         """Trajectories that a step could take, in whole groups."""
         return len(self.buffer) * self.limits.group_size
+
+    def imbalance(self) -> int:
+        """Return committed tokens that no account explains; 0 at every moment."""
+        return self.books.imbalance(num_waiting=self.buffer.num_waiting_tokens)
 
     def done(self) -> bool:
         """Return whether training is over: all steps done, or a stop was asked for."""
@@ -295,13 +299,14 @@ class Flow:
             seen = self.pulse.count
             batch = self.buffer.take(policy_version=self.policy_version)
             if batch:
+                self.books.begin_step(sum(t.num_tokens for t in batch.trajectories))
                 self.pulse.beat()
                 return batch
             await self.wait_for_change(seen)
         return None
 
     async def train(self, batch: Batch, *, seconds_wait: float) -> None:
-        """Compute a step, commit its row, publish its weights; slots follow when they are served."""
+        """Compute a step, commit its row, publish its weights; slots follow when served."""
         request = StepRequest(
             step=self.policy_version + 1,
             parent_hash=self.parent_hash,
@@ -312,7 +317,7 @@ class Flow:
         )
         result = await self.parts.trainer.step(request)
         metrics = result.metrics
-        self.books.train(
+        self.books.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
         )
         row = step_row(

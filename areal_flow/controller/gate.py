@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Gate:
-    """Counts trajectories from submission to release; every change keeps 0 <= running <= outstanding.
+    """Counts trajectories from submission to release, keeping 0 <= running <= outstanding.
 
     `running` ends when a group is written or given up. `outstanding` ends later: when the group
     was trained and the generators have the new weights, or when it was discarded.

@@ -1,4 +1,4 @@
-"""What the controller is given. Adapters in `cluster`, `store` and `weights`; fakes in `testing`."""
+"""What the controller is given. Adapters: `cluster`, `store`, `weights`; fakes: `testing`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class LogPosition:
 
 
 def batch_digest(policy_version: int, trajectory_ids: Sequence[str]) -> str:
-    """Return the identity of a step's input: which trajectories, in which order, on which policy."""
+    """Return the identity of a step's input: trajectories, their order, and the policy."""
     text = "\n".join([str(policy_version), *trajectory_ids])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

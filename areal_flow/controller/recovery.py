@@ -52,7 +52,7 @@ def request_from_row(row: Mapping[str, Any], *, max_staleness: int) -> StepReque
 def plan_flow_start(
     ledger: Sequence[Mapping[str, Any]], stored: Sequence[TrajectoryReceipt]
 ) -> FlowStart:
-    """Return where the flow goes on, from the ledger's rows and the log's committed trajectories."""
+    """Return where the flow goes on, from the ledger's rows and the committed trajectories."""
     head = ledger[-1]
     trained = {identifier for row in ledger for identifier in row["trajectory_ids"]}
     discarded = {d["trajectory_id"] for row in ledger for d in row["discarded"]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from areal_flow.generation.protocol import EngineCore
 from areal_flow.types import Completion, EngineStats, GroupRequest
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 2e-4
 
 
 class EngineLoop:
@@ -109,6 +112,9 @@ class EngineLoop:
         self._core.cancel(request_id)
 
     def _run(self) -> None:
+        # Each torch call gives the GIL away; the default of 5 ms to get it back would be the decode
+        # step's whole cost whenever the event loop is busy.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while not self._closing:
                 self._obey_commands()

@@ -29,7 +29,7 @@ class AttentionLayout(Protocol):
     """Decides which keys and values each query of a layer meets."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return attended values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
+        """Return values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
         ...
 
 

@@ -57,7 +57,7 @@ def empty_policy(
 
 
 def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the policy's weights by name, detached; a tied tensor appears once, under its first name."""
+    """Return the policy's weights by name, detached; a tied tensor once, under its first name."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in policy.state_dict().items():

@@ -7,6 +7,7 @@ answer mark) is one token each, so that a completion is short. No torch, no trai
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -88,5 +89,5 @@ def _architecture(tokenizer: Tokenizer, context_tokens: int) -> dict[str, object
     }
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

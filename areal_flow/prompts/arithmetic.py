@@ -1,8 +1,8 @@
 """Procedural sums from reasoning-gym, and the two ways to answer one: worked and blurted.
 
-    question   "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
-    worked     " 4 3 10 #### 10"    the running sums, then the answer
-    blurted    " #### 10"           the answer at once
+question   "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
+worked     " 4 3 10 #### 10"    the running sums, then the answer
+blurted    " #### 10"           the answer at once
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from areal_flow.errors import PromptError
 from areal_flow.prompts.question import Question
 
 SEED_SPACING = 1_000_000_000
-"""Item i of a reasoning-gym dataset is drawn with seed + i: neighbouring seeds share their items."""
+"""Item i of a reasoning-gym dataset is drawn with seed + i: close seeds share their items."""
 
 ANSWER_MARK = " ####"
 

@@ -131,6 +131,19 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     return prepared
 
 
+def prepare_held_out(recipe: Recipe, layout: RunLayout) -> int:
+    """Write a whole prompt file as the held-out table; return how many prompts it has.
+
+    Raises:
+        PromptError: as `prepare_prompts`.
+    """
+    tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
+    preparation = _Preparation(recipe, tokenizer)
+    assert recipe.prompts.path is not None
+    layout.held_out_prompts.parent.mkdir(parents=True, exist_ok=True)
+    return _write(layout.held_out_prompts, preparation, preparation.questions(recipe.prompts.path))
+
+
 Source = Callable[[], Iterable[Question]]
 
 
@@ -165,7 +178,7 @@ def _arithmetic_sources(settings: PromptSettings, seed: int) -> tuple[Source, So
 def _split_file(
     preparation: _Preparation, path: Path, num_held_out: int, seed: int
 ) -> tuple[Source, Source]:
-    """Hold out rows drawn by the run's seed: at most a fifth of the file, the rest is for training."""
+    """Hold out rows drawn by the run's seed, at most a fifth of the file."""
     num_rows = sum(1 for _ in preparation.questions(path))
     held = random.Random(seed).sample(range(num_rows), min(num_held_out, num_rows // 5))
     chosen = set(held)

@@ -49,5 +49,9 @@ class PromptTable:
             tokens=tuple(row["prompt_tokens"]),
         )
 
+    def rows(self, limit: int | None = None) -> list[Prompt]:
+        """Return the first `limit` prompts, or all, in the file's order."""
+        return [self.row(index) for index in range(len(self))[:limit]]
+
     def _make_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self))

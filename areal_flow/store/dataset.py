@@ -70,9 +70,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 def compact(dataset: lance.LanceDataset) -> None:
     """Merge small fragments and drop versions that nobody reads any more."""
     dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
-    dataset.cleanup_old_versions(
-        older_than=OLDEST_READER, error_if_tagged_old_versions=False
-    )
+    dataset.cleanup_old_versions(older_than=OLDEST_READER, error_if_tagged_old_versions=False)
 
 
 class DurableDirectory:
@@ -80,22 +78,21 @@ class DurableDirectory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._synced: set[str] = set()
+        self._synced: set[Path] = set()
 
     def sync(self) -> None:
         """Return when every file that exists now survives a power failure."""
         present = set()
         for folder, _, names in os.walk(self._path):
-            for name in names:
-                file = os.path.join(folder, name)
+            for file in (Path(folder) / name for name in names):
                 present.add(file)
                 if file not in self._synced:
                     _fsync(file)
-            _fsync(folder)
+            _fsync(Path(folder))
         self._synced = present
 
 
-def _fsync(path: str) -> None:
+def _fsync(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -51,7 +51,7 @@ class Run:
         columns: Sequence[str] | None = None,
         where: str | None = None,
     ) -> Any:
-        """Return the step ledger, one row a step, row 0 the genesis; arguments as `trajectories`."""
+        """Return the step ledger, row 0 the genesis; arguments as `trajectories`."""
         return self._table(self.layout.steps, format, columns, where)
 
     def evaluations(

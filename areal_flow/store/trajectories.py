@@ -34,18 +34,27 @@ def create_trajectories(path: Path) -> None:
     create_dataset(path, TRAJECTORIES)
 
 
+def validate_groups(tables: Iterable[pa.Table]) -> None:
+    """Validate scored groups, together.
+
+    Raises:
+        SchemaError: naming the columns and rules.
+    """
+    validate(pa.concat_tables(tables), TrajectoryRow)
+
+
 def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:
-    """Validate and write one group's rows; they are invisible until their fragments are committed.
+    """Write one validated group; its rows are invisible until its fragments are committed.
 
     Returns:
         Fragment descriptions for `TrajectoryCommitter.commit`.
 
     Raises:
-        SchemaError, StorageError: nothing was written.
+        StorageError: nothing was written.
     """
-    validate(table, TrajectoryRow)
+    rows = table.replace_schema_metadata(None)
     with storage_errors(path):
-        fragments = write_fragments(table, str(path), schema=TRAJECTORIES, mode="append")
+        fragments = write_fragments(rows, str(path), schema=TRAJECTORIES, mode="append")
     return tuple(json.dumps(fragment.to_json()) for fragment in fragments)
 
 
@@ -66,10 +75,12 @@ class TrajectoryCommitter:
         return int(self._dataset.version)
 
     def commit(self, receipts: Sequence[GroupReceipt]) -> None:
-        """Append the groups' fragments in one version; a group that is there already is left out."""
+        """Append the groups' fragments in one version; skip groups that are there already."""
         new = [r for r in receipts if r.submission_index not in self._committed]
         fragments = [
-            FragmentMetadata.from_json(fragment) for receipt in new for fragment in receipt.fragments
+            FragmentMetadata.from_json(fragment)
+            for receipt in new
+            for fragment in receipt.fragments
         ]
         if not fragments:
             return

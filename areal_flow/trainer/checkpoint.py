@@ -1,9 +1,9 @@
 """A trainer's state as a directory: complete or absent, and a plain Hugging Face model at that.
 
-    checkpoints/00000020/
-        config.json model.safetensors tokenizer.json ...   what `export` and MLflow hand out
-        optimizer.safetensors                              AdamW's state and torch's RNG
-        state.json                                         step, hashes, prompt cursor
+checkpoints/00000020/
+    config.json model.safetensors tokenizer.json ...   what `export` and MLflow hand out
+    optimizer.safetensors                              AdamW's state and torch's RNG
+    state.json                                         step, hashes, prompt cursor
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_checkpoint(
         for file in partial.iterdir():
             _force_to_disk(file)
         shutil.rmtree(target, ignore_errors=True)
-        os.rename(partial, target)
+        partial.rename(target)
         _force_to_disk(root)
     except (OSError, SafetensorError) as error:
         raise StorageError(
@@ -98,6 +98,7 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
     return root / f"{step:08d}"
 
 

@@ -105,7 +105,8 @@ class TrainerRank:
 
     def checkpoint(self, *, next_submission_index: int) -> Path:
         """Write the current state as a checkpoint and prune old ones."""
-        assert self.state is not None and self._hashes is not None
+        assert self.state is not None
+        assert self._hashes is not None
         description = describe(
             self._hashes,
             step=self._step,

@@ -76,7 +76,7 @@ def numeric_environment(settings: TrainerSettings) -> str:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "mkldnn": torch.backends.mkldnn.is_available(),
+            "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
             "device": settings.device,
             "device_name": _device_name(settings.device),
             "dtype": settings.dtype,

@@ -125,7 +125,8 @@ def _update(
     state.optimizer.zero_grad(set_to_none=True)
     loss_total = 0.0
     for index, micro in enumerate(minibatch):
-        loss = _micro_batch_loss(state, micro, proximal and proximal[index], settings)
+        proximal_M = None if proximal is None else proximal[index]
+        loss = _micro_batch_loss(state, micro, proximal_M, settings)
         (loss.loss_sum / num_tokens).backward()  # type: ignore[no-untyped-call]
         loss_total += float(loss.loss_sum.detach()) / num_tokens
         numbers.add(loss, micro.targets_M.numel())
@@ -159,7 +160,9 @@ def _micro_batch_loss(
     )
 
 
-def micro_batch_logprobs(policy: torch.nn.Module, micro: MicroBatch, *, temperature: float) -> Tensor:
+def micro_batch_logprobs(
+    policy: torch.nn.Module, micro: MicroBatch, *, temperature: float
+) -> Tensor:
     """Return the policy's log-probabilities of the trained tokens, `[M]`, in packing order."""
     hidden_TD = policy.model(  # type: ignore[operator]
         input_ids=micro.input_ids_1T,

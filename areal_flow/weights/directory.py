@@ -8,7 +8,6 @@ The driver publishes without ever importing torch.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +54,7 @@ class DirectoryChannel:
         published, staged = self._published(version), self._staged(version)
         if staged.is_dir():
             shutil.rmtree(published, ignore_errors=True)
-            os.rename(staged, published)
+            staged.rename(published)
         elif not published.is_dir():
             raise WeightsError(f"version {version} was never staged in {self.root}")
         self._prune()
@@ -73,10 +72,12 @@ class DirectoryChannel:
 
         directory = self._published(version)
         try:
-            tensors = load_file(directory / "model.safetensors")
+            tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
             expected = (directory / "hash").read_text()
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"version {version} cannot be read from {directory}: {error}") from error
+            raise WeightsError(
+                f"version {version} cannot be read from {directory}: {error}"
+            ) from error
         found = hash_tensors(tensors)
         if found != expected:
             raise WeightsError(
@@ -99,3 +100,22 @@ class DirectoryChannel:
     def _prune(self) -> None:
         for version in self._versions()[:-KEEP_VERSIONS]:
             shutil.rmtree(self._published(version), ignore_errors=True)
+
+
+def publish_model_directory(source: Path, root: Path) -> None:
+    """Publish a model directory's weights as version 0, for programs that only generate.
+
+    Raises:
+        WeightsError: its safetensors cannot be read.
+    """
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    try:
+        for file in sorted(source.glob("model*.safetensors")):
+            tensors |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"the weights in {source} cannot be read: {error}") from error
+    channel = DirectoryChannel(root)
+    channel.stage(0, tensors)
+    channel.publish(0)

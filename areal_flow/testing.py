@@ -1,0 +1,331 @@
+"""Fakes that ship: second implementations of the protocols, for tests and for trying ideas.
+
+They keep the promises of the protocols they stand for; the contract suites hold them to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from areal_flow.algorithms.staleness import count_staleness
+from areal_flow.errors import EngineError, WeightsError
+from areal_flow.types import (
+    Completion,
+    Episode,
+    GroupReceipt,
+    GroupRequest,
+    PolicyHashes,
+    Prompt,
+    StepMetrics,
+    StepRequest,
+    StepResult,
+    TrajectoryReceipt,
+    VersionSpan,
+    trajectory_id,
+    version_spans_of,
+)
+
+
+class FakePrompts:
+    """`num_prompts` prompts, in order, over and over."""
+
+    def __init__(self, num_prompts: int = 7) -> None:
+        self.num_prompts = num_prompts
+
+    def prompt_at(self, submission_index: int) -> Prompt:
+        index = submission_index % self.num_prompts
+        return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, (1, 2, 3))
+
+
+@dataclass
+class FakeCluster:
+    """Generators and a trainer in (virtual) time: durations, deaths and slow loads as told.
+
+    Tokens of an episode carry the version that its generator served when they were sampled.
+    """
+
+    randomness: random.Random
+    duration_s: Callable[[random.Random], float] = lambda r: r.expovariate(1.0)
+    train_s: float = 1.0
+    load_s: Callable[[random.Random], float] = lambda r: 0.0
+    death_rate: float = 0.0
+    unscored_rate: float = 0.0
+    num_tokens: int = 8
+    served: int = 0
+    published: int = 0
+    num_running: int = 0
+    training: bool = False
+    on_event: Callable[[], None] = lambda: None
+    requests: list[StepRequest] = field(default_factory=list)
+    spans: dict[str, tuple[VersionSpan, ...]] = field(default_factory=dict)
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        """`Rollouts.run`."""
+        self.num_running += 1
+        try:
+            return await self._roll_out(episode)
+        finally:
+            self.num_running -= 1
+
+    async def _roll_out(self, episode: Episode) -> GroupReceipt:
+        pause_s = self.duration_s(self.randomness) / self.num_tokens
+        versions = []
+        for _ in range(self.num_tokens):
+            await asyncio.sleep(pause_s)
+            versions.append(self.served)
+            if self.randomness.random() < self.death_rate / self.num_tokens:
+                raise EngineError("the fake generator died")
+        members = [
+            TrajectoryReceipt(
+                trajectory_id(episode.submission_index, member),
+                version_spans_of(versions),
+                None if self.randomness.random() < self.unscored_rate else float(member % 2),
+                "stop",
+            )
+            for member in range(len(episode.seeds))
+        ]
+        self.spans |= {member.trajectory_id: member.version_spans for member in members}
+        return GroupReceipt(
+            episode.submission_index,
+            (f"fragment-{episode.submission_index}",),
+            tuple(members),
+            member_errors=tuple("unscored" for member in members if member.reward is None),
+        )
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """`Trainer.step`: takes its time, counts what it would train."""
+        self.on_event()
+        self.training = True
+        await asyncio.sleep(self.train_s)
+        self.training = False
+        self.requests.append(request)
+        spans = [self.spans[identifier] for identifier in request.trajectory_ids]
+        count = count_staleness(
+            spans, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
+        digest = hashlib.sha256(f"{request}".encode()).hexdigest()[:8]
+        metrics = StepMetrics(
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            clip_fraction=0.0,
+            behavior_weight_mean=1.0,
+            behavior_weight_max=1.0,
+            reward_mean=0.0,
+            completion_tokens_mean=float(self.num_tokens),
+            num_trained_tokens=count.num_trained,
+            num_masked_tokens=count.num_masked,
+            staleness_mean=count.staleness_mean,
+            staleness_max=count.staleness_max,
+            masked_fraction_by_tenth=(),
+            seconds_read=0.0,
+            seconds_train=self.train_s,
+            seconds_stage=0.0,
+        )
+        return StepResult(request.step, PolicyHashes(digest, "", digest), metrics, "{}")
+
+    async def publish(self, version: int) -> None:
+        """`WeightsPublisher.publish`."""
+        self.on_event()
+        self.published = version
+
+    async def load_everywhere(self, version: int) -> None:
+        """`WeightsPublisher.load_everywhere`."""
+        await asyncio.sleep(self.load_s(self.randomness))
+        self.served = max(self.served, version)
+        self.on_event()
+
+
+@dataclass
+class MemoryLog:
+    """A `TrajectoryLog` and a `StepLedger` in memory, and an `Observer` that remembers."""
+
+    committed: list[TrajectoryReceipt] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    version: int = 0
+
+    @property
+    def watermark(self) -> int:
+        return len(self.committed)
+
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+        self.version += 1
+        known = {trajectory.trajectory_id for trajectory in self.committed}
+        for receipt in receipts:
+            self.committed += [t for t in receipt.trajectories if t.trajectory_id not in known]
+
+    async def append(self, row: dict[str, Any]) -> None:
+        assert all(row["step"] != earlier["step"] for earlier in self.rows)
+        self.rows.append(row)
+
+    async def on_step(self, row: dict[str, Any]) -> None: ...
+
+    def on_group(self, receipt: GroupReceipt) -> None: ...
+
+
+class BigramEngine:
+    """An `EngineCore` whose next token depends on the last one and the version: exact and quick.
+
+    Weights are a mapping with one entry, `"logits"`: a square table of next-token logits.
+    """
+
+    def __init__(
+        self, logits: Sequence[Sequence[float]], *, version: int = 0, num_slots: int = 4
+    ) -> None:
+        self.version = version
+        self.num_interruptions = 0
+        self._logits = logits
+        self._num_slots = num_slots
+        self._groups: dict[str, tuple[GroupRequest, dict[int, _Partial]]] = {}
+
+    def add(self, request: GroupRequest) -> None:
+        if not request.prompt_tokens:
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        partials = {index: _Partial() for index in range(len(request.seeds))}
+        self._groups[request.request_id] = (request, partials)
+
+    def cancel(self, request_id: str) -> None:
+        self._groups.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        slots = self._num_slots
+        for request, partials in self._groups.values():
+            for index, partial in partials.items():
+                if partial.finish_reason is None and slots:
+                    slots -= 1
+                    self._extend(request, index, partial)
+        complete = [
+            request_id
+            for request_id, (_, partials) in self._groups.items()
+            if all(partial.finish_reason for partial in partials.values())
+        ]
+        return [
+            (request_id, [p.completion() for p in self._groups.pop(request_id)[1].values()])
+            for request_id in complete
+        ]
+
+    def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
+        if set(tensors) != {"logits"}:
+            raise WeightsError("expected the bigram logits")
+        self.num_interruptions += len(self._groups)
+        self._logits, self.version = tensors["logits"], version
+
+    def _extend(self, request: GroupRequest, index: int, partial: _Partial) -> None:
+        last = partial.tokens[-1] if partial.tokens else request.prompt_tokens[-1]
+        logprobs = _log_softmax(self._logits[last], request.sampling.temperature)
+        drawn = random.Random(f"{request.seeds[index]}:{len(partial.tokens)}").random()
+        token = _invert(logprobs, drawn)
+        partial.tokens.append(token)
+        partial.logprobs.append(logprobs[token])
+        partial.versions.append(self.version)
+        if token in request.sampling.stop_token_ids:
+            partial.finish_reason = "stop"
+        elif len(partial.tokens) == request.sampling.max_new_tokens:
+            partial.finish_reason = "length"
+
+
+@dataclass
+class _Partial:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: Any = None
+
+    def completion(self) -> Completion:
+        return Completion(
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            version_spans_of(self.versions),
+            self.finish_reason,
+        )
+
+
+def _log_softmax(logits: Sequence[float], temperature: float) -> list[float]:
+    scaled = [value / temperature for value in logits]
+    largest = max(scaled)
+    total = largest + log(sum(exp(value - largest) for value in scaled))
+    return [value - total for value in scaled]
+
+
+def _invert(logprobs: Sequence[float], drawn: float) -> int:
+    cumulative = 0.0
+    for token, logprob in enumerate(logprobs):
+        cumulative += exp(logprob)
+        if drawn < cumulative:
+            return token
+    return len(logprobs) - 1
+
+
+class MemoryChannel:
+    """A `WeightsChannel` in one process."""
+
+    def __init__(self) -> None:
+        self._staged: dict[int, dict[str, Any]] = {}
+        self._published: dict[int, dict[str, Any]] = {}
+
+    def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
+        from areal_flow.modeling.hashing import hash_tensors
+
+        self._staged[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        return hash_tensors(tensors)
+
+    def publish(self, version: int) -> None:
+        if version in self._staged:
+            self._published[version] = self._staged.pop(version)
+        elif version not in self._published:
+            raise WeightsError(f"version {version} was never staged")
+
+    def newest(self) -> int:
+        if not self._published:
+            raise WeightsError("no weights were published")
+        return max(self._published)
+
+    def load(self, version: int) -> dict[str, Any]:
+        if version not in self._published:
+            raise WeightsError(f"version {version} was not published")
+        return self._published[version]
+
+
+class MemoryTracker:
+    """A `Tracker` that remembers."""
+
+    run_id: str | None = "memory"
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, dict[int, float]] = {}
+        self.parameters: dict[str, str] = {}
+        self.checkpoints: dict[str, dict[str, str]] = {}
+        self.current: str | None = None
+        self.datasets: list[int] = []
+        self.status: str | None = None
+        self.model_version: str | None = None
+
+    def log_parameters(self, parameters: dict[str, Any]) -> None:
+        self.parameters |= {name: str(value) for name, value in parameters.items()}
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, {})[step] = value
+
+    def register_checkpoint(self, path: Path, tags: dict[str, str]) -> None:
+        self.checkpoints[str(path)] = tags
+        self.current, self.model_version = str(path), str(len(self.checkpoints))
+
+    def forget_checkpoint(self, path: Path) -> None:
+        self.checkpoints.pop(str(path), None)
+
+    def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None:
+        self.datasets.append(version)
+
+    def close(self, status: str) -> None:
+        self.status = status

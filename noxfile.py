@@ -1,0 +1,97 @@
+"""Everything a user or a developer runs. One virtual environment serves all sessions.
+
+nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
+nox -s tests [-- ARGS]     unit, contract and integration tests
+nox -s lint types          ruff, import-linter, mypy
+nox -s bench               benchmarks, as tables and JSON
+nox -s ui                  the MLflow UI on 127.0.0.1
+nox -s docs                the documentation as a site, links checked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".nox" / "project"
+CONSTRAINTS = ROOT / "constraints.txt"
+BINARIES = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train; arguments go to `areal-flow train`."""
+    run(session, "areal-flow", "train", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments go to pytest."""
+    run(session, "python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and the direction of imports."""
+    run(session, "ruff", "check", ".")
+    run(session, "ruff", "format", "--check", ".")
+    run(session, "lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    run(session, "mypy")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks; arguments go to `benchmarks/schedule.py`."""
+    run(session, "python", "benchmarks/schedule.py", *session.posargs)
+
+
+@nox.session
+def ui(session: nox.Session) -> None:
+    """Serve the MLflow UI over the runs of this directory."""
+    run(session, "python", "-m", "pipelines.ui", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link fails."""
+    run(session, "mkdocs", "build", "--strict", "--quiet")
+
+
+def run(session: nox.Session, program: str, *arguments: str) -> None:
+    """Run a program of the project's environment, which is made or renewed first."""
+    install(session)
+    session.run(str(BINARIES / program), *arguments, external=True)
+
+
+def install(session: nox.Session) -> None:
+    """Make the environment if it is not what pyproject.toml and constraints.txt ask for."""
+    wanted = hashlib.sha256(
+        (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes() + sys.version.encode()
+    ).hexdigest()
+    installed = ENVIRONMENT / "installed"
+    if installed.is_file() and installed.read_text() == wanted:
+        return
+    session.log("installing the project into .nox/project: a few minutes, once")
+    session.run(sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT), external=True)
+    # Only pip finds the CPU build of torch everywhere, and only by its exact version.
+    requirements = ["torch==2.13.0", "-e", ".[dev]"]
+    session.run(
+        str(BINARIES / "python"),
+        *("-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+        *("--constraint", str(CONSTRAINTS), *requirements),
+        external=True,
+    )
+    installed.write_text(wanted)

@@ -1,0 +1,27 @@
+"""A checkpoint in, a plain Hugging Face directory out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from areal_flow.errors import ModelError
+from pipelines.models import find_model
+
+_TRAINING_ONLY = ("optimizer.safetensors", "state.json")
+
+
+def export(runs: Path, reference: str, directory: Path) -> None:
+    """Copy a model's configuration, tokenizer and weights.
+
+    Raises:
+        ModelError: the model is not found, or the directory is not empty.
+    """
+    source = find_model(runs, reference)
+    if directory.exists() and any(directory.iterdir()):
+        raise ModelError(f"{directory} is not empty; give a new directory")
+    shutil.copytree(
+        source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_TRAINING_ONLY)
+    )
+    print(f"Exported {source} to {directory}. Load it with:")
+    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")

@@ -1,0 +1,69 @@
+"""The buffer: order, eviction, members that cannot be trained."""
+
+from __future__ import annotations
+
+from areal_flow.controller.buffer import Buffer
+from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+
+
+def group(
+    index: int, version: int = 0, rewards: tuple[float | None, ...] = (0.0, 1.0)
+) -> GroupReceipt:
+    members = tuple(
+        TrajectoryReceipt(trajectory_id(index, member), (VersionSpan(version, 4),), reward, "stop")
+        for member, reward in enumerate(rewards)
+    )
+    return GroupReceipt(index, (), members)
+
+
+def test_oldest_submissions_are_taken_whoever_finished_first() -> None:
+    buffer = Buffer(groups_per_step=2, max_staleness=4)
+    for index in (7, 3, 5):
+        assert buffer.add(group(index), policy_version=0) == []
+    batch = buffer.take(policy_version=0)
+    assert batch is not None
+    assert batch.trajectory_ids == tuple(trajectory_id(i, m) for i in (3, 5) for m in (0, 1))
+    assert buffer.take(policy_version=0) is None
+    assert len(buffer) == 1
+
+
+def test_straggler_is_not_waited_for() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=4)
+    buffer.add(group(9), policy_version=0)
+    batch = buffer.take(policy_version=0)
+    assert batch is not None
+    assert batch.num_groups == 1
+
+
+def test_stale_work_is_evicted_and_counted() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    buffer.add(group(0, version=3), policy_version=3)
+    assert buffer.evict(policy_version=4) == []
+    discards = buffer.evict(policy_version=5)
+    assert [(d.trajectory_id, d.num_tokens, d.reason) for d in discards] == [
+        (trajectory_id(0, 0), 4, "stale"),
+        (trajectory_id(0, 1), 4, "stale"),
+    ]
+    assert len(buffer) == 0
+    assert buffer.num_waiting_tokens == 0
+
+
+def test_unscored_members_are_discarded_and_the_group_goes_on() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    discards = buffer.add(group(0, rewards=(None, 1.0, 0.0)), policy_version=0)
+    assert [d.reason for d in discards] == ["verifier_error"]
+    batch = buffer.take(policy_version=0)
+    assert batch is not None
+    assert batch.trajectory_ids == (trajectory_id(0, 1), trajectory_id(0, 2))
+
+
+def test_group_without_any_score_is_not_kept() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    assert len(buffer.add(group(0, rewards=(None, None)), policy_version=0)) == 2
+    assert len(buffer) == 0
+
+
+def test_group_that_arrives_too_old_is_discarded_at_once() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=2)
+    assert len(buffer.add(group(0, version=0), policy_version=3)) == 2
+    assert len(buffer) == 0

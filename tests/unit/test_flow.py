@@ -1,0 +1,224 @@
+"""The flow in virtual time: bounds and books under heavy tails, deaths and slow weight loads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.algorithms.staleness import trainable_mask
+from areal_flow.controller.flow import Flow, FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.records import Provenance
+from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.errors import ArealFlowError
+from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
+from tests.unit.virtual_time import run_in_virtual_time
+
+
+def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
+    defaults = {
+        "batch_size": 8,
+        "group_size": 2,
+        "max_staleness": 2,
+        "max_running": 64,
+        "num_steps": 12,
+        "run_seed": 0,
+        "retry_delay_s": 0.1,
+    }
+    flow = Flow(
+        FlowLimits(**{**defaults, **limits}),
+        FlowParts(
+            prompts=FakePrompts(),
+            rollouts=cluster,
+            log=log,
+            ledger=log,
+            trainer=cluster,
+            weights=cluster,
+            observer=log,
+        ),
+        FlowStart(),
+        Provenance(1, "", ""),
+    )
+    cluster.on_event = lambda: check_books(flow)
+    return flow
+
+
+def check_books(flow: Flow) -> None:
+    assert flow.imbalance() == 0
+    assert 0 <= flow.gate.running <= flow.gate.outstanding
+    bound = (flow.limits.max_staleness + 1) * flow.limits.batch_size
+    assert flow.gate.outstanding <= bound
+
+
+def heavy_tailed(randomness: random.Random) -> float:
+    return randomness.paretovariate(1.1)
+
+
+async def run_to_end(flow: Flow, schedule: Any = run_async_schedule) -> None:
+    try:
+        await schedule(flow)
+    finally:
+        await flow.close()
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    max_staleness=st.integers(0, 4),
+    train_s=st.floats(0.01, 5),
+    load_s=st.floats(0, 10),
+    death_rate=st.sampled_from([0.0, 0.1, 0.3]),
+    unscored_rate=st.sampled_from([0.0, 0.1]),
+)
+def test_no_trained_token_is_older_than_the_bound(
+    seed: int,
+    max_staleness: int,
+    train_s: float,
+    load_s: float,
+    death_rate: float,
+    unscored_rate: float,
+) -> None:
+    log = MemoryLog()
+    cluster = FakeCluster(
+        random.Random(seed),
+        duration_s=heavy_tailed,
+        train_s=train_s,
+        load_s=lambda r: r.expovariate(1 / load_s) if load_s else 0.0,
+        death_rate=death_rate,
+        unscored_rate=unscored_rate,
+    )
+    flow = make_flow(
+        cluster, log, max_staleness=max_staleness, max_attempts=5, max_consecutive_failures=99
+    )
+    run_in_virtual_time(run_to_end(flow))
+    assert [row["step"] for row in log.rows] == list(range(1, 13))
+    trained: set[str] = set()
+    for request, row in zip(cluster.requests, log.rows, strict=True):
+        assert not trained & set(request.trajectory_ids)
+        trained |= set(request.trajectory_ids)
+        for identifier in request.trajectory_ids:
+            spans = cluster.spans[identifier]
+            mask = trainable_mask(
+                spans, policy_version=request.policy_version, max_staleness=max_staleness
+            )
+            versions = [v for v, length in spans for _ in range(length)]
+            ages = [request.policy_version - v for v, m in zip(versions, mask, strict=True) if m]
+            assert ages, "a trajectory with nothing to train was consumed"
+            assert max(ages) <= max_staleness
+            assert min(ages) >= 0
+        assert row["staleness_max"] <= max_staleness
+    check_books(flow)
+    books = flow.books
+    assert books.committed == sum(t.num_tokens for t in log.committed)
+    assert books.committed == sum(r["num_generated_tokens"] for r in log.rows) + (
+        books.entries.num_generated_tokens
+    )
+
+
+@given(seed=st.integers(0, 10_000), death_rate=st.sampled_from([0.0, 0.2]))
+def test_zero_staleness_never_overlaps(seed: int, death_rate: float) -> None:
+    log = MemoryLog()
+    cluster = FakeCluster(
+        random.Random(seed), duration_s=heavy_tailed, train_s=1.0, death_rate=death_rate
+    )
+    flow = make_flow(cluster, log, max_staleness=0, max_attempts=5, max_consecutive_failures=99)
+    overlaps = []
+    submit = flow.submit
+
+    def watched_submit() -> None:
+        overlaps.append(cluster.training)
+        submit()
+
+    flow.submit = watched_submit  # type: ignore[method-assign]
+    step = cluster.step
+
+    async def watched_step(request: Any) -> Any:
+        overlaps.append(cluster.num_running > 0)
+        return await step(request)
+
+    cluster.step = watched_step  # type: ignore[method-assign]
+    run_in_virtual_time(run_to_end(flow))
+    assert overlaps
+    assert not any(overlaps)
+    assert all(row["staleness_max"] == 0 for row in log.rows)
+
+
+def test_async_overlaps_and_is_quicker_than_the_barrier() -> None:
+    async def timed(schedule: Any) -> tuple[float, MemoryLog]:
+        log = MemoryLog()
+        cluster = FakeCluster(random.Random(1), duration_s=lambda r: r.expovariate(0.5), train_s=3)
+        flow = make_flow(cluster, log)
+        await run_to_end(flow, schedule)
+        return asyncio.get_running_loop().time(), log
+
+    overlapped, log = run_in_virtual_time(timed(run_async_schedule))
+    barrier, barrier_log = run_in_virtual_time(timed(run_barrier_schedule))
+    assert overlapped < 0.75 * barrier
+    assert max(row["staleness_max"] for row in log.rows) > 0
+    assert all(row["staleness_max"] == 0 for row in barrier_log.rows)
+
+
+def test_barrier_consumes_submissions_in_order_like_async_without_staleness() -> None:
+    def consumed(schedule: Any) -> list[tuple[str, ...]]:
+        cluster = FakeCluster(random.Random(3), duration_s=heavy_tailed)
+        flow = make_flow(cluster, MemoryLog(), max_staleness=0, num_steps=5)
+        run_in_virtual_time(run_to_end(flow, schedule))
+        return [request.trajectory_ids for request in cluster.requests]
+
+    assert consumed(run_async_schedule) == consumed(run_barrier_schedule)
+
+
+@pytest.mark.parametrize("schedule", [run_async_schedule, run_barrier_schedule])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_group_that_fails_for_good_frees_its_slot(schedule: Any, max_staleness: int) -> None:
+    cluster = FakeCluster(random.Random(5), death_rate=0.6)
+    log = MemoryLog()
+    flow = make_flow(
+        cluster, log, max_attempts=1, max_consecutive_failures=99, max_staleness=max_staleness
+    )
+    run_in_virtual_time(run_to_end(flow, schedule))
+    failed = [index for row in log.rows for index in row["failed_submissions"]]
+    assert failed, "the fake cluster was to kill some groups"
+    assert len(log.rows) == 12
+    check_books(flow)
+
+
+def test_repeated_failures_end_the_run_with_the_root_cause() -> None:
+    flow = make_flow(FakeCluster(random.Random(0), death_rate=100.0), MemoryLog())
+    with pytest.raises(ArealFlowError, match=r"4 groups in a row failed.*fake generator died"):
+        run_in_virtual_time(run_to_end(flow))
+
+
+def test_verifier_that_always_fails_ends_the_run_with_the_root_cause() -> None:
+    flow = make_flow(FakeCluster(random.Random(0), unscored_rate=1.0), MemoryLog())
+    with pytest.raises(ArealFlowError, match="unscored"):
+        run_in_virtual_time(run_to_end(flow))
+
+
+def test_stop_finishes_the_running_step_and_loses_nothing_committed() -> None:
+    async def stop_soon() -> tuple[Flow, MemoryLog]:
+        log = MemoryLog()
+        flow = make_flow(FakeCluster(random.Random(2), train_s=5), log, num_steps=1000)
+        asyncio.get_running_loop().call_later(42, flow.request_stop)
+        await run_to_end(flow)
+        return flow, log
+
+    flow, log = run_in_virtual_time(stop_soon())
+    assert 0 < len(log.rows) < 20
+    assert flow.policy_version == log.rows[-1]["step"]
+    check_books(flow)
+
+
+def test_error_in_training_ends_the_run_as_itself() -> None:
+    cluster = FakeCluster(random.Random(0))
+
+    async def fail(request: Any) -> Any:
+        raise ArealFlowError("the loss is not finite")
+
+    cluster.step = fail  # type: ignore[method-assign]
+    flow = make_flow(cluster, MemoryLog())
+    with pytest.raises(ArealFlowError, match="not finite"):
+        run_in_virtual_time(run_to_end(flow))

@@ -1,0 +1,337 @@
+"""Every engine, held to the same promises; the exact numbers come from each one's own reference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from areal_flow.errors import EngineError
+from areal_flow.generation.loop import EngineLoop
+from areal_flow.generation.protocol import EngineCore, Interruption
+from areal_flow.generation.sampling import processed_logprobs
+from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.modeling.attention import PackedLayout
+from areal_flow.modeling.policy import policy_tensors
+from areal_flow.testing import BigramEngine
+from areal_flow.types import Completion, GroupRequest, Sampling
+from tests.policies import small_policy
+
+VOCABULARY = 13
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test, weights for it, and its exact log-probabilities."""
+
+    make: Callable[..., EngineCore]
+    weights: Callable[[int], Mapping[str, Any]]
+    reference: Callable[[int, Sequence[int], Sequence[int], Sampling], list[float]]
+    """(version, prompt, tokens, sampling) -> log-probability of each token."""
+
+
+def torch_subject() -> Subject:
+    policies = {version: small_policy(seed=version, vocab_size=VOCABULARY) for version in range(4)}
+
+    def make(
+        *, num_slots: int = 8, version: int = 0, interruption: Interruption = "interrupt"
+    ) -> EngineCore:
+        policy = small_policy(seed=version, vocab_size=VOCABULARY)
+        return TorchEngine(
+            policy,
+            version=version,
+            num_slots=num_slots,
+            context_tokens=64,
+            interruption=interruption,
+        )
+
+    @torch.no_grad()
+    def reference(
+        version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+    ) -> list[float]:
+        ids = torch.tensor([[*prompt, *tokens]])
+        layout = PackedLayout([ids.shape[1]])
+        logits = policies[version](
+            input_ids=ids, position_ids=layout.position_ids, use_cache=False, layout=layout
+        ).logits[0, len(prompt) - 1 : -1]
+        logprobs = processed_logprobs(logits, sampling)
+        return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    return Subject(make, lambda version: policy_tensors(policies[version]), reference)
+
+
+def bigram_subject() -> Subject:
+    tables = {
+        version: (torch.randn(VOCABULARY, VOCABULARY, generator=_seeded(version)) * 1.5).tolist()
+        for version in range(4)
+    }
+
+    def make(
+        *, num_slots: int = 8, version: int = 0, interruption: Interruption = "interrupt"
+    ) -> EngineCore:
+        if interruption != "interrupt":
+            pytest.skip("the bigram engine keeps nothing that could be old")
+        return BigramEngine(tables[version], version=version, num_slots=num_slots)
+
+    def reference(
+        version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+    ) -> list[float]:
+        if sampling.top_k or sampling.top_p < 1:
+            pytest.skip("the bigram engine samples the whole distribution")
+        logprobs = torch.tensor(tables[version], dtype=torch.float64).div(sampling.temperature)
+        logprobs = logprobs.log_softmax(1)
+        before = [prompt[-1], *tokens[:-1]]
+        return [float(logprobs[b, t]) for b, t in zip(before, tokens, strict=True)]
+
+    return Subject(make, lambda version: {"logits": tables[version]}, reference)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module", params=[torch_subject, bigram_subject], ids=["torch", "bigram"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return request.param()  # type: ignore[no-any-return]
+
+
+def request_of(name: str = "r", *, seeds: int = 4, length: int = 20, **sampling: Any) -> GroupRequest:
+    prompt = tuple(1 + (ord(name[-1]) + i) % (VOCABULARY - 1) for i in range(5))
+    return GroupRequest(
+        name, prompt, tuple(range(100, 100 + seeds)), Sampling(max_new_tokens=length, **sampling)
+    )
+
+
+def run_all(engine: EngineCore, *requests: GroupRequest) -> dict[str, list[Completion]]:
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[Completion]] = {}
+    while engine.has_work():
+        found.update(engine.step())
+    return found
+
+
+def versions_of(completion: Completion) -> list[int]:
+    return [version for version, length in completion.version_spans for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 4}, {"top_p": 0.8}],
+    ids=["plain", "cool", "top-k", "top-p"],
+)
+def test_logprobs_equal_a_full_forward(subject: Subject, sampling: dict[str, Any]) -> None:
+    requests = [request_of(f"r{i}", **sampling) for i in range(5)]
+    found = run_all(subject.make(), *requests)
+    assert len(found) == 5
+    for request in requests:
+        for completion in found[request.request_id]:
+            expected = subject.reference(
+                0, request.prompt_tokens, completion.tokens, request.sampling
+            )
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_tokens_after_an_interruption_come_from_the_new_weights(subject: Subject) -> None:
+    engine = subject.make()
+    requests = [request_of(f"r{i}", length=24) for i in range(2)]
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[Completion]] = {}
+    for step in range(10):
+        found.update(engine.step())
+        if step == 4:
+            engine.load_weights(subject.weights(1), version=1)
+        if step == 8:
+            engine.load_weights(subject.weights(2), version=2)
+    while engine.has_work():
+        found.update(engine.step())
+    for request in requests:
+        for completion in found[request.request_id]:
+            versions = versions_of(completion)
+            assert len(versions) == len(completion.tokens) == 24
+            assert sorted(set(versions)) == [0, 1, 2]
+            by_version = {
+                v: subject.reference(v, request.prompt_tokens, completion.tokens, request.sampling)
+                for v in (0, 1, 2)
+            }
+            expected = [by_version[version][at] for at, version in enumerate(versions)]
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_interrupting_with_the_same_weights_changes_nothing(subject: Subject) -> None:
+    quiet = run_all(subject.make(), request_of())["r"]
+    engine = subject.make()
+    engine.add(request_of())
+    found: dict[str, list[Completion]] = {}
+    for _ in range(7):
+        found.update(engine.step())
+    engine.load_weights(subject.weights(0), version=1)
+    while engine.has_work():
+        found.update(engine.step())
+    assert [c.tokens for c in found["r"]] == [c.tokens for c in quiet]
+
+
+def test_kept_cache_differs_and_drained_completions_have_one_version(subject: Subject) -> None:
+    def interrupted(rule: Interruption) -> Completion:
+        engine = subject.make(interruption=rule)
+        engine.add(request_of(seeds=1, length=20))
+        found: dict[str, list[Completion]] = {}
+        for _ in range(8):
+            found.update(engine.step())
+        engine.load_weights(subject.weights(1), version=1)
+        while engine.has_work():
+            found.update(engine.step())
+        assert engine.version == 1
+        return found["r"][0]
+
+    kept = interrupted("keep")
+    exact = subject.reference(1, request_of().prompt_tokens, kept.tokens, request_of().sampling)
+    after = versions_of(kept).index(1)
+    differences = [abs(a - b) for a, b in zip(kept.logprobs[after:], exact[after:], strict=True)]
+    assert max(differences) > 1e-3
+    assert set(versions_of(interrupted("drain"))) == {0}
+
+
+def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
+    alone = run_all(subject.make(), request_of("r1"))["r1"]
+    crowd = [request_of(f"r{i}") for i in range(6)]
+    assert run_all(subject.make(), *crowd)["r1"] == alone
+    assert run_all(subject.make(), *reversed(crowd))["r1"] == alone
+    assert run_all(subject.make(num_slots=5), *crowd)["r1"] == alone
+
+
+def test_different_seeds_differ(subject: Subject) -> None:
+    members = run_all(subject.make(), request_of(seeds=8))["r"]
+    assert len({completion.tokens for completion in members}) > 1
+
+
+def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
+    stops = (2, 3, 4)
+    found = run_all(subject.make(), request_of(seeds=8, length=60 - 5, stop_token_ids=stops))["r"]
+    stopped = [c for c in found if c.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.tokens[-1] in stops
+        assert not set(completion.tokens[:-1]) & set(stops)
+
+
+def test_length_limit_is_exact(subject: Subject) -> None:
+    for length in (1, 2, 17):
+        found = run_all(subject.make(), request_of(length=length))["r"]
+        assert [len(c.tokens) for c in found] == [length] * 4
+        assert {c.finish_reason for c in found} == {"length"}
+
+
+def test_more_members_than_slots_all_finish(subject: Subject) -> None:
+    found = run_all(subject.make(num_slots=4), request_of(seeds=11), request_of("q", seeds=3))
+    assert [len(found[name]) for name in ("r", "q")] == [11, 3]
+
+
+def test_cancelled_request_frees_its_slots(subject: Subject) -> None:
+    engine = subject.make(num_slots=4)
+    engine.add(request_of("gone", seeds=6, length=50))
+    engine.add(request_of("stays", length=10))
+    for _ in range(3):
+        assert engine.step() == []
+    engine.cancel("gone")
+    engine.cancel("never was")
+    found: dict[str, list[Completion]] = {}
+    for _ in range(12):
+        found.update(engine.step())
+    assert list(found) == ["stays"]
+    assert not engine.has_work()
+
+
+def test_empty_prompt_is_refused(subject: Subject) -> None:
+    with pytest.raises(EngineError, match="empty"):
+        subject.make().add(GroupRequest("r", (), (1,), Sampling(4)))
+
+
+def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
+    """Chi-square of 4,000 sampled pairs against the exact probability of each pair."""
+    sampling = Sampling(max_new_tokens=2, temperature=0.9)
+    prompt = (3, 5, 2)
+    seeds = tuple(range(4000))
+    members = run_all(
+        subject.make(num_slots=500), GroupRequest("r", prompt, seeds, sampling)
+    )["r"]
+    counted = Counter(completion.tokens for completion in members)
+    pairs = list(product(range(VOCABULARY), repeat=2))
+    exact = [exp(sum(subject.reference(0, prompt, pair, sampling))) for pair in pairs]
+    assert sum(exact) == pytest.approx(1, abs=1e-4)
+    common = [i for i, p in enumerate(exact) if p * len(seeds) >= 5]
+    observed = [counted[pairs[i]] for i in common]
+    expected = [exact[i] * len(seeds) for i in common]
+    observed.append(len(seeds) - sum(observed))
+    expected.append(len(seeds) - sum(expected))
+    if expected[-1] < 1e-9:
+        observed.pop(), expected.pop()
+    scaled = [e * sum(observed) / sum(expected) for e in expected]
+    assert chisquare(observed, scaled).pvalue > 1e-3
+
+
+async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
+    engine = EngineLoop(subject.make())
+    try:
+        groups = await asyncio.gather(
+            *(engine.generate(request_of(f"r{i}", length=10)) for i in range(8))
+        )
+        assert [len(group) for group in groups] == [4] * 8
+        stats = engine.stats()
+        assert stats.num_tokens == 8 * 4 * 10
+        assert stats.busy_s > 0
+    finally:
+        engine.close()
+
+
+async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
+    engine = EngineLoop(subject.make())
+    try:
+        running = [asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)]
+        await asyncio.sleep(0.01)
+        await engine.load_weights(subject.weights(3), version=3)
+        assert engine.version == 3
+        after = await engine.generate(request_of("later", length=3))
+        assert all(versions_of(completion) == [3, 3, 3] for completion in after)
+        await asyncio.gather(*running)
+    finally:
+        engine.close()
+
+
+async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
+    engine = EngineLoop(subject.make(num_slots=2))
+    try:
+        task = asyncio.create_task(engine.generate(request_of("long", seeds=64, length=55)))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        found = await asyncio.wait_for(engine.generate(request_of("short", length=2)), 20)
+        assert len(found) == 4
+    finally:
+        engine.close()
+
+
+async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None:
+    engine = EngineLoop(subject.make())
+    with pytest.raises(EngineError, match="down"):
+        await engine.load_weights({"nonsense": torch.zeros(1)}, version=1)
+    with pytest.raises(EngineError, match="down"):
+        await engine.generate(request_of())
+    assert engine.broken
+
+
+async def test_closed_engine_refuses(subject: Subject) -> None:
+    engine = EngineLoop(subject.make())
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(request_of())

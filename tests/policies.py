@@ -1,0 +1,48 @@
+"""Small policies made on the spot, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal_flow.modeling.attention import ATTENTION_NAME
+from areal_flow.modeling.tiny import build_tokenizer, write_tiny_model
+
+
+def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:
+    """Return a Qwen2 of a few thousand parameters, sharpened so that its choices matter."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    config._attn_implementation = ATTENTION_NAME
+    policy = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    return policy
+
+
+def write_model_directory(directory: Path, *, seed: int = 0) -> Path:
+    """Write a complete model directory: the tiny tokenizer and random weights."""
+    from areal_flow.modeling.policy import empty_policy
+
+    write_tiny_model(directory, context_tokens=512)
+    torch.manual_seed(seed)
+    empty_policy(directory).save_pretrained(directory)
+    assert build_tokenizer().get_vocab_size() == empty_policy(directory).config.vocab_size
+    return directory

@@ -41,10 +41,10 @@ class PromptSettings(Settings):
     question_field: str = "question"
     reference_field: str = "answer"
     template: str = "{question}"
-    num_prompts: int = Field(40_000, ge=1)
+    num_prompts: int = Field(24_000, ge=1)
     num_held_out: int = Field(1024, ge=0)
-    min_terms: int = Field(4, ge=2)
-    max_terms: int = Field(8, ge=2)
+    min_terms: int = Field(3, ge=2)
+    max_terms: int = Field(7, ge=2)
     skip_bad_rows: bool = False
 
     @model_validator(mode="after")
@@ -64,11 +64,11 @@ class PromptSettings(Settings):
 class WarmStartSettings(Settings):
     """Supervised warm start of the tiny policy: worked answers, blurted ones mixed in late."""
 
-    num_steps: int = Field(1700, ge=0)
+    num_steps: int = Field(2300, ge=0)
     batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(4e-3, gt=0)
+    learning_rate: float = Field(5e-3, gt=0)
     worked_fraction: float = Field(0.22, ge=0, le=1)
-    mixed_phase: float = Field(0.1, ge=0, le=1)
+    mixed_phase: float = Field(0.12, ge=0, le=1)
 
 
 class GenerationSettings(Settings):

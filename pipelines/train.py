@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -144,7 +144,7 @@ class Session:
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
         start = await (self._restore() if resume else self._begin())
-        await self._prepare_generators()
+        await self._on_generators(tasks.prepare_generator)
         self.findings.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
         )
@@ -167,7 +167,10 @@ class Session:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.client, self.recipe, self.progress)
+        begun, _ = await asyncio.gather(
+            begin_policy(self.client, self.recipe, self.progress),
+            self._on_generators(tasks.import_engine),
+        )
         self.findings.timings.seconds_warm_start = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance)
         await self._checkpoint(0)
@@ -200,9 +203,8 @@ class Session:
             self.client, self.layout, self.recipe, self.ledger, self.channel
         )
 
-    async def _prepare_generators(self) -> None:
-        addresses = await generator_addresses(self.client)
-        await self.client.run(tasks.prepare_generator, workers=addresses)
+    async def _on_generators(self, function: Callable[..., Any]) -> None:
+        await self.client.run(function, workers=await generator_addresses(self.client))
 
     def _flow(self, start: FlowStart) -> Flow:
         recipe, controller = self.recipe, self.recipe.controller

@@ -7,6 +7,7 @@ as an Arrow table whose metadata carries what is not a row.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -146,6 +147,11 @@ async def load_weights(version: int, dask_worker: Worker) -> None:
     host = holder(dask_worker).get(GeneratorHost)
     if host is not None:
         await host.serve(version)
+
+
+def import_engine(dask_worker: Worker) -> None:
+    """Import what the engine needs, while there are no weights to load yet; for `client.run`."""
+    importlib.import_module("areal_flow.generation.torch_engine")
 
 
 async def prepare_generator(dask_worker: Worker) -> None:

@@ -20,7 +20,7 @@ from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
 from areal_flow.trainer.step import micro_batch_logprobs
 
 NUM_WARMUP_STEPS = 30
-FINAL_RATE = 0.05
+FINAL_RATE = 0.03
 
 
 @dataclass(frozen=True, slots=True)

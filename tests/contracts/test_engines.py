@@ -103,7 +103,9 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return request.param()  # type: ignore[no-any-return]
 
 
-def request_of(name: str = "r", *, seeds: int = 4, length: int = 20, **sampling: Any) -> GroupRequest:
+def request_of(
+    name: str = "r", *, seeds: int = 4, length: int = 20, **sampling: Any
+) -> GroupRequest:
     prompt = tuple(1 + (ord(name[-1]) + i) % (VOCABULARY - 1) for i in range(5))
     return GroupRequest(
         name, prompt, tuple(range(100, 100 + seeds)), Sampling(max_new_tokens=length, **sampling)
@@ -261,9 +263,7 @@ def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
     sampling = Sampling(max_new_tokens=2, temperature=0.9)
     prompt = (3, 5, 2)
     seeds = tuple(range(4000))
-    members = run_all(
-        subject.make(num_slots=500), GroupRequest("r", prompt, seeds, sampling)
-    )["r"]
+    members = run_all(subject.make(num_slots=500), GroupRequest("r", prompt, seeds, sampling))["r"]
     counted = Counter(completion.tokens for completion in members)
     pairs = list(product(range(VOCABULARY), repeat=2))
     exact = [exp(sum(subject.reference(0, prompt, pair, sampling))) for pair in pairs]
@@ -296,7 +296,9 @@ async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
 async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
     engine = EngineLoop(subject.make())
     try:
-        running = [asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)]
+        running = [
+            asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)
+        ]
         await asyncio.sleep(0.01)
         await engine.load_weights(subject.weights(3), version=3)
         assert engine.version == 3

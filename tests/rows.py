@@ -1,0 +1,39 @@
+"""Scored groups as tables, for tests of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from areal_flow.controller.seeds import group_seeds
+from areal_flow.store.codec import receipts, rollout_table, scored_table
+from areal_flow.store.trajectories import write_group
+from areal_flow.types import Completion, Episode, GroupReceipt, Prompt, Score, VersionSpan
+
+
+def group_table(
+    index: int, *, version: int = 0, rewards: Sequence[float | None] = (1.0, 0.0), length: int = 3
+) -> pa.Table:
+    """Return one scored group's rows."""
+    prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, (4, 5))
+    seeds = group_seeds(0, index, len(rewards))
+    episode = Episode(index, prompt, seeds, 0, 1, datetime.now(UTC))
+    completions = [
+        Completion((7,) * length, (-0.5,) * length, (VersionSpan(version, length),), "stop")
+        for _ in rewards
+    ]
+    scores = [
+        Score(reward, "right") if reward is not None else Score(None, "error", error="raised")
+        for reward in rewards
+    ]
+    table = rollout_table(episode, completions, generator="g-0", started_at=datetime.now(UTC))
+    return scored_table(table, scores, verifier="numeric@0")
+
+
+def written_group(path: Path, index: int, **arguments: object) -> GroupReceipt:
+    """Write a group's fragments, uncommitted."""
+    table = group_table(index, **arguments)  # type: ignore[arg-type]
+    return GroupReceipt(index, write_group(path, table), receipts(table))

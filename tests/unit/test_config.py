@@ -1,0 +1,107 @@
+"""Recipes: every mistake is named with field, value and rule before anything starts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from areal_flow.config import (
+    Recipe,
+    Settings,
+    build_recipe,
+    dump_recipe,
+    load_recipe,
+    parse_overrides,
+)
+from areal_flow.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[2] / "pipelines" / "recipes").glob("*.toml"))
+
+
+def error_of(table: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        build_recipe(table, source="test.toml")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"trainer": {"lr": 1}}, "trainer.lr: there is no such setting"),
+        ({"num_steps": "many"}, "num_steps = 'many'"),
+        ({"controller": {"max_staleness": -1}}, "controller.max_staleness = -1"),
+        ({"controller": {"batch_size": 10, "group_size": 4}}, "group_size (4) must divide"),
+        ({"generation": {"num_slots": 9999}}, "must fit kv_cache_tokens"),
+        ({"generation": {"max_new_tokens": 128}}, "must leave room for a prompt"),
+        ({"prompts": {"source": "file"}}, "--prompts FILE"),
+        ({"prompts": {"template": "no place"}}, "must contain {question}"),
+        ({"prompts": {"min_terms": 9, "max_terms": 3}}, "must not exceed max_terms"),
+        ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
+        ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+    ],
+)
+def test_mistake_is_named(table: dict[str, object], expected: str) -> None:
+    message = error_of(table)
+    assert expected in message
+    assert "nothing was started" in message
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    message = error_of({"num_steps": -1, "seed": "x", "wrong": 1})
+    assert all(name in message for name in ("num_steps", "seed", "wrong", "3 setting(s)"))
+
+
+def test_overrides_by_dotted_name() -> None:
+    table = parse_overrides(
+        [
+            "--trainer.learning-rate",
+            "1e-5",
+            "--generation.top-k=3",
+            "--prompts.template",
+            "{question}?",
+        ]
+    )
+    assert table == {
+        "trainer": {"learning_rate": 1e-5},
+        "generation": {"top_k": 3},
+        "prompts": {"template": "{question}?"},
+    }
+
+
+@pytest.mark.parametrize("arguments", [["--trainer.learning-rate"], ["stray"]])
+def test_incomplete_override_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parse_overrides(arguments)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> None:
+    overrides = {"prompts": {"path": "prompts.jsonl"}} if path.stem != "arithmetic" else {}
+    recipe = load_recipe(path, overrides)
+    assert Recipe.model_validate(tomllib.loads(dump_recipe(recipe))) == recipe
+
+
+def test_missing_and_malformed_recipes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_recipe(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("num_steps = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_recipe(broken)
+
+
+def sections(model: type[Settings]) -> list[type[Settings]]:
+    return [
+        field.annotation
+        for field in model.model_fields.values()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+    ]
+
+
+def test_configuration_stays_small() -> None:
+    inner = sections(Recipe)
+    counts = {section.__name__: len(section.model_fields) for section in inner}
+    assert max(counts.values()) <= 12, counts
+    assert sum(counts.values()) + len(Recipe.model_fields) < 80

@@ -1,0 +1,119 @@
+"""The recovery plan: nothing committed is lost or trained twice, nothing submitted is skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.controller.flow import Flow, FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.recovery import (
+    choose_checkpoint,
+    plan_flow_start,
+    request_from_row,
+)
+from areal_flow.controller.schedules import run_async_schedule
+from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
+from areal_flow.types import PolicyHashes, submission_index_of
+from tests.unit.virtual_time import run_in_virtual_time
+
+PROVENANCE = Provenance(1, "", "")
+GENESIS = genesis_row(PolicyHashes("w0", "", ""), provenance=PROVENANCE, numeric_environment="{}")
+
+
+def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps: int) -> Flow:
+    limits = FlowLimits(
+        batch_size=8,
+        group_size=2,
+        max_staleness=2,
+        max_running=40,
+        num_steps=num_steps,
+        run_seed=0,
+        max_consecutive_failures=99,
+    )
+    parts = FlowParts(FakePrompts(), cluster, log, log, cluster, cluster, log)
+    return Flow(limits, parts, start, PROVENANCE)
+
+
+async def run_until_killed(flow: Flow, after_s: float) -> None:
+    """Run; at `after_s` drop everything on the floor, as a kill would."""
+    running = asyncio.create_task(run_async_schedule(flow))
+    await asyncio.wait([running], timeout=after_s)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    kills=st.lists(st.floats(0.5, 15), min_size=1, max_size=4),
+    death_rate=st.sampled_from([0.0, 0.3]),
+)
+def test_killed_and_resumed_runs_lose_and_repeat_nothing(
+    seed: int, kills: list[float], death_rate: float
+) -> None:
+    log = MemoryLog(rows=[GENESIS])
+    spans: dict[str, Any] = {}
+    for life, after_s in enumerate([*kills, 10_000.0]):
+        start = plan_flow_start(log.rows, log.committed)
+        cluster = FakeCluster(
+            random.Random(seed + life),
+            duration_s=lambda r: r.paretovariate(1.2),
+            death_rate=death_rate,
+            spans=spans,
+            served=start.policy_version,
+        )
+        flow = make_flow(cluster, log, start, num_steps=15)
+        assert flow.imbalance() == 0
+        run_in_virtual_time(run_until_killed(flow, after_s))
+    assert [row["step"] for row in log.rows] == list(range(16))
+    trained = [identifier for row in log.rows for identifier in row["trajectory_ids"]]
+    assert len(trained) == len(set(trained))
+    committed = [trajectory.trajectory_id for trajectory in log.committed]
+    assert len(committed) == len(set(committed))
+    assert set(trained) <= set(committed)
+    assert all(row["staleness_max"] <= 2 for row in log.rows)
+    end = plan_flow_start(log.rows, log.committed)
+    accounted = {submission_index_of(identifier) for identifier in committed}
+    accounted |= {index for row in log.rows for index in row["failed_submissions"]}
+    assert accounted | set(end.resubmit) == set(range(end.next_submission_index))
+    books = end.books
+    waiting = sum(t.num_tokens for group in end.waiting for t in group.trajectories)
+    lost = sum(discard.num_tokens for discard in end.discards)
+    assert books.imbalance(num_waiting=waiting + lost) == 0
+
+
+def test_checkpoint_must_match_its_row() -> None:
+    ledger = [{"weights_hash": f"w{step}"} for step in range(6)]
+    assert choose_checkpoint({0: "w0", 3: "w3", 5: "other", 9: "w9"}, ledger) == 3
+    assert choose_checkpoint({4: "w3"}, ledger) is None
+    assert choose_checkpoint({}, ledger) is None
+
+
+def test_replayed_request_is_the_one_that_was_made() -> None:
+    log = MemoryLog(rows=[GENESIS])
+    cluster = FakeCluster(random.Random(0))
+    start = plan_flow_start(log.rows, ())
+    run_in_virtual_time(run_async_schedule(make_flow(cluster, log, start, num_steps=3)))
+    replayed = [request_from_row(row, max_staleness=2) for row in log.rows[1:]]
+    assert replayed == cluster.requests
+
+
+def test_trajectories_beyond_the_head_are_discarded() -> None:
+    log = MemoryLog(rows=[GENESIS])
+    cluster = FakeCluster(random.Random(0))
+    start = plan_flow_start(log.rows, ())
+    run_in_virtual_time(run_async_schedule(make_flow(cluster, log, start, num_steps=6)))
+    shortened = plan_flow_start(log.rows[:3], log.committed)
+    assert shortened.policy_version == 2
+    beyond = {discard.trajectory_id for discard in shortened.discards}
+    assert beyond == {
+        t.trajectory_id
+        for t in log.committed
+        if t.newest_version > 2
+        and not any(t.trajectory_id in row["trajectory_ids"] for row in log.rows[:3])
+    }

@@ -1,0 +1,234 @@
+"""The log on disk: commits, reads, dedup, the ledger's order, what users query."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import areal_flow
+from areal_flow.config import Recipe, dump_recipe
+from areal_flow.controller.books import Entries
+from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
+from areal_flow.errors import RunError, SchemaError, StorageError
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
+from areal_flow.store.dataset import open_dataset, storage_errors
+from areal_flow.store.ledger import STEPS, Ledger, create_ledger
+from areal_flow.store.trajectories import (
+    TrajectoryCommitter,
+    TrajectoryReader,
+    create_trajectories,
+    validate_groups,
+)
+from areal_flow.types import Discard, PolicyHashes, StepMetrics, StepRequest, StepResult
+from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
+from tests.rows import group_table, written_group
+
+PROVENANCE = Provenance(1, "config", "code")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    create_trajectories(tmp_path / "trajectories.lance")
+    return tmp_path / "trajectories.lance"
+
+
+def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
+    request = StepRequest(step, parent, step - 1, ("00000000-0000",), "digest", 2)
+    metrics = StepMetrics(
+        loss=0.5,
+        grad_norm=1.0,
+        learning_rate=1e-4,
+        clip_fraction=0.0,
+        behavior_weight_mean=1.0,
+        behavior_weight_max=1.5,
+        reward_mean=0.5,
+        completion_tokens_mean=3.0,
+        num_trained_tokens=3,
+        num_masked_tokens=0,
+        staleness_mean=1.0,
+        staleness_max=1,
+        masked_fraction_by_tenth=(0.0,) * 10,
+        seconds_read=0.1,
+        seconds_train=0.1,
+        seconds_stage=0.1,
+    )
+    entries = Entries(6, [Discard("00000001-0000", 3, "stale")], [4], 0.2)
+    return step_row(
+        request,
+        StepResult(step, PolicyHashes(f"w{step}", "o", "s"), metrics, "{}"),
+        entries=entries,
+        position=LogPosition(10, 2, 5, 0),
+        provenance=PROVENANCE,
+        seconds_wait=0.1,
+        seconds_step=0.5,
+    )
+
+
+def test_schemas_have_plain_arrow_types_and_the_ledger_its_key() -> None:
+    for model in (TrajectoryRow, StepRow, PromptRow, EvaluationRow):
+        schema = arrow_schema(model)
+        assert not any("large" in str(field.type) for field in schema)
+    assert STEPS.field("step").metadata == {b"lance-schema:unenforced-primary-key": b"true"}
+    spans = TRAJECTORIES.field("version_spans").type
+    assert spans.value_type == pa.struct([("version", pa.int32()), ("length", pa.int32())])
+
+
+def test_written_groups_are_invisible_until_committed(path: Path) -> None:
+    receipt = written_group(path, 0)
+    assert open_dataset(path).count_rows() == 0
+    committer = TrajectoryCommitter(path)
+    committer.commit([receipt])
+    assert open_dataset(path).count_rows() == committer.watermark == 2
+
+
+def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
+    committer = TrajectoryCommitter(path)
+    first = written_group(path, 0)
+    committer.commit([first])
+    committer.commit([first])
+    committer.commit([written_group(path, 0), written_group(path, 1)])
+    assert committer.watermark == open_dataset(path).count_rows() == 4
+    reopened = TrajectoryCommitter(path)
+    reopened.commit([written_group(path, 1)])
+    assert reopened.watermark == open_dataset(path).count_rows() == 4
+
+
+def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
+    committer = TrajectoryCommitter(path)
+    committer.commit([written_group(path, index) for index in range(6)])
+    reader = TrajectoryReader(path)
+    committer.commit([written_group(path, index) for index in range(6, 9)])
+    wanted = [f"{index:08d}-{member:04d}" for index in (7, 2, 5) for member in (1, 0)]
+    random.Random(0).shuffle(wanted)
+    found = reader.read(wanted, ["reward", "output_tokens"])
+    assert found["trajectory_id"].to_pylist() == wanted
+    assert found["reward"].to_pylist() == [0.0 if w.endswith("1") else 1.0 for w in wanted]
+    with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000"):
+        reader.read([*wanted, "00000042-0000"], ["reward"])
+
+
+def test_reading_survives_compaction(path: Path) -> None:
+    committer = TrajectoryCommitter(path)
+    reader = TrajectoryReader(path)
+    for index in range(20):
+        committer.commit([written_group(path, index)])
+    committer.maintain()
+    committer.commit([written_group(path, 20)])
+    assert len(open_dataset(path).get_fragments()) <= 2
+    wanted = ["00000020-0000", "00000003-0001"]
+    assert reader.read(wanted, ["reward"])["trajectory_id"].to_pylist() == wanted
+    assert committer.watermark == 42
+
+
+def test_invalid_groups_are_refused_without_printing_tokens() -> None:
+    table = group_table(0)
+    short = pa.array([[-0.5], [-0.5]], TRAJECTORIES.field("behavior_logprobs").type)
+    at = table.schema.get_field_index("behavior_logprobs")
+    broken = table.set_column(at, TRAJECTORIES.field("behavior_logprobs"), short)
+    with pytest.raises(SchemaError, match="equal lengths") as raised:
+        validate_groups([group_table(1), broken])
+    assert "7, 7" not in str(raised.value)
+    twice = [group_table(0), group_table(0)]
+    with pytest.raises(SchemaError, match="trajectory_id"):
+        validate_groups(twice)
+
+
+def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
+    table = group_table(3, version=5, rewards=(1.0, None))
+    found = receipts(table)
+    assert [r.trajectory_id for r in found] == ["00000003-0000", "00000003-0001"]
+    assert [r.num_tokens for r in found] == [3, 3]
+    assert [r.newest_version for r in found] == [5, 5]
+    assert [r.reward for r in found] == [1.0, None]
+    assert member_errors(table) == ("raised",)
+
+
+def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -> None:
+    create_ledger(tmp_path / "steps.lance")
+    ledger = Ledger(tmp_path / "steps.lance")
+    genesis = genesis_row(
+        PolicyHashes("w0", "", "s"), provenance=PROVENANCE, numeric_environment="{}"
+    )
+    rows = [genesis, ledger_row(1), ledger_row(2)]
+    validate(pa.Table.from_pylist(rows, schema=STEPS), StepRow)
+    for row in rows:
+        ledger.append(row)
+    assert [row["weights_hash"] for row in ledger.rows()] == ["w0", "w1", "w2"]
+    stored = Ledger(tmp_path / "steps.lance").rows()[1]
+    assert stored["discarded"] == [{"trajectory_id": "00000001-0000", "reason": "stale"}]
+    assert stored["failed_submissions"] == [4]
+
+
+def test_second_writer_of_a_step_is_told_to_stop(tmp_path: Path) -> None:
+    create_ledger(tmp_path / "steps.lance")
+    first, stale = Ledger(tmp_path / "steps.lance"), Ledger(tmp_path / "steps.lance")
+    first.append(replace_step(ledger_row(1), 0))
+    with pytest.raises(RunError, match="another driver wrote it"):
+        stale.append(replace_step(ledger_row(1), 0))
+    assert len(first.rows()) == 1
+
+
+def replace_step(row: dict[str, Any], step: int) -> dict[str, Any]:
+    return {**row, "step": step}
+
+
+def test_ledger_refuses_null_where_the_schema_does(tmp_path: Path) -> None:
+    create_ledger(tmp_path / "steps.lance")
+    with pytest.raises((pa.ArrowInvalid, StorageError, ValueError)):
+        Ledger(tmp_path / "steps.lance").append({**ledger_row(0), "weights_hash": None})
+
+
+def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"disk is full.*--resume"), storage_errors(tmp_path):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def run(path: Path) -> areal_flow.Run:
+    layout = RunLayout(path.parent)
+    layout.config.write_text(dump_recipe(Recipe()))
+    create_ledger(layout.steps)
+    Ledger(layout.steps).append(replace_step(ledger_row(1), 0))
+    TrajectoryCommitter(path).commit([written_group(path, index) for index in range(3)])
+    return areal_flow.open_run(layout.root)
+
+
+def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
+    frame = run.trajectories()
+    assert isinstance(frame, pd.DataFrame)
+    assert str(frame.dtypes["reward"]) == "double[pyarrow]"
+    assert frame.groupby("submission_index").reward.mean().tolist() == [0.5] * 3
+    assert isinstance(run.trajectories("polars"), pl.DataFrame)
+    assert isinstance(run.trajectories("arrow"), pa.Table)
+    relation = run.trajectories("duckdb", where="reward = 1", columns=["trajectory_id"])
+    assert len(relation.fetchall()) == 3
+    assert len(run.trajectories(where="reward = 1 AND submission_index > 0")) == 2
+    assert list(run.steps(columns=["step", "loss"]).columns) == ["step", "loss"]
+    with pytest.raises(ValueError, match="expected pandas"):
+        run.trajectories("excel")  # type: ignore[arg-type]
+
+
+def test_run_sees_what_is_committed_while_it_goes_on(run: areal_flow.Run, path: Path) -> None:
+    before = len(run.trajectories())
+    TrajectoryCommitter(path).commit([written_group(path, 77)])
+    assert len(run.trajectories()) == before + 2
+
+
+def test_opening_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"config\.toml"):
+        areal_flow.open_run(tmp_path)
+
+
+def test_receipt_is_what_recovery_reads_back(path: Path) -> None:
+    receipt = written_group(path, 4, version=2)
+    TrajectoryCommitter(path).commit([receipt])
+    assert receipts(open_dataset(path).to_table()) == receipt.trajectories
+    assert replace(receipt, fragments=()).trajectories == receipt.trajectories

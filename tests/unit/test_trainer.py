@@ -1,0 +1,245 @@
+"""The training step: alignment, packing, determinism, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_flow.config import AlgorithmSettings, TrainerSettings
+from areal_flow.errors import StorageError, TrainingError
+from areal_flow.trainer.checkpoint import (
+    CheckpointState,
+    list_checkpoints,
+    prune_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from areal_flow.trainer.sequences import (
+    TrainingSequence,
+    masked_fraction_by_tenth,
+    pack_sequences,
+    sequences_from_rows,
+)
+from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.step import (
+    StepSettings,
+    compute_advantages,
+    micro_batch_logprobs,
+    train_step,
+)
+from tests.policies import small_policy
+
+
+def make_sequences(num: int = 12, *, seed: int = 0, vocabulary: int = 13) -> list[TrainingSequence]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+
+    sequences = []
+    for index in range(num):
+        length = 3 + (index * 5) % 11
+        sequences.append(
+            TrainingSequence(
+                prompt_tokens=tokens(2 + index % 4),
+                output_tokens=tokens(length),
+                behavior_logprobs=(-torch.rand(length, generator=generator) * 3).tolist(),
+                trained=[(index + position) % 5 != 0 for position in range(length)],
+                reward=float(index % 3 == 0),
+                group=index // 4,
+            )
+        )
+    return sequences
+
+
+def settings(**algorithm: Any) -> StepSettings:
+    return StepSettings(AlgorithmSettings(**algorithm), temperature=1.0, seed=0)
+
+
+def state(seed: int = 0, **trainer: Any) -> TrainerState:
+    defaults: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 64}
+    return TrainerState(small_policy(seed=seed), TrainerSettings(**{**defaults, **trainer}))
+
+
+def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
+    """Against a forward pass of each sequence alone, indexed by hand."""
+    policy = small_policy()
+    sequences = make_sequences(5)
+    advantages = [float(index) for index in range(5)]
+    micro = pack_sequences(sequences, advantages)
+    found = micro_batch_logprobs(policy, micro, temperature=1.0)
+    policy.set_attn_implementation("eager")
+    at = 0
+    for sequence, advantage in zip(sequences, advantages, strict=True):
+        tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
+        logprobs = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for offset, token in enumerate(sequence.output_tokens):
+            if not sequence.trained[offset]:
+                continue
+            before = len(sequence.prompt_tokens) + offset - 1
+            assert float(found[at]) == pytest.approx(float(logprobs[before, token]), abs=1e-4)
+            assert int(micro.targets_M[at]) == token
+            assert float(micro.behavior_logprobs_M[at]) == pytest.approx(
+                sequence.behavior_logprobs[offset]
+            )
+            assert float(micro.advantages_M[at]) == advantage
+            at += 1
+    assert at == len(found)
+
+
+def gradients_after(tokens_per_micro_batch: int, **algorithm: Any) -> list[torch.Tensor]:
+    trained = state(
+        learning_rate=1e-12, tokens_per_micro_batch=tokens_per_micro_batch, max_grad_norm=1e9
+    )
+    train_step(trained, make_sequences(), step=1, settings=settings(**algorithm))
+    return [parameter.grad for parameter in trained.policy.parameters()]
+
+
+@pytest.mark.parametrize("advantage", ["paper", "dr_grpo", "grpo", "rloo"])
+def test_packed_gradient_equals_one_sequence_at_a_time(advantage: str) -> None:
+    longest = max(sequence.num_tokens for sequence in make_sequences())
+    packed = gradients_after(1000, num_minibatches=1, advantage=advantage)
+    alone = gradients_after(longest, num_minibatches=1, advantage=advantage)
+    for a, b in zip(packed, alone, strict=True):
+        scale = max(1e-8, float(b.abs().max()))
+        assert float((a - b).abs().max()) / scale < 1e-5
+
+
+def test_gradient_equals_the_loss_written_out() -> None:
+    """Decoupled PPO with its own forward passes, token by token, in one minibatch."""
+    sequences = make_sequences()
+    found = gradients_after(1000, num_minibatches=1)
+    policy = small_policy()
+    policy.set_attn_implementation("eager")
+    advantages = compute_advantages(sequences, AlgorithmSettings())
+    total, count = torch.zeros(()), 0
+    for sequence, advantage in zip(sequences, advantages, strict=True):
+        tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
+        logprobs = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for offset, token in enumerate(sequence.output_tokens):
+            if sequence.trained[offset]:
+                logprob = logprobs[len(sequence.prompt_tokens) + offset - 1, token]
+                weight = (logprob.detach() - sequence.behavior_logprobs[offset]).exp()
+                ratio = (logprob - logprob.detach()).exp()
+                total = total - weight * ratio * advantage
+                count += 1
+    (total / count).backward()
+    for a, parameter in zip(found, policy.parameters(), strict=True):
+        scale = max(1e-6, float(parameter.grad.abs().max()))
+        assert float((a - parameter.grad).abs().max()) / scale < 1e-3
+
+
+def test_step_is_deterministic_to_the_bit() -> None:
+    def after() -> tuple[str, str]:
+        trained = state()
+        for step in (1, 2):
+            train_step(trained, make_sequences(seed=step), step=step, settings=settings())
+        return trained.weights_hash(), trained.optimizer_hash()
+
+    assert after() == after()
+
+
+def test_second_minibatch_is_clipped_against_the_policy_before_the_step() -> None:
+    trained = state(learning_rate=0.5)
+    numbers = train_step(
+        trained, make_sequences(), step=1, settings=settings(num_minibatches=2, epsilon=1e-4)
+    )
+    assert len(numbers.losses) == 2
+    assert numbers.num_clipped > 0
+    one = state(learning_rate=0.5)
+    unclipped = train_step(
+        one, make_sequences(), step=1, settings=settings(num_minibatches=1, epsilon=1e-4)
+    )
+    assert unclipped.num_clipped == 0
+
+
+def test_non_finite_loss_is_refused_before_the_update() -> None:
+    trained = state()
+    before = trained.weights_hash()
+    broken = make_sequences()
+    broken[0].behavior_logprobs[1] = float("-inf")  # type: ignore[index]
+    with pytest.raises(TrainingError, match="finite"):
+        train_step(trained, broken, step=1, settings=settings(num_minibatches=1))
+    assert trained.weights_hash() == before
+
+
+def test_training_raises_the_probability_of_what_was_rewarded() -> None:
+    trained = state(learning_rate=3e-3)
+    sequences = [
+        TrainingSequence([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, float(token == 5), 0)
+        for token in (5, 6, 7, 8)
+    ]
+    micro = pack_sequences(sequences[:1], [0.0])
+    before = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    for step in range(1, 6):
+        train_step(trained, sequences, step=step, settings=settings(num_minibatches=1))
+    after = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    assert after > before + 0.5
+
+
+def test_old_tokens_are_context_without_gradient() -> None:
+    row = {
+        "prompt_tokens": [1],
+        "output_tokens": [2, 3, 4, 5],
+        "behavior_logprobs": [-1.0] * 4,
+        "loss_mask": [True, True, True, False],
+        "version_spans": [{"version": 1, "length": 2}, {"version": 3, "length": 2}],
+        "reward": 1.0,
+        "submission_index": 0,
+    }
+    (sequence,) = sequences_from_rows([row], policy_version=4, max_staleness=2)
+    assert sequence.trained == [False, False, True, False]
+    assert sequence.num_tokens == 5
+
+
+def test_masked_fraction_is_reported_by_position() -> None:
+    found = masked_fraction_by_tenth([[False] * 2 + [True] * 8, [True] * 10])
+    assert found == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def description(trained: TrainerState, step: int) -> CheckpointState:
+    return CheckpointState(step, trained.weights_hash(), trained.optimizer_hash(), 7, "config")
+
+
+def test_checkpoint_continues_to_the_bit(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    straight = state()
+    train_step(straight, make_sequences(seed=1), step=1, settings=settings())
+    path = write_checkpoint(tmp_path / "checkpoints", model, straight, description(straight, 1))
+    train_step(straight, make_sequences(seed=2), step=2, settings=settings())
+    restored = state(seed=5)
+    assert read_checkpoint(path, restored).next_submission_index == 7
+    train_step(restored, make_sequences(seed=2), step=2, settings=settings())
+    assert restored.weights_hash() == straight.weights_hash()
+    assert restored.optimizer_hash() == straight.optimizer_hash()
+
+
+def test_changed_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    trained = state()
+    wrong = CheckpointState(0, "0" * 32, trained.optimizer_hash(), 0, "")
+    path = write_checkpoint(tmp_path / "checkpoints", tmp_path / "model", trained, wrong)
+    with pytest.raises(TrainingError, match="hashes differ"):
+        read_checkpoint(path, state())
+
+
+def test_failed_checkpoint_leaves_the_older_ones(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    root = tmp_path / "checkpoints"
+    trained = state()
+    write_checkpoint(root, tmp_path / "model", trained, description(trained, 0))
+    with pytest.raises(StorageError, match="Older checkpoints are intact"):
+        write_checkpoint(root, tmp_path / "absent", trained, description(trained, 1))
+    assert list_checkpoints(root) == [0]
+
+
+def test_pruning_keeps_the_first_and_the_newest(tmp_path: Path) -> None:
+    for step in (0, 5, 10, 15, 20):
+        (tmp_path / f"{step:08d}").mkdir()
+    prune_checkpoints(tmp_path, keep=2)
+    assert list_checkpoints(tmp_path) == [0, 15, 20]

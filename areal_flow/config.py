@@ -67,7 +67,7 @@ class WarmStartSettings(Settings):
     num_steps: int = Field(2300, ge=0)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(5e-3, gt=0)
-    worked_fraction: float = Field(0.22, ge=0, le=1)
+    worked_fraction: float = Field(0.24, ge=0, le=1)
     mixed_phase: float = Field(0.12, ge=0, le=1)
 
 

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -134,12 +135,12 @@ def _train(known: argparse.Namespace, dotted: list[str], began: float) -> int:
 
 def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began: float) -> int:
     from pipelines.run_directory import leave_run
-    from pipelines.train import prepare_run, run_training
+    from pipelines.train import run_training
 
     print(f"Run {layout.name} in {layout.root}", flush=True)
+    if not resume:
+        _prepare(layout, recipe)
     try:
-        if not resume:
-            _say_prepared(prepare_run(layout, recipe), layout)
         outcome = asyncio.run(
             run_training(layout, recipe, writer_epoch=epoch, resume=resume, began=began)
         )
@@ -150,6 +151,17 @@ def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began
             print(_how_to_resume(layout), file=sys.stderr, flush=True)
         raise
     return _report(layout, outcome)
+
+
+def _prepare(layout: RunLayout, recipe: Recipe) -> None:
+    """Prepare a new run; a mistake found here leaves nothing behind, so the name stays free."""
+    from pipelines.train import prepare_run
+
+    try:
+        _say_prepared(prepare_run(layout, recipe), layout)
+    except BaseException:
+        shutil.rmtree(layout.root, ignore_errors=True)
+        raise
 
 
 def _report(layout: RunLayout, outcome: Outcome) -> int:

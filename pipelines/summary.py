@@ -77,7 +77,7 @@ def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
 
 
 def print_summary(
-    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, registered_model: str
+    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, registered_model: str | None
 ) -> None:
     """Show what the run did and what to type next."""
     console = Console()
@@ -102,22 +102,19 @@ def print_summary(
     )
 
 
-def next_commands(layout: RunLayout, registered_model: str) -> list[str]:
-    """Return what a user may want to type after a run."""
-    model = f"models:/{registered_model}@current"
-    return [
-        "",
-        "Next:",
-        "  nox -s ui                                          the MLflow UI: metrics and models",
-        f"  python -c \"import areal_flow; print(areal_flow.open_run('{_shown(layout)}')"
-        '.trajectories().tail())"',
-        f"  areal-flow evaluate {model}    the registered model on held-out prompts",
-        f"  areal-flow export {model} DIRECTORY    a plain Hugging Face directory",
+def next_commands(layout: RunLayout, registered_model: str | None) -> list[str]:
+    """Return what a user may want to type after a run; without tracking, by the run's name."""
+    model = f"models:/{registered_model}@current" if registered_model else layout.name
+    run = f"{layout.root.parent.name}/{layout.name}"
+    read = f"import areal_flow; print(areal_flow.open_run('{run}').trajectories().tail())"
+    commands = [
+        (f'python -c "{read}"', "the trajectories in pandas"),
+        (f"areal-flow evaluate {model}", "the model on its held-out prompts"),
+        (f"areal-flow export {model} DIRECTORY", "a plain Hugging Face directory"),
     ]
-
-
-def _shown(layout: RunLayout) -> str:
-    return f"{layout.root.parent.name}/{layout.name}"
+    if registered_model:
+        commands.insert(0, ("nox -s ui", "the MLflow UI: metrics and models"))
+    return ["", "Next:", *(f"  {command}\n      {meaning}" for command, meaning in commands)]
 
 
 def _table(before: EvaluationTable, after: EvaluationTable) -> Table:

@@ -40,6 +40,7 @@ from areal_flow.modeling.directory import (
 from areal_flow.modeling.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.loading import load_verifier
 from areal_flow.store.codec import receipts
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
@@ -71,8 +72,9 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """Write everything that a new run needs before its first process starts.
 
     Raises:
-        PromptError, ModelError: nothing was started.
+        PromptError, ModelError, RewardError: nothing was started.
     """
+    load_verifier(recipe.rewards.verifier)
     if recipe.model == TINY_MODEL:
         write_tiny_model(layout.model, context_tokens=recipe.generation.context_tokens)
     else:
@@ -301,7 +303,7 @@ class Session:
             self.layout,
             summary,
             self.findings,
-            registered_model=self.recipe.tracking.registered_model,
+            registered_model=self.tracker.model_version and self.recipe.tracking.registered_model,
         )
 
 

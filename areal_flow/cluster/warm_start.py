@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,19 +21,12 @@ if TYPE_CHECKING:
 
 
 def warm_start_chunk(num_steps: int) -> tuple[int, float]:
-    """Take some steps with every core; return how many were taken in all, and the loss."""
-    import torch
-
+    """Take some steps; return how many were taken in all, and the last one's loss."""
     from areal_flow.trainer.warm_start import WarmStart
 
     of = holder()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    try:
-        warm_start = of.ensure(WarmStart, lambda: make_warm_start(of.run_directory))
-        loss = warm_start.run(num_steps)
-    finally:
-        torch.set_num_threads(num_threads)
+    warm_start = of.ensure(WarmStart, lambda: make_warm_start(of.run_directory))
+    loss = warm_start.run(num_steps)
     return warm_start.step, loss
 
 

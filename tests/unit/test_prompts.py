@@ -1,4 +1,4 @@
-"""Prompt files and tables: errors that point, order that can be resumed, splits that do not leak."""
+"""Prompt files and tables: errors that point, resumable order, splits that do not leak."""
 
 from __future__ import annotations
 

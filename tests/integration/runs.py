@@ -1,0 +1,167 @@
+"""Small runs of the real thing, in this process or as a user would start them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pyarrow as pa
+from distributed import Client, default_client
+
+import areal_flow
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.ledger import STEPS
+from pipelines.run_directory import create_run, hold_run
+from pipelines.train import Outcome, prepare_run, run_training
+from schemas import StepRow, TrajectoryRow, validate
+
+SMALL: dict[str, Any] = {
+    "num_steps": 4,
+    "prompts": {"num_prompts": 400, "num_held_out": 64},
+    "warm_start": {"num_steps": 20, "batch_size": 16},
+    "generation": {"max_new_tokens": 12, "context_tokens": 32, "num_slots": 16},
+    "controller": {"batch_size": 32, "group_size": 4},
+    "trainer": {"checkpoint_every_steps": 2},
+    "tracking": {"enabled": False},
+}
+
+
+def small_recipe(**changes: Any) -> Recipe:
+    """Return a recipe that trains in seconds; changes are by section."""
+    table = {**SMALL}
+    for key, value in changes.items():
+        old = table.get(key)
+        table[key] = {**old, **value} if isinstance(old, dict) else value
+    return build_recipe(table, source="test")
+
+
+def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]) -> RunLayout:
+    """Make and train a run in this process, with coroutines beside it; return its layout."""
+    layout = RunLayout(root.resolve())
+    create_run(layout, recipe)
+    with hold_run(layout) as epoch:
+        prepare_run(layout, recipe)
+        outcome = asyncio.run(_run_beside(layout, recipe, epoch, False, beside))
+    assert outcome.finished
+    return layout
+
+
+async def _run_beside(
+    layout: RunLayout,
+    recipe: Recipe,
+    epoch: int,
+    resume: bool,
+    beside: tuple[Callable[[], Awaitable[None]], ...],
+) -> Outcome:
+    others = [asyncio.ensure_future(other()) for other in beside]
+    try:
+        outcome = await run_training(
+            layout, recipe, writer_epoch=epoch, resume=resume, began=monotonic()
+        )
+        for other in others:
+            await other
+        return outcome
+    finally:
+        for other in others:
+            other.cancel()
+
+
+async def workers_with(resource: str) -> dict[str, int]:
+    """Return address and process id of the current cluster's workers of a role."""
+    client: Client = default_client()
+    identity = await client.scheduler.identity(n_workers=-1)
+    pids = await client.run(os.getpid)
+    return {
+        address: pids[address]
+        for address, worker in identity["workers"].items()
+        if resource in worker["resources"] and address in pids
+    }
+
+
+async def step_reached(layout: RunLayout, step: int) -> None:
+    """Return once the ledger has this step."""
+    while True:
+        await asyncio.sleep(0.1)
+        if layout.steps.is_dir() and len(areal_flow.open_run(layout.root).steps("arrow")) > step:
+            return
+
+
+def cli(
+    *arguments: str | Path, cwd: Path, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run `areal-flow` as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def start_cli(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """Start `areal-flow` and leave it running."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def small_arguments() -> list[str]:
+    """Return `SMALL` as command-line arguments."""
+    arguments: list[str] = []
+    for key, value in SMALL.items():
+        if isinstance(value, dict):
+            for name, setting in value.items():
+                text = str(setting).lower() if isinstance(setting, bool) else str(setting)
+                arguments += [f"--{key}.{name.replace('_', '-')}", text]
+        else:
+            arguments += [f"--{key.replace('_', '-')}", str(value)]
+    return arguments
+
+
+def check_books(layout: RunLayout) -> None:
+    """Audit a run from its directory alone: schemas, books, bounds, hashes, nothing twice."""
+    run = areal_flow.open_run(layout.root)
+    trajectories, steps = run.trajectories("arrow"), run.steps("arrow")
+    validate(trajectories.cast(TRAJECTORIES), TrajectoryRow)
+    validate(pa.Table.from_pylist(steps.to_pylist(), schema=STEPS), StepRow)
+    rows = sorted(steps.to_pylist(), key=lambda row: row["step"])
+    tokens = {
+        row["trajectory_id"]: len(row["output_tokens"])
+        for row in trajectories.select(["trajectory_id", "output_tokens"]).to_pylist()
+    }
+    order = trajectories["trajectory_id"].to_pylist()
+    trained: set[str] = set()
+    discarded: set[str] = set()
+    for before, row in pairwise(rows):
+        assert row["step"] == before["step"] + 1
+        assert row["parent_hash"] == before["weights_hash"]
+        assert not trained & set(row["trajectory_ids"])
+        trained |= set(row["trajectory_ids"])
+        discarded |= {discard["trajectory_id"] for discard in row["discarded"]}
+        consumed = sum(tokens[identifier] for identifier in row["trajectory_ids"])
+        assert consumed == row["num_trained_tokens"] + row["num_masked_tokens"]
+        committed = order[: row["trajectory_watermark"]]
+        waiting = set(committed) - trained - discarded
+        assert sum(tokens[identifier] for identifier in waiting) == row["num_waiting_tokens"]
+    generated = sum(row["num_generated_tokens"] for row in rows)
+    accounted = sum(
+        row["num_trained_tokens"] + row["num_masked_tokens"] + row["num_discarded_tokens"]
+        for row in rows
+    )
+    assert generated == accounted + rows[-1]["num_waiting_tokens"]
+    assert not trained & discarded

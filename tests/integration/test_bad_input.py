@@ -1,0 +1,114 @@
+"""What a user may get wrong: one clear message, an exit code, nothing half-made that confuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from tests.integration.runs import check_books, cli, small_arguments
+from tests.policies import write_model_directory
+
+SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k" / "sample.jsonl"
+RECIPE = Path(__file__).parents[2] / "pipelines" / "recipes" / "gsm8k.toml"
+SMALL_GSM8K = [
+    *("--num-steps", "2"),
+    *("--controller.batch-size", "8"),
+    *("--controller.group-size", "4"),
+    *("--generation.max-new-tokens", "12"),
+    *("--generation.num-slots", "8"),
+    *("--prompts.num-held-out", "8"),
+    *("--tracking.enabled", "false"),
+]
+
+
+def test_gsm8k_goes_through_the_whole_path_from_a_model_directory(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path / "model")
+    done = cli(
+        "train", RECIPE, "--name", "g", "--prompts", SAMPLE, "--model", model, *SMALL_GSM8K,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    layout = RunLayout((tmp_path / "runs" / "g").resolve())
+    check_books(layout)
+    run = areal_flow.open_run(layout.root)
+    assert len(run.evaluations()) == 16
+    details = [json.loads(text) for text in run.trajectories().reward_detail]
+    assert {detail["verdict"] for detail in details} <= {"right", "wrong", "parse_error"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--prompts", "absent.jsonl"], 1, "expected a prompt file at absent.jsonl"),
+        (["--controller.max-staleness", "-1"], 2, "controller.max_staleness = -1"),
+        (["--trainer.lr", "1"], 2, "trainer.lr: there is no such setting"),
+        (["--name", "../outside"], 1, "run name '../outside'"),
+        (["--resume", "nobody"], 2, "expected a recipe at"),
+        (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
+        (["--rewards.verifier", "nonsense"], 1, "rewards.verifier = 'nonsense'"),
+        (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
+    ],
+)
+def test_wrong_argument(tmp_path: Path, arguments: list[str], code: int, expected: str) -> None:
+    done = cli("train", *arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+def test_malformed_line_17_is_named_and_the_name_stays_free(tmp_path: Path) -> None:
+    lines = SAMPLE.read_text().splitlines(keepends=True)[:30]
+    lines[16] = lines[16][:40] + "\n"
+    (tmp_path / "p.jsonl").write_text("".join(lines))
+    arguments = ["train", RECIPE, "--name", "n", "--prompts", "p.jsonl", *SMALL_GSM8K]
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "p.jsonl, line 17: not valid JSON" in done.stderr
+    assert not (tmp_path / "runs" / "n").exists()
+
+
+def test_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    done = cli("train", "--model", model, *small_arguments(), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "has no tokenizer.json: save a fast tokenizer" in done.stderr
+
+
+def test_busy_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = cli("train", *small_arguments(), "--cluster.dashboard-port", str(port), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"cluster.dashboard_port = {port}: the port cannot be used" in done.stderr
+
+
+def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def verify(*, prompt, completion, reference):\n    return 1 / 0\n"
+    )
+    done = cli(
+        "train", "--name", "v", *small_arguments(), "--prompts.num-held-out", "0",
+        "--rewards.verifier", "broken:verify", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "groups in a row failed" in done.stderr
+    assert "ZeroDivisionError: division by zero (at verify, line 2)" in done.stderr
+    stored = areal_flow.open_run(tmp_path / "runs" / "v").trajectories()
+    assert stored.reward.isna().all()
+    assert "ZeroDivisionError" in stored.reward_detail.iloc[0]
+
+
+def test_doctor_says_what_will_work(tmp_path: Path) -> None:
+    done = cli("doctor", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    for subject in ("cores", "gpu", "vllm", "isolation", "free disk", "train will work here"):
+        assert subject in done.stdout

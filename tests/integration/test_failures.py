@@ -1,0 +1,96 @@
+"""Deaths in mid-run: training goes on or can be resumed, and the books balance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from time import sleep
+
+import psutil
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from tests.integration.runs import (
+    check_books,
+    cli,
+    run_small,
+    small_arguments,
+    small_recipe,
+    start_cli,
+    step_reached,
+    workers_with,
+)
+
+
+def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "killed"
+    layout = RunLayout(root.resolve())
+    killed: list[str] = []
+
+    async def kill_in_turn() -> None:
+        for step, role in ((2, "generator"), (5, "reward"), (8, "trainer")):
+            await step_reached(layout, step)
+            _, pid = next(iter((await workers_with(role)).items()))
+            os.kill(pid, signal.SIGKILL)
+            killed.append(role)
+            await asyncio.sleep(0.5)
+
+    recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0})
+    run_small(root, recipe, kill_in_turn)
+    assert killed == ["generator", "reward", "trainer"]
+    check_books(layout)
+    steps = areal_flow.open_run(root).steps("arrow")
+    assert sorted(steps["step"].to_pylist()) == list(range(13))
+
+
+def wait_for_step(process: object, layout: RunLayout, step: int) -> None:
+    for _ in range(1200):
+        sleep(0.1)
+        if layout.steps.is_dir() and len(areal_flow.open_run(layout.root).steps("arrow")) > step:
+            return
+    pytest.fail("the run did not get anywhere")
+
+
+def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path) -> None:
+    layout = RunLayout((tmp_path / "runs" / "k").resolve())
+    arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
+    process = start_cli("train", "--name", "k", *arguments, cwd=tmp_path)
+    wait_for_step(process, layout, 6)
+    second = cli("train", "--resume", "k", cwd=tmp_path)
+    assert second.returncode == 1
+    assert f"held by process {process.pid} since" in second.stderr
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    listed = cli("runs", cwd=tmp_path).stdout
+    assert "crashed" in listed
+    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+    done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    replayed = head - max(s for s in range(0, head + 1, 4))
+    assert f"Resuming at step {head}: {replayed} steps replayed" in done.stdout
+    check_books(layout)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_stops_cleanly_and_says_how_to_resume(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    layout = RunLayout((tmp_path / "runs" / "s").resolve())
+    arguments = [*small_arguments(), "--num-steps", "500", "--prompts.num-held-out", "0"]
+    process = start_cli("train", "--name", "s", *arguments, cwd=tmp_path)
+    wait_for_step(process, layout, 2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert "areal-flow train --resume s" in output
+    assert "Traceback" not in output
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    check_books(layout)
+    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+    assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()

@@ -1,0 +1,158 @@
+"""One small run, looked at from every side a user has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from tests.integration.runs import check_books, cli, small_arguments
+
+SUMMARY_KEYS = {
+    "held_out_before",
+    "held_out_after",
+    "seconds_warm_start",
+    "seconds_training",
+    "seconds_total",
+    "num_steps",
+    "staleness_mean",
+    "staleness_max",
+    "tokens_per_second_generated",
+    "tokens_per_second_trained",
+    "overlap_efficiency",
+    "model_version",
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where a user ran `areal-flow train` once."""
+    cwd = tmp_path_factory.mktemp("workspace")
+    arguments = [*small_arguments(), "--tracking.enabled", "true"]
+    done = cli("train", "--name", "first", *arguments, cwd=cwd)
+    (cwd / "output.txt").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def layout(workspace: Path) -> RunLayout:
+    return RunLayout((workspace / "runs" / "first").resolve())
+
+
+def test_summary_has_what_was_promised(layout: RunLayout) -> None:
+    summary = json.loads(layout.summary.read_text())
+    assert set(summary) >= SUMMARY_KEYS
+    for moment in ("held_out_before", "held_out_after"):
+        assert set(summary[moment]) == {"pass_rate", "low", "high", "n"}
+        assert summary[moment]["n"] == 64
+    assert summary["num_steps"] == 4
+    assert summary["model_version"] == "3"
+    assert summary["staleness_max"] <= 2
+    assert 0 < summary["overlap_efficiency"] <= 1
+
+
+def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
+    output = (workspace / "output.txt").read_text()
+    assert "Dask dashboard: http://127.0.0.1:" in output
+    for part in ("step 4/4", "pass ", "staleness", "generators busy", "trainer busy", "left"):
+        assert part in output
+    for command in (
+        "nox -s ui",
+        "open_run('runs/first')",
+        "areal-flow evaluate",
+        "areal-flow export",
+    ):
+        assert command in output
+    assert "Traceback" not in output
+
+
+def test_books_balance(layout: RunLayout) -> None:
+    check_books(layout)
+
+
+def test_lineage_from_model_version_to_prompts(workspace: Path, layout: RunLayout) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{workspace / 'runs' / 'mlflow.db'}"
+    version = MlflowClient(uri, uri).get_model_version_by_alias("areal-flow", "current")
+    run = areal_flow.open_run(layout.root)
+    steps = run.steps()
+    row = steps[steps.step == int(version.tags["step"])].iloc[0]
+    assert version.tags["weights_hash"] == row.weights_hash
+    used = steps[steps.step <= row.step].trajectory_ids.explode().dropna()
+    joined = run.trajectories()[["trajectory_id", "prompt_id"]].merge(
+        used.rename("trajectory_id"), on="trajectory_id"
+    )
+    assert len(joined) == len(used) > 0
+    assert joined.prompt_id.nunique() > 1
+
+
+def test_mlflow_has_every_step(workspace: Path, layout: RunLayout) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{workspace / 'runs' / 'mlflow.db'}"
+    client = MlflowClient(uri, uri)
+    run_id = layout.spool.with_suffix(".run_id").read_text()
+    for name in ("train/loss", "staleness/mean_versions", "rollout/reward_mean"):
+        assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["controller.batch_size"] == "32"
+    assert run.inputs.dataset_inputs[0].dataset.source_type == "lance"
+
+
+def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:
+    done = cli("export", "models:/areal-flow@current", "exported", cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = workspace / "exported"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    inputs = tokenizer("3 + 4 - 1 =", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith("3 + 4 - 1 =")
+    assert not (exported / "optimizer.safetensors").exists()
+    again = cli("export", "first", "exported", cwd=workspace)
+    assert again.returncode == 1
+    assert "not empty" in again.stderr
+
+
+def test_registered_model_can_be_evaluated(workspace: Path) -> None:
+    done = cli("evaluate", "models:/areal-flow@current", "--num-prompts", "40", cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["n"] == 40
+    assert found["low"] <= found["pass_rate"] <= found["high"]
+
+
+def test_runs_are_listed_with_their_state(workspace: Path) -> None:
+    listed = cli("runs", cwd=workspace).stdout
+    assert "first" in listed
+    assert "finished" in listed
+
+
+def test_taken_name_is_refused(workspace: Path) -> None:
+    done = cli("train", "--name", "first", cwd=workspace)
+    assert done.returncode == 1
+    assert "--resume first" in done.stderr
+
+
+def test_finished_run_can_be_trained_further(workspace: Path, layout: RunLayout) -> None:
+    done = cli("train", "--resume", "first", "--num-steps", "6", cwd=workspace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Resuming at step 4: 0 steps replayed" in done.stdout
+    check_books(layout)
+    steps = areal_flow.open_run(layout.root).steps("arrow")
+    assert sorted(steps["step"].to_pylist()) == list(range(7))
+    assert set(steps["writer_epoch"].to_pylist()) == {1, 2}
+
+
+def test_resumed_run_keeps_its_recipe(workspace: Path) -> None:
+    done = cli("train", "--resume", "first", "--trainer.learning-rate", "1", cwd=workspace)
+    assert done.returncode == 2
+    assert "only --num-steps and --max-minutes" in done.stderr

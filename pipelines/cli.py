@@ -117,10 +117,10 @@ def _add_export(commands: Any) -> None:
 
 
 def _train(known: argparse.Namespace, dotted: list[str], began: float) -> int:
-    from pipelines.run_directory import create_run, hold_run
+    from pipelines.run_directory import create_run, existing_run, hold_run
 
     if known.resume:
-        layout = run_layout(known.runs, known.resume)
+        layout = existing_run(known.runs, known.resume)
         recipe = _resumed_recipe(known, dotted, layout)
         with hold_run(layout) as epoch:
             return _drive(layout, recipe, epoch, resume=True, began=began)

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
+from areal_flow.layout import RunLayout, run_layout
 
 State = Literal["running", "finished", "stopped", "failed", "crashed"]
 
@@ -44,6 +44,19 @@ def create_run(layout: RunLayout, recipe: Recipe) -> None:
         )
     layout.root.mkdir(parents=True)
     layout.config.write_text(dump_recipe(recipe))
+
+
+def existing_run(runs: Path, name: str) -> RunLayout:
+    """Return the layout of a run that was made before.
+
+    Raises:
+        RunError: there is none of that name; says which there are.
+    """
+    layout = run_layout(runs, name)
+    if not layout.config.is_file():
+        known = ", ".join(run.name for run in list_runs(runs)) or "none"
+        raise RunError(f"expected a run named {name!r} in {runs}, found: {known}")
+    return layout
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -21,7 +20,6 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
     generator_addresses,
-    on_trainer,
 )
 from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
@@ -142,6 +140,7 @@ class Session:
         self.ledger = Ledger(layout.steps)
         self.committer = TrajectoryCommitter(layout.trajectories)
         self.log = CommittedLog(self.committer)
+        self.trainer = DaskTrainer(client, self._restore_trainer)
 
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
@@ -180,7 +179,7 @@ class Session:
 
     async def _restore(self) -> FlowStart:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
-        num_replayed = await self._restore_trainer()
+        await self._restore_trainer()
         rows = self.ledger.rows()
         stored = receipts(
             open_dataset(self.layout.trajectories).to_table(
@@ -195,24 +194,22 @@ class Session:
         )
         start = plan_flow_start(rows, stored)
         self.progress.phase(
-            f"Resuming at step {start.policy_version}: {num_replayed} steps replayed, "
-            f"{len(start.waiting)} groups waiting, {len(start.resubmit)} submitted again"
+            f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
+            f"{len(start.resubmit)} submitted again"
         )
         return start
 
-    async def _restore_trainer(self) -> int:
-        return await restore_policy(
+    async def _restore_trainer(self) -> None:
+        num_replayed = await restore_policy(
             self.client, self.layout, self.recipe, self.ledger, self.channel
         )
+        self.progress.update(f"the trainer is restored: {num_replayed} steps replayed")
 
     async def _on_generators(self, function: Callable[..., Any]) -> None:
         await self.client.run(function, workers=await generator_addresses(self.client))
 
     def _flow(self, start: FlowStart) -> Flow:
         recipe, controller = self.recipe, self.recipe.controller
-
-        async def restore() -> None:
-            await self._restore_trainer()
 
         limits = FlowLimits(
             batch_size=controller.batch_size,
@@ -229,7 +226,7 @@ class Session:
             rollouts=DaskRollouts(self.client, self.channel),
             log=self.log,
             ledger=CommittedLedger(self.ledger),
-            trainer=DaskTrainer(self.client, restore),
+            trainer=self.trainer,
             weights=DaskWeights(self.client, self.channel),
             observer=RunObserver(
                 progress=self.progress,
@@ -245,8 +242,9 @@ class Session:
         await asyncio.to_thread(self.committer.sync)
         await asyncio.to_thread(self.ledger.sync)
         head = (await asyncio.to_thread(self.ledger.rows))[-1]
-        path: Path = await on_trainer(
-            self.client, tasks.write_checkpoint, head["next_submission_index"]
+        path = await self.trainer.checkpoint(
+            weights_hash=head["weights_hash"],
+            next_submission_index=head["next_submission_index"],
         )
         tags = {
             "step": str(step),

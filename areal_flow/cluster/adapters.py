@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future, KilledWorker, wait
@@ -93,20 +94,28 @@ class SharedWrites:
 
 
 class DaskTrainer:
-    """Sends steps to the trainer rank; restores it once if it came back empty."""
+    """Sends steps and checkpoints to the trainer rank; restores it if it came back empty."""
 
     def __init__(self, client: Client, restore: Callable[[], Awaitable[None]]) -> None:
         self._client = client
         self._restore = restore
 
     async def step(self, request: StepRequest) -> StepResult:
+        result: StepResult = await self._run(tasks.train_step, request)
+        return result
+
+    async def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
+        """Write the state with these weights as a checkpoint; return its directory."""
+        path: Path = await self._run(tasks.write_checkpoint, weights_hash, next_submission_index)
+        return path
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            result: StepResult = await on_trainer(self._client, tasks.train_step, request)
+            return await on_trainer(self._client, function, *arguments)
         except TrainerLost as lost:
             logger.warning("%s; restoring it from checkpoint and ledger", lost)
             await self._restore()
-            result = await on_trainer(self._client, tasks.train_step, request)
-        return result
+            return await on_trainer(self._client, function, *arguments)
 
 
 class DaskWeights:

@@ -171,9 +171,11 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
     return rank.genesis()
 
 
-def write_checkpoint(next_submission_index: int) -> Path:
-    """Write this trainer's state as a checkpoint."""
-    return trainer_rank().checkpoint(next_submission_index=next_submission_index)
+def write_checkpoint(weights_hash: str, next_submission_index: int) -> Path:
+    """Write this trainer's state as a checkpoint, if it is the one with these weights."""
+    return trainer_rank().checkpoint(
+        weights_hash=weights_hash, next_submission_index=next_submission_index
+    )
 
 
 def restore_trainer(checkpoint_step: int) -> PolicyHashes:

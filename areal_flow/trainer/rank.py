@@ -78,7 +78,7 @@ class TrainerRank:
         """
         if self._last and self._last[0] == request:
             return self._last[1]
-        self._refuse_unless_at(request)
+        self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
         rows = self._read_rows(request.trajectory_ids)
         sequences = sequences_from_rows(
@@ -103,8 +103,14 @@ class TrainerRank:
         self._step, self._last = request.step, (request, result)
         return result
 
-    def checkpoint(self, *, next_submission_index: int) -> Path:
-        """Write the current state as a checkpoint and prune old ones."""
+    def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
+        """Write the state with these weights as a checkpoint and prune old ones.
+
+        Raises:
+            TrainerLost: this rank holds other weights.
+            StorageError: the disk refused; older checkpoints are intact.
+        """
+        self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         assert self.state is not None
         assert self._hashes is not None
         description = describe(
@@ -129,12 +135,12 @@ class TrainerRank:
         self._hashes = self._stage(step)
         return self._hashes
 
-    def _refuse_unless_at(self, request: StepRequest) -> None:
+    def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
-        if self.state is None or self._hashes is None or found != request.parent_hash:
+        if found != weights_hash:
             raise TrainerLost(
-                f"step {request.step} starts from weights {request.parent_hash}, this rank holds "
-                f"{found} (step {self._step}): restore it from a checkpoint and the ledger"
+                f"{purpose} needs weights {weights_hash}, this rank holds {found} (step "
+                f"{self._step}): restore it from a checkpoint and the ledger"
             )
 
     def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:

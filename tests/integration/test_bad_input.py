@@ -48,7 +48,7 @@ def test_gsm8k_goes_through_the_whole_path_from_a_model_directory(tmp_path: Path
         (["--controller.max-staleness", "-1"], 2, "controller.max_staleness = -1"),
         (["--trainer.lr", "1"], 2, "trainer.lr: there is no such setting"),
         (["--name", "../outside"], 1, "run name '../outside'"),
-        (["--resume", "nobody"], 2, "expected a recipe at"),
+        (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
         (["--rewards.verifier", "nonsense"], 1, "rewards.verifier = 'nonsense'"),
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),

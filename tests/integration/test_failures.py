@@ -72,7 +72,8 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
     done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     replayed = head - max(s for s in range(0, head + 1, 4))
-    assert f"Resuming at step {head}: {replayed} steps replayed" in done.stdout
+    assert f"{replayed} steps replayed" in done.stdout
+    assert f"Resuming at step {head}" in done.stdout
     check_books(layout)
 
 

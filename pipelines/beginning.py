@@ -12,6 +12,7 @@ from typing import Any
 
 from distributed import Client
 
+from areal_flow.checkpoints import checkpoint_path, list_checkpoints, read_checkpoint_state
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import on_trainer
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
@@ -103,11 +104,7 @@ def compare_replay(row: dict[str, Any], replayed: StepResult) -> None:
 
 
 def _checkpoint_hashes(layout: RunLayout) -> dict[int, str]:
-    hashes: dict[int, str] = {}
-    if not layout.checkpoints.is_dir():
-        return hashes
-    for entry in layout.checkpoints.iterdir():
-        description = entry / "state.json"
-        if entry.name.isdigit() and description.is_file():
-            hashes[int(entry.name)] = json.loads(description.read_text())["weights_hash"]
-    return hashes
+    return {
+        step: read_checkpoint_state(checkpoint_path(layout.checkpoints, step)).weights_hash
+        for step in list_checkpoints(layout.checkpoints)
+    }

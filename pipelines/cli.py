@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArealFlowError as error:
         print(f"areal-flow: {error}", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except (KeyboardInterrupt, asyncio.CancelledError) as stop:
         print("areal-flow: stopped", file=sys.stderr)
-        return EXIT_CODES["SIGINT"]
+        return EXIT_CODES.get(str(stop), EXIT_CODES["SIGINT"])
 
 
 def split_dotted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from areal_flow.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.tracking import model_source
@@ -39,10 +40,10 @@ def newest_checkpoint(layout: RunLayout) -> Path:
     Raises:
         ModelError: it has none.
     """
-    found = sorted(entry for entry in layout.checkpoints.glob("*") if entry.name.isdigit())
+    found = list_checkpoints(layout.checkpoints)
     if not found:
         raise ModelError(f"run {layout.name} has no checkpoint yet")
-    return found[-1]
+    return checkpoint_path(layout.checkpoints, found[-1])
 
 
 def run_of_checkpoint(directory: Path) -> RunLayout | None:

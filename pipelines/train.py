@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
@@ -14,6 +13,7 @@ from typing import Any
 from distributed import Client
 
 from areal_flow import __version__
+from areal_flow.checkpoints import list_checkpoints, prune_checkpoints
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import (
     DaskRollouts,
@@ -51,6 +51,7 @@ from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.progress import Progress, make_progress
+from pipelines.stop_signals import StopSignals
 from pipelines.summary import Findings, print_summary, summarise, write_summary
 
 logger = logging.getLogger(__name__)
@@ -100,14 +101,18 @@ async def run_training(
     )
     tracker = make_tracker(recipe, layout)
     status = "FAILED"
+    signals = StopSignals()
     try:
-        async with local_cluster(
-            place_workers(recipe), recipe.cluster, RunPlugin(layout.root)
-        ) as cluster:
-            progress.phase(f"Dask dashboard: {cluster.dashboard}")
-            session = Session(layout, recipe, cluster.client, progress, tracker, writer_epoch)
-            outcome = await session.run(resume=resume, began=began)
-            status = "FINISHED" if outcome.finished else "KILLED"
+        with signals:
+            async with local_cluster(
+                place_workers(recipe), recipe.cluster, RunPlugin(layout.root)
+            ) as cluster:
+                progress.phase(f"Dask dashboard: {cluster.dashboard}")
+                session = Session(
+                    layout, recipe, cluster.client, progress, tracker, signals, writer_epoch
+                )
+                outcome = await session.run(resume=resume, began=began)
+                status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
         await asyncio.to_thread(tracker.close, status)
@@ -127,6 +132,7 @@ class Session:
         client: Client,
         progress: Progress,
         tracker: MlflowTracker | NullTracker,
+        signals: StopSignals,
         writer_epoch: int,
     ) -> None:
         self.layout = layout
@@ -134,6 +140,7 @@ class Session:
         self.client = client
         self.progress = progress
         self.tracker = tracker
+        self.signals = signals
         self.findings = Findings()
         self.provenance = Provenance(writer_epoch, recipe.digest(), f"areal-flow {__version__}")
         self.channel = DirectoryChannel(layout.weights)
@@ -151,16 +158,18 @@ class Session:
         )
         flow = self._flow(start)
         training_began = monotonic()
-        with stop_signals(flow) as stopped, self._deadline(flow, began):
+        self.signals.training(flow)
+        with self._deadline(flow, began):
             try:
                 await SCHEDULES[self.recipe.schedule](flow)
             finally:
+                self.signals.training(None)
                 await flow.close()
                 await self.log.close()
         self.findings.timings.seconds_training = monotonic() - training_began
         await self._checkpoint(flow.policy_version)
-        if stopped:
-            return Outcome(False, stopped[0])
+        if self.signals.received:
+            return Outcome(False, self.signals.received[0])
         self.findings.after = await self._evaluate("after", flow.policy_version)
         return Outcome(True)
 
@@ -239,6 +248,8 @@ class Session:
 
     async def _checkpoint(self, step: int) -> None:
         """Force log and ledger to disk, then have the trainer write what stands on them."""
+        if step in list_checkpoints(self.layout.checkpoints):
+            return
         await asyncio.to_thread(self.committer.sync)
         await asyncio.to_thread(self.ledger.sync)
         head = (await asyncio.to_thread(self.ledger.rows))[-1]
@@ -254,6 +265,9 @@ class Session:
             "trajectories_watermark": str(head["trajectory_watermark"]),
         }
         self.tracker.register_checkpoint(path, tags)
+        keep = self.recipe.trainer.keep_checkpoints
+        for pruned in prune_checkpoints(self.layout.checkpoints, keep=keep):
+            self.tracker.forget_checkpoint(pruned)
         self.tracker.log_dataset(
             self.layout.trajectories,
             version=self.committer.version,
@@ -303,34 +317,6 @@ class Session:
             self.findings,
             registered_model=self.tracker.model_version and self.recipe.tracking.registered_model,
         )
-
-
-@contextlib.contextmanager
-def stop_signals(flow: Flow) -> Iterator[list[str]]:
-    """Let the first SIGINT or SIGTERM end training after its step, the second at once.
-
-    Yields:
-        A list that names the signal, once there was one.
-    """
-    loop = asyncio.get_running_loop()
-    received: list[str] = []
-    driver = asyncio.current_task()
-
-    def on_signal(name: str) -> None:
-        received.append(name)
-        if len(received) == 1:
-            print(f"\n{name}: finishing this step; once more to stop at once", flush=True)
-            flow.request_stop()
-        elif driver is not None:
-            driver.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number.name)
-    try:
-        yield received
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,30 +11,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from areal_flow.checkpoints import CheckpointState, checkpoint_path, read_checkpoint_state
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.modeling.policy import assign_tensors
 from areal_flow.trainer.state import TrainerState
 from areal_flow.types import PolicyHashes
 
 _RNG = "torch_rng_state"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointState:
-    """What a checkpoint knows beside its tensors."""
-
-    step: int
-    weights_hash: str
-    optimizer_hash: str
-    next_submission_index: int
-    config_hash: str
 
 
 def write_checkpoint(
@@ -90,29 +80,6 @@ def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
     if found != (description.weights_hash, description.optimizer_hash):
         raise TrainingError(f"checkpoint {path} was changed after it was written: hashes differ")
     return description
-
-
-def read_checkpoint_state(path: Path) -> CheckpointState:
-    """Read a checkpoint's description alone."""
-    return CheckpointState(**json.loads((path / "state.json").read_text()))
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
-    return root / f"{step:08d}"
-
-
-def list_checkpoints(root: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
-
-
-def prune_checkpoints(root: Path, *, keep: int) -> None:
-    """Remove all but step 0 and the newest `keep`."""
-    for step in list_checkpoints(root)[1:-keep]:
-        shutil.rmtree(checkpoint_path(root, step), ignore_errors=True)
 
 
 def describe(

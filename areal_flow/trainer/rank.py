@@ -12,17 +12,12 @@ from time import perf_counter
 from typing import Any
 
 from areal_flow.algorithms.staleness import count_staleness
+from areal_flow.checkpoints import checkpoint_path
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.policy import empty_policy, load_policy
-from areal_flow.trainer.checkpoint import (
-    checkpoint_path,
-    describe,
-    prune_checkpoints,
-    read_checkpoint,
-    write_checkpoint,
-)
+from areal_flow.trainer.checkpoint import describe, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -104,7 +99,7 @@ class TrainerRank:
         return result
 
     def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
-        """Write the state with these weights as a checkpoint and prune old ones.
+        """Write the state with these weights as a checkpoint; return its directory.
 
         Raises:
             TrainerLost: this rank holds other weights.
@@ -119,11 +114,9 @@ class TrainerRank:
             next_submission_index=next_submission_index,
             config_hash=self._recipe.digest(),
         )
-        path = write_checkpoint(
+        return write_checkpoint(
             self._layout.checkpoints, self._layout.model, self.state, description
         )
-        prune_checkpoints(self._layout.checkpoints, keep=self._recipe.trainer.keep_checkpoints)
-        return path
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""

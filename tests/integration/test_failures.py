@@ -86,7 +86,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
     process = start_cli("train", "--name", "s", *arguments, cwd=tmp_path)
     wait_for_step(process, layout, 2)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: to the workers, too
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
     assert "areal-flow train --resume s" in output
@@ -95,3 +95,28 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
     check_books(layout)
     head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
     assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
+
+
+def test_second_signal_and_one_before_training_stop_at_once(tmp_path: Path) -> None:
+    slow = [*small_arguments(), "--warm-start.num-steps", "5000"]
+    process = start_cli("train", "--name", "w", *slow, cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "warm start" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert "Traceback" not in output
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert "stopped" in cli("runs", cwd=tmp_path).stdout
+
+
+def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
+    recipe = small_recipe(num_steps=10_000, max_minutes=0.4)
+    layout = run_small(tmp_path / "timed", recipe)
+    steps = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+    summary = areal_flow.open_run(layout.root).summary()
+    assert 0 < summary["num_steps"] == steps < 10_000
+    assert summary["held_out_after"]["n"] == 64

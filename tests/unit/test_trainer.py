@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from areal_flow.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.config import AlgorithmSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
-from areal_flow.trainer.checkpoint import (
-    CheckpointState,
-    list_checkpoints,
-    prune_checkpoints,
-    read_checkpoint,
-    write_checkpoint,
-)
+from areal_flow.trainer.checkpoint import read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -241,5 +236,6 @@ def test_failed_checkpoint_leaves_the_older_ones(tmp_path: Path) -> None:
 def test_pruning_keeps_the_first_and_the_newest(tmp_path: Path) -> None:
     for step in (0, 5, 10, 15, 20):
         (tmp_path / f"{step:08d}").mkdir()
-    prune_checkpoints(tmp_path, keep=2)
+    pruned = prune_checkpoints(tmp_path, keep=2)
+    assert [path.name for path in pruned] == ["00000005", "00000010"]
     assert list_checkpoints(tmp_path) == [0, 15, 20]

@@ -1,0 +1,51 @@
+"""SIGINT and SIGTERM in, an orderly end out: the first lets the step finish, the second not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import TracebackType
+
+from areal_flow.controller.flow import Flow
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Handles both signals while it is entered; made and used on the event loop.
+
+    Until `training` names a flow there is no step to finish, and the first signal ends everything.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self._flow: Flow | None = None
+        self._driver = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> StopSignals:
+        for number in STOPPING:
+            self._loop.add_signal_handler(number, self._on_signal, number.name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number in STOPPING:
+            self._loop.remove_signal_handler(number)
+
+    def training(self, flow: Flow | None) -> None:
+        """Say which flow is running, or that none is any more."""
+        self._flow = flow
+
+    def _on_signal(self, name: str) -> None:
+        self.received.append(name)
+        if self._flow is not None and len(self.received) == 1:
+            print(f"\n{name}: finishing this step; once more to stop at once", flush=True)
+            self._flow.request_stop()
+        elif self._driver is not None:
+            print(f"\n{name}: stopping at once", flush=True)
+            self._driver.cancel(name)

@@ -1,0 +1,64 @@
+"""Engine and trainer on a GPU: the promises of the CPU, with a GPU's tolerances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from areal_flow.config import AlgorithmSettings, TrainerSettings
+from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.modeling.attention import PackedLayout
+from areal_flow.modeling.policy import policy_tensors
+from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.step import StepSettings, train_step
+from areal_flow.types import Completion, GroupRequest, Sampling
+from tests.policies import small_policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
+    policies = [small_policy(seed=seed).cuda() for seed in (0, 1)]
+    engine = TorchEngine(small_policy(seed=0).cuda(), version=0, num_slots=8, context_tokens=64)
+    request = GroupRequest("r", (1, 2, 3), tuple(range(8)), Sampling(max_new_tokens=24))
+    engine.add(request)
+    found: list[Completion] = []
+    for step in range(40):
+        if step == 9:
+            engine.load_weights(policy_tensors(policies[1]), version=1)
+        found += [completion for _, group in engine.step() for completion in group]
+    assert len(found) == 8
+    for completion in found:
+        ids = torch.tensor([[1, 2, 3, *completion.tokens]], device="cuda")
+        layout = PackedLayout([ids.shape[1]], "cuda")
+        by_version = []
+        for policy in policies:
+            with torch.no_grad():
+                logits = policy(
+                    input_ids=ids, position_ids=layout.position_ids, use_cache=False, layout=layout
+                ).logits[0, 2:-1]
+            by_version.append(logits.log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0].tolist())
+        versions = [v for v, length in completion.version_spans for _ in range(length)]
+        assert set(versions) == {0, 1}
+        expected = [by_version[version][at] for at, version in enumerate(versions)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:
+    sequences = [
+        TrainingSequence(
+            [1, 2], [3 + i % 5] * (4 + i), [-2.0] * (4 + i), [True] * (4 + i), i % 2, i // 4
+        )
+        for i in range(8)
+    ]
+    settings = StepSettings(AlgorithmSettings(), temperature=1.0, seed=0)
+    losses = []
+    for device in ("cpu", "cuda"):
+        trainer = TrainerSettings(device=device, learning_rate=1e-4)
+        state = TrainerState(small_policy().to(device), trainer)
+        losses.append(train_step(state, sequences, step=1, settings=settings).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

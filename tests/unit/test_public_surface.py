@@ -1,0 +1,41 @@
+"""What a user imports, and what an import costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import areal_flow
+
+HEAVY = ("torch", "distributed", "lance", "mlflow", "transformers", "pandas")
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_public_names() -> None:
+    assert areal_flow.__all__ == ["Run", "open_run"]
+    for name in areal_flow.__all__:
+        assert getattr(areal_flow, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = areal_flow.nothing
+
+
+def test_import_loads_no_vendor() -> None:
+    assert not modules_after("import areal_flow") & set(HEAVY)
+
+
+def test_command_line_loads_no_vendor_until_a_command_needs_it() -> None:
+    assert not modules_after("import pipelines.cli") & set(HEAVY)
+
+
+def test_driver_and_reward_workers_never_import_torch() -> None:
+    loaded = modules_after("import pipelines.train, areal_flow.cluster.tasks")
+    assert "distributed" in loaded
+    assert "torch" not in loaded
+    assert "transformers" not in loaded

@@ -25,7 +25,8 @@ from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.plugins import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
-from areal_flow.controller.flow import Flow, FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow import Flow
+from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.recovery import plan_flow_start
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule

@@ -20,22 +20,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import monotonic
 
-from areal_flow.controller.books import Books
 from areal_flow.controller.buffer import Buffer
 from areal_flow.controller.gate import Gate
-from areal_flow.controller.protocols import (
-    Observer,
-    Prompts,
-    Rollouts,
-    StepLedger,
-    Trainer,
-    TrajectoryLog,
-    WeightsPublisher,
-)
+from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.pulse import Pulse
 from areal_flow.controller.records import (
     LogPosition,
@@ -48,51 +38,6 @@ from areal_flow.errors import ArealFlowError
 from areal_flow.types import Batch, Discard, EngineStats, Episode, GroupReceipt, StepRequest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FlowLimits:
-    """The numbers that shape a run's flow; trajectories, groups and versions."""
-
-    batch_size: int
-    group_size: int
-    max_staleness: int
-    max_running: int
-    num_steps: int
-    run_seed: int
-    max_attempts: int = 3
-    max_consecutive_failures: int = 4
-    retry_delay_s: float = 0.5
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.batch_size // self.group_size
-
-
-@dataclass(frozen=True, slots=True)
-class FlowStart:
-    """Where a run begins: the genesis of a new one, or what recovery found."""
-
-    policy_version: int = 0
-    weights_hash: str = ""
-    next_submission_index: int = 0
-    resubmit: tuple[int, ...] = ()
-    waiting: tuple[GroupReceipt, ...] = ()
-    discards: tuple[Discard, ...] = ()
-    books: Books = field(default_factory=Books)
-
-
-@dataclass(frozen=True, slots=True)
-class FlowParts:
-    """The adapters of a run."""
-
-    prompts: Prompts
-    rollouts: Rollouts
-    log: TrajectoryLog
-    ledger: StepLedger
-    trainer: Trainer
-    weights: WeightsPublisher
-    observer: Observer
 
 
 class Flow:

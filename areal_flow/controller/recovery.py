@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_flow.controller.books import Books, Entries
-from areal_flow.controller.flow import FlowStart
+from areal_flow.controller.makings import FlowStart
 from areal_flow.types import (
     Discard,
     GroupReceipt,

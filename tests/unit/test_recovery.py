@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.controller.flow import Flow, FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow import Flow
+from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.recovery import (
     choose_checkpoint,
@@ -39,13 +40,19 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps:
     return Flow(limits, parts, start, PROVENANCE)
 
 
+async def run_to_end(flow: Flow) -> None:
+    await run_async_schedule(flow)
+    await flow.close()
+
+
 async def run_until_killed(flow: Flow, after_s: float) -> None:
     """Run; at `after_s` drop everything on the floor, as a kill would."""
     running = asyncio.create_task(run_async_schedule(flow))
     await asyncio.wait([running], timeout=after_s)
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
         task.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 @given(
@@ -98,7 +105,7 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
     start = plan_flow_start(log.rows, ())
-    run_in_virtual_time(run_async_schedule(make_flow(cluster, log, start, num_steps=3)))
+    run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [request_from_row(row, max_staleness=2) for row in log.rows[1:]]
     assert replayed == cluster.requests
 
@@ -107,7 +114,7 @@ def test_trajectories_beyond_the_head_are_discarded() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
     start = plan_flow_start(log.rows, ())
-    run_in_virtual_time(run_async_schedule(make_flow(cluster, log, start, num_steps=6)))
+    run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=6)))
     shortened = plan_flow_start(log.rows[:3], log.committed)
     assert shortened.policy_version == 2
     beyond = {discard.trajectory_id for discard in shortened.discards}

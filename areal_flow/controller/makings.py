@@ -1,0 +1,62 @@
+"""What a flow is made with: its limits, its adapters, and where it begins. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areal_flow.controller.books import Books
+from areal_flow.controller.protocols import (
+    Observer,
+    Prompts,
+    Rollouts,
+    StepLedger,
+    Trainer,
+    TrajectoryLog,
+    WeightsPublisher,
+)
+from areal_flow.types import Discard, GroupReceipt
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLimits:
+    """The numbers that shape a run's flow; trajectories, groups and versions."""
+
+    batch_size: int
+    group_size: int
+    max_staleness: int
+    max_running: int
+    num_steps: int
+    run_seed: int
+    max_attempts: int = 3
+    max_consecutive_failures: int = 4
+    retry_delay_s: float = 0.5
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.batch_size // self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStart:
+    """Where a run begins: the genesis of a new one, or what recovery found."""
+
+    policy_version: int = 0
+    weights_hash: str = ""
+    next_submission_index: int = 0
+    resubmit: tuple[int, ...] = ()
+    waiting: tuple[GroupReceipt, ...] = ()
+    discards: tuple[Discard, ...] = ()
+    books: Books = field(default_factory=Books)
+
+
+@dataclass(frozen=True, slots=True)
+class FlowParts:
+    """The adapters of a run."""
+
+    prompts: Prompts
+    rollouts: Rollouts
+    log: TrajectoryLog
+    ledger: StepLedger
+    trainer: Trainer
+    weights: WeightsPublisher
+    observer: Observer

@@ -21,6 +21,7 @@ from areal_flow.types import (
     Episode,
     GroupReceipt,
     GroupRequest,
+    LogHead,
     PolicyHashes,
     Prompt,
     StepMetrics,
@@ -145,21 +146,28 @@ class FakeCluster:
 
 @dataclass
 class MemoryLog:
-    """A `TrajectoryLog` and a `StepLedger` in memory, and an `Observer` that remembers."""
+    """A `TrajectoryLog` and a `StepLedger` in memory, and an `Observer` that remembers.
 
+    Commits are visible `acknowledge_s` before the caller hears of them.
+    """
+
+    acknowledge_s: float = 0.01
     committed: list[TrajectoryReceipt] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     version: int = 0
 
     @property
-    def watermark(self) -> int:
-        return len(self.committed)
+    def head(self) -> LogHead:
+        return LogHead(len(self.committed), self.version)
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         self.version += 1
         known = {trajectory.trajectory_id for trajectory in self.committed}
         for receipt in receipts:
             self.committed += [t for t in receipt.trajectories if t.trajectory_id not in known]
+        head = self.head
+        await asyncio.sleep(self.acknowledge_s)
+        return head
 
     async def append(self, row: dict[str, Any]) -> None:
         assert all(row["step"] != earlier["step"] for earlier in self.rows)

@@ -12,7 +12,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking import MlflowTracker, NullTracker
-from areal_flow.types import GroupReceipt
+from areal_flow.types import GroupReceipt, LogHead
 from pipelines.progress import Progress
 
 
@@ -23,19 +23,12 @@ class CommittedLog:
         self._committer = committer
         self._maintenance: asyncio.Task[None] | None = None
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
-        await asyncio.to_thread(self._committer.commit, receipts)
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
+        head = await asyncio.to_thread(self._committer.commit, receipts)
         idle = self._maintenance is None or self._maintenance.done()
         if idle and self._committer.maintenance_is_due:
             self._maintenance = asyncio.create_task(asyncio.to_thread(self._committer.maintain))
-
-    @property
-    def watermark(self) -> int:
-        return self._committer.watermark
-
-    @property
-    def version(self) -> int:
-        return self._committer.version
+        return head
 
     async def close(self) -> None:
         """Return when no maintenance is running."""

@@ -185,7 +185,7 @@ class Session:
         self.findings.timings.seconds_warm_start = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance)
         await self._checkpoint(0)
-        return plan_flow_start(self.ledger.rows(), ())
+        return plan_flow_start(self.ledger.rows(), (), self.committer.head)
 
     async def _restore(self) -> FlowStart:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
@@ -202,7 +202,7 @@ class Session:
                 ]
             )
         )
-        start = plan_flow_start(rows, stored)
+        start = plan_flow_start(rows, stored, self.committer.head)
         self.progress.phase(
             f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
             f"{len(start.resubmit)} submitted again"
@@ -262,7 +262,7 @@ class Session:
             "step": str(step),
             "run": self.layout.name,
             "weights_hash": head["weights_hash"],
-            "trajectories_version": str(self.committer.version),
+            "trajectories_version": str(head["lance_version"]),
             "trajectories_watermark": str(head["trajectory_watermark"]),
         }
         self.tracker.register_checkpoint(path, tags)
@@ -271,8 +271,8 @@ class Session:
             self.tracker.forget_checkpoint(pruned)
         self.tracker.log_dataset(
             self.layout.trajectories,
-            version=self.committer.version,
-            num_rows=self.committer.watermark,
+            version=head["lance_version"],
+            num_rows=head["trajectory_watermark"],
         )
 
     async def _evaluate(self, name: str, version: int) -> EvaluationTable | None:

@@ -59,6 +59,7 @@ class Flow:
             groups_per_step=limits.groups_per_step, max_staleness=limits.max_staleness
         )
         self.books = start.books
+        self.log_head = start.log_head
         self.policy_version = start.policy_version
         self.parent_hash = start.weights_hash
         self.stop_requested = False
@@ -198,7 +199,9 @@ class Flow:
         written, self._written = self._written, []
         if not written:
             return
-        await self.parts.log.commit(written)
+        # The head moves here, together with the buffer, and not when Lance commits: a ledger row
+        # that is made in between must not claim groups that no account knows yet.
+        self.log_head = await self.parts.log.commit(written)
         for receipt in written:
             self.gate.finished()
             self.books.commit(sum(t.num_tokens for t in receipt.trajectories))
@@ -286,8 +289,8 @@ class Flow:
     def log_position(self) -> LogPosition:
         """Return where the log and the cursor stand now."""
         return LogPosition(
-            trajectory_watermark=self.parts.log.watermark,
-            lance_version=self.parts.log.version,
+            trajectory_watermark=self.log_head.trajectory_watermark,
+            lance_version=self.log_head.lance_version,
             next_submission_index=self._cursor,
             num_waiting_tokens=self.buffer.num_waiting_tokens,
         )

@@ -14,7 +14,7 @@ from areal_flow.controller.protocols import (
     TrajectoryLog,
     WeightsPublisher,
 )
-from areal_flow.types import Discard, GroupReceipt
+from areal_flow.types import Discard, GroupReceipt, LogHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class FlowStart:
     resubmit: tuple[int, ...] = ()
     waiting: tuple[GroupReceipt, ...] = ()
     discards: tuple[Discard, ...] = ()
+    log_head: LogHead = field(default_factory=LogHead)
     books: Books = field(default_factory=Books)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from areal_flow.types import (
     Episode,
     GroupReceipt,
+    LogHead,
     Prompt,
     StepRequest,
     StepResult,
@@ -37,18 +38,8 @@ class Rollouts(Protocol):
 class TrajectoryLog(Protocol):
     """The only committer of trajectories."""
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         """Make written groups visible, all in one version; once, whatever is retried."""
-        ...
-
-    @property
-    def watermark(self) -> int:
-        """Rows committed so far."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version of the dataset."""
         ...
 
 

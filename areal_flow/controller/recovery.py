@@ -14,6 +14,7 @@ from areal_flow.controller.makings import FlowStart
 from areal_flow.types import (
     Discard,
     GroupReceipt,
+    LogHead,
     StepRequest,
     TrajectoryReceipt,
     submission_index_of,
@@ -50,7 +51,9 @@ def request_from_row(row: Mapping[str, Any], *, max_staleness: int) -> StepReque
 
 
 def plan_flow_start(
-    ledger: Sequence[Mapping[str, Any]], stored: Sequence[TrajectoryReceipt]
+    ledger: Sequence[Mapping[str, Any]],
+    stored: Sequence[TrajectoryReceipt],
+    log_head: LogHead,
 ) -> FlowStart:
     """Return where the flow goes on, from the ledger's rows and the committed trajectories."""
     head = ledger[-1]
@@ -76,6 +79,7 @@ def plan_flow_start(
         resubmit=tuple(i for i in range(cursor) if i not in committed and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
         discards=tuple(discards),
+        log_head=log_head,
         books=_books(ledger, stored),
     )
 

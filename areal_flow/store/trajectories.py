@@ -23,7 +23,7 @@ from areal_flow.store.dataset import (
     open_dataset,
     storage_errors,
 )
-from areal_flow.types import GroupReceipt, submission_index_of
+from areal_flow.types import GroupReceipt, LogHead, submission_index_of
 from schemas import TrajectoryRow, validate
 
 COMMITS_BETWEEN_MAINTENANCE = 50
@@ -68,13 +68,14 @@ class TrajectoryCommitter:
         self._num_commits = 0
         indices = self._dataset.to_table(columns=["submission_index"])["submission_index"]
         self._committed: set[int] = set(indices.to_pylist())
-        self.watermark = len(indices)
+        self._watermark = len(indices)
 
     @property
-    def version(self) -> int:
-        return int(self._dataset.version)
+    def head(self) -> LogHead:
+        """How far the log is."""
+        return LogHead(self._watermark, int(self._dataset.version))
 
-    def commit(self, receipts: Sequence[GroupReceipt]) -> None:
+    def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         """Append the groups' fragments in one version; skip groups that are there already."""
         new = [r for r in receipts if r.submission_index not in self._committed]
         fragments = [
@@ -83,7 +84,7 @@ class TrajectoryCommitter:
             for fragment in receipt.fragments
         ]
         if not fragments:
-            return
+            return self.head
         with storage_errors(self._path):
             self._dataset = LanceDataset.commit(
                 str(self._path),
@@ -91,8 +92,9 @@ class TrajectoryCommitter:
                 read_version=self._dataset.version,
             )
         self._committed |= {receipt.submission_index for receipt in new}
-        self.watermark += sum(len(receipt.trajectories) for receipt in new)
+        self._watermark += sum(len(receipt.trajectories) for receipt in new)
         self._num_commits += 1
+        return self.head
 
     @property
     def maintenance_is_due(self) -> bool:

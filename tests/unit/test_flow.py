@@ -55,6 +55,17 @@ def check_books(flow: Flow) -> None:
     assert flow.gate.outstanding <= bound
 
 
+def check_rows(log: MemoryLog) -> None:
+    """Each row's accounts explain exactly the part of the log that its watermark names."""
+    consumed = 0
+    for row in log.rows:
+        consumed += sum(
+            row[f"num_{account}_tokens"] for account in ("trained", "masked", "discarded")
+        )
+        seen = log.committed[: row["trajectory_watermark"]]
+        assert sum(t.num_tokens for t in seen) == consumed + row["num_waiting_tokens"]
+
+
 def heavy_tailed(randomness: random.Random) -> float:
     return randomness.paretovariate(1.1)
 
@@ -112,6 +123,7 @@ def test_no_trained_token_is_older_than_the_bound(
             assert min(ages) >= 0
         assert row["staleness_max"] <= max_staleness
     check_books(flow)
+    check_rows(log)
     books = flow.books
     assert books.committed == sum(t.num_tokens for t in log.committed)
     assert books.committed == sum(r["num_generated_tokens"] for r in log.rows) + (

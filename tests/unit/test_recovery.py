@@ -66,7 +66,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     log = MemoryLog(rows=[GENESIS])
     spans: dict[str, Any] = {}
     for life, after_s in enumerate([*kills, 10_000.0]):
-        start = plan_flow_start(log.rows, log.committed)
+        start = plan_flow_start(log.rows, log.committed, log.head)
         cluster = FakeCluster(
             random.Random(seed + life),
             duration_s=lambda r: r.paretovariate(1.2),
@@ -84,7 +84,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     assert len(committed) == len(set(committed))
     assert set(trained) <= set(committed)
     assert all(row["staleness_max"] <= 2 for row in log.rows)
-    end = plan_flow_start(log.rows, log.committed)
+    end = plan_flow_start(log.rows, log.committed, log.head)
     accounted = {submission_index_of(identifier) for identifier in committed}
     accounted |= {index for row in log.rows for index in row["failed_submissions"]}
     assert accounted | set(end.resubmit) == set(range(end.next_submission_index))
@@ -104,7 +104,7 @@ def test_checkpoint_must_match_its_row() -> None:
 def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, ())
+    start = plan_flow_start(log.rows, (), log.head)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [request_from_row(row, max_staleness=2) for row in log.rows[1:]]
     assert replayed == cluster.requests
@@ -113,9 +113,9 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
 def test_trajectories_beyond_the_head_are_discarded() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, ())
+    start = plan_flow_start(log.rows, (), log.head)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=6)))
-    shortened = plan_flow_start(log.rows[:3], log.committed)
+    shortened = plan_flow_start(log.rows[:3], log.committed, log.head)
     assert shortened.policy_version == 2
     beyond = {discard.trajectory_id for discard in shortened.discards}
     assert beyond == {

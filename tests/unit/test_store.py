@@ -86,7 +86,7 @@ def test_written_groups_are_invisible_until_committed(path: Path) -> None:
     assert open_dataset(path).count_rows() == 0
     committer = TrajectoryCommitter(path)
     committer.commit([receipt])
-    assert open_dataset(path).count_rows() == committer.watermark == 2
+    assert open_dataset(path).count_rows() == committer.head.trajectory_watermark == 2
 
 
 def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
@@ -95,10 +95,10 @@ def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
     committer.commit([first])
     committer.commit([first])
     committer.commit([written_group(path, 0), written_group(path, 1)])
-    assert committer.watermark == open_dataset(path).count_rows() == 4
+    assert committer.head.trajectory_watermark == open_dataset(path).count_rows() == 4
     reopened = TrajectoryCommitter(path)
     reopened.commit([written_group(path, 1)])
-    assert reopened.watermark == open_dataset(path).count_rows() == 4
+    assert reopened.head.trajectory_watermark == open_dataset(path).count_rows() == 4
 
 
 def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_reading_survives_compaction(path: Path) -> None:
     assert len(open_dataset(path).get_fragments()) <= 2
     wanted = ["00000020-0000", "00000003-0001"]
     assert reader.read(wanted, ["reward"])["trajectory_id"].to_pylist() == wanted
-    assert committer.watermark == 42
+    assert committer.head.trajectory_watermark == 42
 
 
 def test_invalid_groups_are_refused_without_printing_tokens() -> None:

@@ -195,6 +195,13 @@ class Recipe(Settings):
     def _consistent(self) -> Recipe:
         groups = self.controller.batch_size // self.controller.group_size
         _require(
+            self.model != TINY_MODEL
+            or self.prompts.source == "arithmetic"
+            or not self.warm_start.num_steps,
+            f"warm_start.num_steps ({self.warm_start.num_steps}) must be 0 unless prompts.source "
+            "is 'arithmetic': only sums have worked answers to imitate; see the gsm8k recipe",
+        )
+        _require(
             self.algorithm.num_minibatches <= groups,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{groups} groups of a batch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from time import monotonic
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -85,12 +84,11 @@ class LineProgress:
 
 
 class LiveProgress:
-    """A table that refreshes in place."""
+    """A list of values that refreshes in place; fits any width."""
 
     def __init__(self, rates: StepRates, console: Console) -> None:
         self._rates = rates
         self._console = console
-        self._began = monotonic()
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -102,12 +100,10 @@ class LiveProgress:
         self._live.update(f"  {text}")
 
     def step(self, row: dict[str, Any]) -> None:
-        table = Table(box=None, pad_edge=False)
-        values = self._rates.add(row)
-        for label in values:
-            table.add_column(label, justify="right")
-        table.add_row(*values.values())
-        self._live.update(table)
+        grid = Table.grid(padding=(0, 2))
+        for label, value in self._rates.add(row).items():
+            grid.add_row(f"  {label}", value)
+        self._live.update(grid)
 
     def close(self) -> None:
         self._live.stop()

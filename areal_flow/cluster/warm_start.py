@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_flow.cluster.hosts import recipe_of
 from areal_flow.cluster.plugins import holder
@@ -31,32 +31,38 @@ def warm_start_chunk(num_steps: int) -> tuple[int, float]:
 
 
 def begin_from_warm_start() -> tuple[PolicyHashes, str]:
-    """Make the warm-started policy version 0."""
+    """Make the warm-started policy version 0, or a freshly drawn one when there was no start."""
     from areal_flow.trainer.warm_start import WarmStart
 
     of = holder()
-    warm_start = of.ensure(WarmStart, lambda: make_warm_start(of.run_directory))
+    warm_start = of.get(WarmStart)
     rank = trainer_rank()
-    rank.adopt(warm_start.policy)
+    rank.adopt(warm_start.policy if warm_start else draw_policy(of.run_directory))
     of.drop(WarmStart)
     return rank.genesis()
 
 
-def make_warm_start(run_directory: Path) -> WarmStart:
-    """Draw a policy from the run's seed and lay out its examples."""
+def draw_policy(run_directory: Path) -> Any:
+    """Draw a policy's weights from the run's seed."""
     import torch
-    from tokenizers import Tokenizer
 
     from areal_flow.modeling.policy import empty_policy
+
+    torch.manual_seed(recipe_of(run_directory).seed)
+    return empty_policy(RunLayout(run_directory).model)
+
+
+def make_warm_start(run_directory: Path) -> WarmStart:
+    """Draw a policy and lay out its examples."""
+    from tokenizers import Tokenizer
+
     from areal_flow.trainer.warm_start import WarmStart
 
     layout, recipe = RunLayout(run_directory), recipe_of(run_directory)
-    torch.manual_seed(recipe.seed)
-    policy = empty_policy(layout.model)
     tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
     examples = build_examples(layout, tokenizer, seed=recipe.seed)
     return WarmStart(
-        policy,
+        draw_policy(run_directory),
         examples,
         recipe.warm_start,
         seed=recipe.seed,

@@ -26,8 +26,10 @@ SMALL_GSM8K = [
 ]
 
 
-def test_gsm8k_goes_through_the_whole_path_from_a_model_directory(tmp_path: Path) -> None:
-    model = write_model_directory(tmp_path / "model")
+@pytest.mark.parametrize("model", ["tiny", "directory"])
+def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
+    if model == "directory":
+        model = str(write_model_directory(tmp_path / "model"))
     done = cli(
         "train", RECIPE, "--name", "g", "--prompts", SAMPLE, "--model", model, *SMALL_GSM8K,
         cwd=tmp_path,

@@ -130,6 +130,14 @@ def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     assert found["low"] <= found["pass_rate"] <= found["high"]
 
 
+def test_run_can_be_evaluated_on_a_file(workspace: Path) -> None:
+    rows = [{"question": f"{n} + 1 =", "answer": str(n + 1)} for n in range(20)]
+    (workspace / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = cli("evaluate", "first", "--prompts", "p.jsonl", cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["n"] == 20
+
+
 def test_runs_are_listed_with_their_state(workspace: Path) -> None:
     listed = cli("runs", cwd=workspace).stdout
     assert "first" in listed

@@ -40,6 +40,7 @@ def error_of(table: dict[str, object]) -> str:
         ({"prompts": {"min_terms": 9, "max_terms": 3}}, "must not exceed max_terms"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
         ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+        ({"prompts": {"source": "file", "path": "p.jsonl"}}, "warm_start.num_steps (2300)"),
     ],
 )
 def test_mistake_is_named(table: dict[str, object], expected: str) -> None:

@@ -31,6 +31,7 @@ def recipe(path: Path, **prompts: Any) -> Recipe:
         {
             "prompts": {"source": "file", "path": str(path), "num_held_out": 4, **prompts},
             "generation": {"context_tokens": 96, "max_new_tokens": 32},
+            "warm_start": {"num_steps": 0},
         },
         source="test",
     )

@@ -31,7 +31,11 @@ def list_checkpoints(root: Path) -> list[int]:
     """Return the steps that have a complete checkpoint, ascending."""
     if not root.is_dir():
         return []
-    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+    return sorted(
+        int(entry.name)
+        for entry in root.iterdir()
+        if entry.name.isdigit() and (entry / "state.json").is_file()
+    )
 
 
 def read_checkpoint_state(path: Path) -> CheckpointState:
@@ -40,8 +44,13 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
 
 
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
-    """Remove all but step 0 and the newest `keep`; return what was removed."""
+    """Remove all but step 0 and the newest `keep`; return what was removed.
+
+    Each is renamed first: one that is half removed must not look complete.
+    """
     pruned = [checkpoint_path(root, step) for step in list_checkpoints(root)[1:-keep]]
     for path in pruned:
-        shutil.rmtree(path, ignore_errors=True)
+        path.rename(path.with_name(f".pruned-{path.name}"))
+    for rest in root.glob(".pruned-*"):
+        shutil.rmtree(rest, ignore_errors=True)
     return pruned

@@ -27,17 +27,17 @@ def _require(holds: bool, rule: str) -> None:
 
 
 class Settings(BaseModel):
-    """Base of every section: frozen, and closed to unknown keys."""
+    """Base of every section: frozen, closed to unknown keys, and without silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
     source: Literal["arithmetic", "file"] = "arithmetic"
-    path: Path | None = None
-    held_out_path: Path | None = None
+    path: Path | None = Field(None, strict=False)
+    held_out_path: Path | None = Field(None, strict=False)
     question_field: str = "question"
     reference_field: str = "answer"
     template: str = "{question}"
@@ -82,6 +82,8 @@ class GenerationSettings(Settings):
     num_slots: int = Field(128, ge=1)
     kv_cache_tokens: int = Field(65_536, ge=1)
     interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
@@ -132,7 +134,7 @@ class AlgorithmSettings(Settings):
 
 
 class TrainerSettings(Settings):
-    """The optimizer, its memory and its checkpoints."""
+    """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
     learning_rate: float = Field(3e-4, gt=0)
     num_learning_rate_warmup_steps: int = Field(0, ge=0)

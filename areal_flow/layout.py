@@ -9,6 +9,7 @@ runs/NAME/
     evaluations.lance      held-out answers
     checkpoints/           snapshots
     weights/               what generators load
+    forks.jsonl            replayed steps that differed, in another numeric environment
     mlflow-spool.jsonl     metrics on their way to MLflow
     summary.json           written at the end
     run.lock, state.json   who drives it, and how it last ended
@@ -78,6 +79,10 @@ class RunLayout:
     @property
     def spool(self) -> Path:
         return self.root / "mlflow-spool.jsonl"
+
+    @property
+    def forks(self) -> Path:
+        return self.root / "forks.jsonl"
 
     @property
     def summary(self) -> Path:

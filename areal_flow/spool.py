@@ -7,10 +7,13 @@ mlflow-spool.offset     bytes delivered; behind after a crash, never ahead
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class Spool:
@@ -24,10 +27,15 @@ class Spool:
         self._drop_torn_line()
 
     def append(self, event: dict[str, Any]) -> None:
-        """Add one event."""
+        """Add one event; on a disk that refuses, log it and go on: metrics never stop a run."""
         line = json.dumps(event) + "\n"
-        with self._lock, self._path.open("a") as file:
-            file.write(line)
+        try:
+            with self._lock, self._path.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            logger.warning(
+                "an event for MLflow is lost, %s cannot be written: %s", self._path, error
+            )
 
     def pending(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield undelivered events, each with the offset to confirm once it is delivered."""
@@ -38,7 +46,12 @@ class Spool:
                 if not line.endswith(b"\n"):
                     return
                 offset += len(line)
-                yield json.loads(line), offset
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    logger.warning("a damaged line of %s is left out", self._path)
+                    continue
+                yield event, offset
 
     def confirm(self, offset: int) -> None:
         """Remember that everything before `offset` was delivered."""

@@ -24,7 +24,7 @@ from areal_flow.spool import Spool
 logger = logging.getLogger(__name__)
 
 RETRY_EVERY_S = 5.0
-POLL_EVERY_S = 0.5
+COMPLAIN_EVERY_S = 60.0
 _FAST_FAILURE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -70,7 +70,7 @@ class MlflowTracker:
         self._run_id_path = spool_path.with_suffix(".run_id")
         self._client: Any = None
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._deliver_forever, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -91,7 +91,7 @@ class MlflowTracker:
 
     def close(self, status: str, *, timeout_s: float = 20.0) -> None:
         self._append(kind="end", status=status)
-        self._closing = True
+        self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
 
@@ -100,30 +100,40 @@ class MlflowTracker:
         self._wake.set()
 
     def _deliver_forever(self) -> None:
-        last_complaint = -RETRY_EVERY_S
+        last_complaint = -COMPLAIN_EVERY_S
         while True:
+            closing = self._closing.is_set()
+            self._wake.clear()
             try:
                 self._deliver_pending()
             except Exception as error:  # noqa: BLE001  the thread's border
-                if self._closing:
-                    logger.warning("MLflow is away; %s waits in the spool", self._run_name)
-                    return
-                if monotonic() - last_complaint > 60:
+                if closing or monotonic() - last_complaint > COMPLAIN_EVERY_S:
                     logger.warning("MLflow is away, events wait in the spool: %s", error)
                     last_complaint = monotonic()
-                self._wake.wait(RETRY_EVERY_S)
-                continue
-            if self._closing:
+                if not closing:
+                    self._closing.wait(RETRY_EVERY_S)
+            if closing:
                 return
-            self._wake.wait()
-            self._wake.clear()
+            if not self._wake.is_set() and not self._closing.is_set():
+                self._wake.wait(RETRY_EVERY_S)
 
     def _deliver_pending(self) -> None:
         self._connect()
         for event, offset in self._spool.pending():
-            deliver: Callable[..., None] = getattr(self, f"_deliver_{event.pop('kind')}")
-            deliver(**event)
+            try:
+                deliver: Callable[..., None] = getattr(self, f"_deliver_{event['kind']}")
+                deliver(**{name: value for name, value in event.items() if name != "kind"})
+            except Exception as error:  # noqa: BLE001  one event must not block all later ones
+                self._refuse_if_away(error)
+                logger.warning("MLflow refused %s, which is left out: %s", event["kind"], error)
             self._spool.confirm(offset)
+
+    def _refuse_if_away(self, error: Exception) -> None:
+        """Raise `error` again if the server does not answer at all."""
+        try:
+            self._client.search_experiments(max_results=1)
+        except Exception:  # noqa: BLE001  whatever it is, the server is not there
+            raise error from None
 
     def _connect(self) -> None:
         if self._client is not None:

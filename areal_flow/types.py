@@ -98,7 +98,6 @@ class TrajectoryReceipt:
     version_spans: tuple[VersionSpan, ...]
     reward: float | None
     finish_reason: str
-    num_loss_masked_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

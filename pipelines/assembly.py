@@ -92,6 +92,7 @@ _METRICS = {
     "rollout/discarded_tokens": "num_discarded_tokens",
     "rollout/waiting_tokens": "num_waiting_tokens",
     "rollout/generate_s": "seconds_generate",
+    "rollout/failed_members": "num_failed_members",
 }
 
 

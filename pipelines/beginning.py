@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from distributed import Client
@@ -19,7 +22,7 @@ from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chun
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.recovery import choose_checkpoint, request_from_row
-from areal_flow.errors import RunError, TrainingError
+from areal_flow.errors import RunError, TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.directory import resolve_model
 from areal_flow.store.ledger import Ledger
@@ -30,6 +33,14 @@ from pipelines.progress import Progress
 logger = logging.getLogger(__name__)
 
 WARM_START_CHUNK_STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where a restored trainer stands; its hash differs from the ledger's after a fork."""
+
+    weights_hash: str
+    num_replayed: int
 
 
 async def begin_policy(
@@ -50,57 +61,87 @@ async def commit_genesis(
     channel: WeightsChannel,
     begun: tuple[PolicyHashes, str],
     provenance: Provenance,
+    seconds: float,
 ) -> None:
-    """Write row 0 and publish version 0."""
+    """Write row 0, with the seconds that version 0 took to make, and publish version 0."""
     hashes, environment = begun
-    ledger.append(genesis_row(hashes, provenance=provenance, numeric_environment=environment))
+    row = genesis_row(hashes, provenance=provenance, numeric_environment=environment)
+    ledger.append({**row, "seconds_train": seconds})
     channel.publish(0)
 
 
 async def restore_policy(
     client: Client, layout: RunLayout, recipe: Recipe, ledger: Ledger, channel: WeightsChannel
-) -> int:
-    """Bring the trainer to the ledger's head and publish it; return how many steps were replayed.
+) -> Restored:
+    """Bring the trainer to the ledger's head and publish it.
+
+    The newest checkpoint that can be read is loaded; the ledger's later rows are trained again.
 
     Raises:
         RunError: there is no usable checkpoint.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
     rows = ledger.rows()
-    checkpoint = choose_checkpoint(_checkpoint_hashes(layout), rows)
-    if checkpoint is None:
-        raise RunError(
-            f"{layout.name} has no complete checkpoint that its ledger knows: it stopped before "
-            "training began. Remove it and start again"
-        )
-    await on_trainer(client, tasks.restore_trainer, checkpoint)
+    checkpoint, hashes = await _restore_checkpoint(client, layout, rows)
     for row in rows[checkpoint + 1 :]:
-        request = request_from_row(row, max_staleness=recipe.controller.max_staleness)
-        compare_replay(row, await on_trainer(client, tasks.train_step, request))
+        request = request_from_row(
+            row,
+            parent_hash=hashes.weights_hash,
+            max_staleness=recipe.controller.max_staleness,
+        )
+        replayed: StepResult = await on_trainer(client, tasks.train_step, request)
+        note_fork(layout, row, replayed)
+        hashes = replayed.hashes
     channel.publish(len(rows) - 1)
-    return len(rows) - 1 - checkpoint
+    return Restored(hashes.weights_hash, num_replayed=len(rows) - 1 - checkpoint)
 
 
-def compare_replay(row: dict[str, Any], replayed: StepResult) -> None:
-    """Refuse a replay that differs where it must not; say it where it may.
+async def _restore_checkpoint(
+    client: Client, layout: RunLayout, rows: Sequence[dict[str, Any]]
+) -> tuple[int, PolicyHashes]:
+    usable = _checkpoint_hashes(layout)
+    while (checkpoint := choose_checkpoint(usable, rows)) is not None:
+        try:
+            return checkpoint, await on_trainer(client, tasks.restore_trainer, checkpoint)
+        except TrainerLost:
+            raise
+        except TrainingError as error:
+            logger.warning("%s; trying an older checkpoint", error)
+            del usable[checkpoint]
+    raise RunError(
+        f"{layout.name} has no complete checkpoint that its ledger knows: it stopped before "
+        "training began. Remove it and start again"
+    )
+
+
+def note_fork(layout: RunLayout, row: dict[str, Any], replayed: StepResult) -> None:
+    """Compare a replayed step with its row; record and say a difference, or refuse it.
+
+    Where the recorded numeric environment is this one, and it is a CPU's, hashes must be equal.
+    Elsewhere a difference is a fork: appended to forks.jsonl, and the run goes on from it.
 
     Raises:
-        TrainingError: hashes differ though the numeric environment is the recorded one.
+        TrainingError: hashes differ where they must not.
     """
-    if replayed.hashes.weights_hash == row["weights_hash"]:
+    found = asdict(replayed.hashes)
+    recorded = {name: row[name] for name in found}
+    if found == recorded:
         return
-    recorded = json.loads(row["numeric_environment"])
-    found = json.loads(replayed.numeric_environment)
-    message = (
-        f"step {row['step']} replayed to weights {replayed.hashes.weights_hash}, the ledger has "
-        f"{row['weights_hash']}"
-    )
-    if recorded == found:
+    here, there = json.loads(replayed.numeric_environment), json.loads(row["numeric_environment"])
+    message = f"step {row['step']} replayed to {found}, the ledger has {recorded}"
+    if here == there and here["device"] == "cpu":
         raise TrainingError(f"{message}, in the same numeric environment")
-    raise TrainingError(
-        f"{message}; the numeric environment differs: recorded {recorded}, found {found}. "
-        "Resume where the run was made"
-    )
+    logger.warning("fork: %s; recorded on %s, replayed on %s", message, there, here)
+    fork = {
+        "step": row["step"],
+        "recorded": recorded,
+        "replayed": found,
+        "recorded_on": there,
+        "replayed_on": here,
+        "at": datetime.now(UTC).isoformat(),
+    }
+    with layout.forks.open("a") as file:
+        file.write(json.dumps(fork) + "\n")
 
 
 def _checkpoint_hashes(layout: RunLayout) -> dict[int, str]:

@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from areal_flow.checkpoints import list_checkpoints
 from areal_flow.config import Recipe, build_recipe, load_recipe, parse_overrides
 from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.layout import RunLayout, run_layout
-
-if TYPE_CHECKING:
-    from pipelines.train import Outcome
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
@@ -36,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain, dotted = split_dotted(sys.argv[1:] if arguments is None else arguments)
     known = build_parser().parse_args(plain)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:
         return int(known.run(known, dotted, began))
     except ConfigError as error:
@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     parser = argparse.ArgumentParser(prog="areal-flow", allow_abbrev=False)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs")
+    parser.add_argument("--registry", metavar="URI", help="MLflow's address, for models:/...")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
@@ -146,11 +147,24 @@ def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began
         )
     except BaseException as error:
         forced = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        leave_run(layout, "stopped" if forced else "failed", reason=str(error)[:500])
-        if layout.checkpoints.is_dir():
-            print(_how_to_resume(layout), file=sys.stderr, flush=True)
+        leave_run(
+            layout,
+            "stopped" if forced else "failed",
+            seconds=monotonic() - began,
+            reason=str(error)[:500],
+        )
+        print(_how_to_go_on(layout), file=sys.stderr, flush=True)
         raise
-    return _report(layout, outcome)
+    leave_run(
+        layout,
+        "finished" if outcome.finished else "stopped",
+        seconds=monotonic() - began,
+        reason=outcome.stopped_by,
+    )
+    if outcome.finished:
+        return 0
+    print(_how_to_go_on(layout), flush=True)
+    return EXIT_CODES[outcome.stopped_by]
 
 
 def _prepare(layout: RunLayout, recipe: Recipe) -> None:
@@ -164,18 +178,13 @@ def _prepare(layout: RunLayout, recipe: Recipe) -> None:
         raise
 
 
-def _report(layout: RunLayout, outcome: Outcome) -> int:
-    from pipelines.run_directory import leave_run
-
-    leave_run(layout, "finished" if outcome.finished else "stopped", reason=outcome.stopped_by)
-    if outcome.finished:
-        return 0
-    print(_how_to_resume(layout), flush=True)
-    return EXIT_CODES[outcome.stopped_by]
-
-
-def _how_to_resume(layout: RunLayout) -> str:
-    return f"Everything committed is safe. Continue with: areal-flow train --resume {layout.name}"
+def _how_to_go_on(layout: RunLayout) -> str:
+    if list_checkpoints(layout.checkpoints):
+        again = f"areal-flow train --resume {layout.name}"
+        return f"Everything committed is safe. Continue with: {again}"
+    return (
+        f"Training had not begun: there is nothing to resume. Remove {layout.root} to start again"
+    )
 
 
 def _say_prepared(prepared: Any, layout: RunLayout) -> None:
@@ -214,15 +223,18 @@ def _resumed_recipe(known: argparse.Namespace, dotted: list[str], layout: RunLay
 def _evaluate(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     _refuse_dotted(dotted)
     from pipelines.evaluate import evaluate
+    from pipelines.models import find_model
 
-    return evaluate(known.runs, known.model, prompts=known.prompts, limit=known.num_prompts)
+    model = find_model(known.runs, known.model, registry=known.registry)
+    return evaluate(model, prompts=known.prompts, limit=known.num_prompts)
 
 
 def _export(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     _refuse_dotted(dotted)
     from pipelines.export import export
+    from pipelines.models import find_model
 
-    export(known.runs, known.model, known.directory)
+    export(find_model(known.runs, known.model, registry=known.registry), known.directory)
     return 0
 
 

@@ -23,16 +23,15 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import publish_model_directory
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.models import find_model, run_of_checkpoint
+from pipelines.models import run_of_checkpoint
 
 
-def evaluate(runs: Path, reference: str, *, prompts: Path | None, limit: int | None) -> int:
+def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int:
     """Answer held-out prompts once each with a model; print a table and one line of JSON.
 
     Raises:
-        ModelError: the model is not found, or nothing says which prompts to use.
+        ModelError: the directory is not a model's, or nothing says which prompts to use.
     """
-    directory = find_model(runs, reference)
     check_model_directory(directory)
     run = run_of_checkpoint(directory)
     if run is None and prompts is None:

@@ -6,18 +6,16 @@ import shutil
 from pathlib import Path
 
 from areal_flow.errors import ModelError
-from pipelines.models import find_model
 
 _TRAINING_ONLY = ("optimizer.safetensors", "state.json")
 
 
-def export(runs: Path, reference: str, directory: Path) -> None:
-    """Copy a model's configuration, tokenizer and weights.
+def export(source: Path, directory: Path) -> None:
+    """Copy a checkpoint's configuration, tokenizer and weights.
 
     Raises:
-        ModelError: the model is not found, or the directory is not empty.
+        ModelError: the directory is not empty.
     """
-    source = find_model(runs, reference)
     if directory.exists() and any(directory.iterdir()):
         raise ModelError(f"{directory} is not empty; give a new directory")
     shutil.copytree(

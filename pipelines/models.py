@@ -11,17 +11,18 @@ from areal_flow.tracking import model_source
 from pipelines.assembly import default_tracking_uri
 
 
-def find_model(runs: Path, reference: str) -> Path:
+def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Path:
     """Return the directory of a checkpoint or a model.
 
     Args:
         reference: a run's name (its newest checkpoint), `models:/NAME@ALIAS`, or a directory.
+        registry: MLflow's address, if it is not the database beside the runs.
 
     Raises:
         ModelError: there is nothing of that name.
     """
     if reference.startswith("models:/"):
-        directory = model_source(default_tracking_uri(runs), reference)
+        directory = model_source(registry or default_tracking_uri(runs), reference)
         if not directory.is_dir():
             raise ModelError(f"{reference} points to {directory}, which is gone")
         return directory

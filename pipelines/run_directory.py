@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout, run_layout
 
+logger = logging.getLogger(__name__)
+
 State = Literal["running", "finished", "stopped", "failed", "crashed"]
 
 
@@ -29,6 +32,8 @@ class RunState:
     pid: int = 0
     since: str = ""
     reason: str = ""
+    seconds_driven: float = 0.0
+    """Wall time of earlier drivers' lives, as far as they could record it."""
 
 
 def create_run(layout: RunLayout, recipe: Recipe) -> None:
@@ -76,24 +81,34 @@ def hold_run(layout: RunLayout) -> Iterator[int]:
             "it, or stop it first"
         ) from None
     try:
-        epoch = read_state(layout).writer_epoch + 1
+        before = read_state(layout)
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        _write_state(layout, RunState("running", epoch, os.getpid(), since))
-        yield epoch
+        held = RunState("running", before.writer_epoch + 1, os.getpid(), since)
+        _write_state(layout, replace(held, seconds_driven=before.seconds_driven))
+        yield held.writer_epoch
     finally:
         lock.release()
 
 
-def leave_run(layout: RunLayout, state: State, reason: str = "") -> None:
-    """Record how a run ended."""
-    _write_state(layout, replace(read_state(layout), state=state, reason=reason))
+def leave_run(layout: RunLayout, state: State, *, seconds: float, reason: str = "") -> None:
+    """Record how a run ended and how long this driver had it; a full disk cannot keep it from it.
+
+    Args:
+        seconds: wall time of this driver's life.
+    """
+    before = read_state(layout)
+    driven = before.seconds_driven + seconds
+    try:
+        _write_state(layout, replace(before, state=state, reason=reason, seconds_driven=driven))
+    except OSError as error:
+        logger.warning("the end of %s could not be recorded: %s", layout.name, error)
 
 
 def read_state(layout: RunLayout) -> RunState:
-    """Return the recorded state; a run that was never held has epoch 0."""
+    """Return the recorded state; a run without a readable one has epoch 0."""
     try:
         return RunState(**json.loads(layout.state.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return RunState()
 
 

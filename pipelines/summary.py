@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,28 +15,23 @@ from areal_flow.types import EvaluationTable, PassRate
 
 
 @dataclass(slots=True)
-class Timings:
-    """Wall seconds of a run's phases."""
-
-    seconds_warm_start: float = 0.0
-    seconds_training: float = 0.0
-    seconds_total: float = 0.0
-
-
-@dataclass(slots=True)
 class Findings:
     """What a summary is made of."""
 
-    timings: Timings = field(default_factory=Timings)
     before: EvaluationTable | None = None
     after: EvaluationTable | None = None
     model_version: str | None = None
 
 
 def summarise(
-    findings: Findings, steps: Sequence[dict[str, Any]], *, num_generators: int
+    findings: Findings,
+    ledger: Sequence[dict[str, Any]],
+    *,
+    num_generators: int,
+    seconds_total: float,
 ) -> dict[str, Any]:
-    """Return the summary; `steps` are ledger rows without the genesis."""
+    """Return the summary of a whole run from its ledger, the genesis first."""
+    genesis, *steps = ledger
     num_trained = _sum(steps, "num_trained_tokens")
     num_masked = _sum(steps, "num_masked_tokens")
     seconds = _sum(steps, "seconds_step")
@@ -44,7 +39,9 @@ def summarise(
     return {
         "held_out_before": _rate(findings.before),
         "held_out_after": _rate(findings.after),
-        **asdict(findings.timings),
+        "seconds_warm_start": genesis["seconds_train"],
+        "seconds_training": seconds,
+        "seconds_total": seconds_total,
         "num_steps": len(steps),
         "staleness_mean": weighted / num_trained if num_trained else 0.0,
         "staleness_max": max((row["staleness_max"] for row in steps), default=0),
@@ -77,7 +74,7 @@ def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
 
 
 def print_summary(
-    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, registered_model: str | None
+    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, model: str
 ) -> None:
     """Show what the run did and what to type next."""
     console = Console()
@@ -95,26 +92,24 @@ def print_summary(
         soft_wrap=True,
     )
     console.print(
-        "\n".join(next_commands(layout, registered_model)),
+        "\n".join(next_commands(layout, model)),
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
 
 
-def next_commands(layout: RunLayout, registered_model: str | None) -> list[str]:
-    """Return what a user may want to type after a run; without tracking, by the run's name."""
-    model = f"models:/{registered_model}@current" if registered_model else layout.name
+def next_commands(layout: RunLayout, model: str) -> list[str]:
+    """Return what a user may want to type after a run; `model` is what the commands call it."""
     run = f"{layout.root.parent.name}/{layout.name}"
     read = f"import areal_flow; print(areal_flow.open_run('{run}').trajectories().tail())"
-    commands = [
-        (f'python -c "{read}"', "the trajectories in pandas"),
-        (f"areal-flow evaluate {model}", "the model on its held-out prompts"),
-        (f"areal-flow export {model} DIRECTORY", "a plain Hugging Face directory"),
-    ]
-    if registered_model:
-        commands.insert(0, ("nox -s ui", "the MLflow UI: metrics and models"))
-    return ["", "Next:", *(f"  {command}\n      {meaning}" for command, meaning in commands)]
+    commands = {
+        "nox -s ui": "the MLflow UI: metrics and models",
+        f'python -c "{read}"': "the trajectories in pandas",
+        f"areal-flow evaluate {model}": "the model on its held-out prompts",
+        f"areal-flow export {model} DIRECTORY": "a plain Hugging Face directory",
+    }
+    return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
 def _table(before: EvaluationTable, after: EvaluationTable) -> Table:

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
 from distributed import Client
 
 from areal_flow import __version__
-from areal_flow.checkpoints import list_checkpoints, prune_checkpoints
+from areal_flow.checkpoints import checkpoint_path, list_checkpoints, prune_checkpoints
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import (
     DaskRollouts,
@@ -40,18 +40,19 @@ from areal_flow.modeling.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.loading import load_verifier
-from areal_flow.store.codec import receipts
+from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking import MlflowTracker, NullTracker
-from areal_flow.types import EvaluationTable
+from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.progress import Progress, make_progress
+from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
 from pipelines.summary import Findings, print_summary, summarise, write_summary
 
@@ -157,8 +158,7 @@ class Session:
         self.findings.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
         )
-        flow = self._flow(start)
-        training_began = monotonic()
+        flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
         self.signals.training(flow)
         with self._deadline(flow, began):
             try:
@@ -167,7 +167,6 @@ class Session:
                 self.signals.training(None)
                 await flow.close()
                 await self.log.close()
-        self.findings.timings.seconds_training = monotonic() - training_began
         await self._checkpoint(flow.policy_version)
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
@@ -182,41 +181,41 @@ class Session:
             begin_policy(self.client, self.recipe, self.progress),
             self._on_generators(tasks.import_engine),
         )
-        self.findings.timings.seconds_warm_start = monotonic() - began
-        await commit_genesis(self.ledger, self.channel, begun, self.provenance)
+        seconds = monotonic() - began
+        await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self._checkpoint(0)
         return plan_flow_start(self.ledger.rows(), (), self.committer.head)
 
     async def _restore(self) -> FlowStart:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
-        await self._restore_trainer()
+        weights_hash = await self._restore_trainer()
         rows = self.ledger.rows()
         stored = receipts(
-            open_dataset(self.layout.trajectories).to_table(
-                columns=[
-                    "trajectory_id",
-                    "version_spans",
-                    "reward",
-                    "finish_reason",
-                    "loss_mask",
-                ]
-            )
+            open_dataset(self.layout.trajectories).to_table(columns=list(RECEIPT_COLUMNS))
         )
-        start = plan_flow_start(rows, stored, self.committer.head)
+        start = replace(
+            plan_flow_start(rows, stored, self.committer.head), weights_hash=weights_hash
+        )
         self.progress.phase(
             f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
             f"{len(start.resubmit)} submitted again"
         )
         return start
 
-    async def _restore_trainer(self) -> None:
-        num_replayed = await restore_policy(
+    async def _restore_trainer(self) -> str:
+        restored = await restore_policy(
             self.client, self.layout, self.recipe, self.ledger, self.channel
         )
-        self.progress.update(f"the trainer is restored: {num_replayed} steps replayed")
+        self.progress.update(f"the trainer is restored: {restored.num_replayed} steps replayed")
+        return restored.weights_hash
 
-    async def _on_generators(self, function: Callable[..., Any]) -> None:
-        await self.client.run(function, workers=await generator_addresses(self.client))
+    async def _engine_totals(self) -> tuple[EngineStats, ...]:
+        return tuple((await self._on_generators(tasks.engine_stats)).values())
+
+    async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
+        generators = await generator_addresses(self.client)
+        results: dict[str, Any] = await self.client.run(function, workers=generators)
+        return results
 
     def _flow(self, start: FlowStart) -> Flow:
         recipe, controller = self.recipe, self.recipe.controller
@@ -249,15 +248,15 @@ class Session:
 
     async def _checkpoint(self, step: int) -> None:
         """Force log and ledger to disk, then have the trainer write what stands on them."""
-        if step in list_checkpoints(self.layout.checkpoints):
-            return
         await asyncio.to_thread(self.committer.sync)
         await asyncio.to_thread(self.ledger.sync)
         head = (await asyncio.to_thread(self.ledger.rows))[-1]
-        path = await self.trainer.checkpoint(
-            weights_hash=head["weights_hash"],
-            next_submission_index=head["next_submission_index"],
-        )
+        path = checkpoint_path(self.layout.checkpoints, step)
+        if step not in list_checkpoints(self.layout.checkpoints):
+            await self.trainer.checkpoint(
+                weights_hash=head["weights_hash"],
+                next_submission_index=head["next_submission_index"],
+            )
         tags = {
             "step": str(step),
             "run": self.layout.name,
@@ -288,6 +287,12 @@ class Session:
         self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
         return found
 
+    def _model_reference(self) -> str:
+        """Return what other commands call the model: its registered name, or the run's."""
+        settings = self.recipe.tracking
+        registered = self.tracker.model_version is not None and not settings.uri
+        return f"models:/{settings.registered_model}@current" if registered else self.layout.name
+
     def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
         if not self.layout.evaluations.is_dir():
             return None
@@ -307,16 +312,20 @@ class Session:
             timer.cancel()
 
     def summarise(self, began: float) -> None:
-        """Write and print the summary of the whole run."""
-        self.findings.timings.seconds_total = monotonic() - began
-        steps = self.ledger.rows()[1:]
-        summary = summarise(self.findings, steps, num_generators=self.recipe.cluster.num_generators)
+        """Write and print the summary of the whole run, earlier drivers' lives included."""
+        earlier = read_state(self.layout).seconds_driven
+        summary = summarise(
+            self.findings,
+            self.ledger.rows(),
+            num_generators=self.recipe.cluster.num_generators,
+            seconds_total=earlier + monotonic() - began,
+        )
         write_summary(self.layout, summary)
         print_summary(
             self.layout,
             summary,
             self.findings,
-            registered_model=self.tracker.model_version and self.recipe.tracking.registered_model,
+            model=self._model_reference(),
         )
 
 

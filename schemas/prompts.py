@@ -9,7 +9,9 @@ import polars as pl
 class PromptRow(pa.DataFrameModel):
     """A prompt ready to be rolled out: rendered by the template and tokenised once."""
 
-    prompt_id: str = pa.Field(str_length={"min_value": 1}, description="unique within the run")
+    prompt_id: str = pa.Field(
+        str_length={"min_value": 1}, description="names the question; equal texts may share it"
+    )
     prompt: str = pa.Field(str_length={"min_value": 1}, description="text after the template")
     reference: str = pa.Field(
         str_length={"min_value": 1}, description="what the verifier compares with"

@@ -24,9 +24,7 @@ class TrajectoryRow(pa.DataFrameModel):
     member: pl.Int32 = pa.Field(ge=0, description="position within the group")
     attempt: pl.Int32 = pa.Field(ge=0, description="how many earlier tries of the group failed")
     seed: pl.Int64 = pa.Field(ge=0, description="of the sampler; from run seed, index and member")
-    writer_epoch: pl.Int32 = pa.Field(
-        ge=1, description="which driver wrote it; superseded ones are ignored"
-    )
+    writer_epoch: pl.Int32 = pa.Field(ge=1, description="which driver wrote it")
     prompt_id: str
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt_tokens: pl.List(pl.Int32)

@@ -11,14 +11,14 @@ from typing import Any
 from distributed import Client, Future, KilledWorker, wait
 
 from areal_flow.cluster import tasks
-from areal_flow.errors import ArealFlowError, EngineError, TrainerLost
+from areal_flow.errors import ArealFlowError, EngineError, SchemaError, TrainerLost
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsChannel
 
 logger = logging.getLogger(__name__)
 
 ACKNOWLEDGE_TIMEOUT_S = 30.0
-"""How long a generator may take to load weights before nobody waits for it any longer."""
+"""How long a generator may take to load weights before it is replaced and its tasks run again."""
 
 
 class DaskRollouts:
@@ -82,21 +82,25 @@ class SharedWrites:
                 tasks.write, [scored for scored, _ in batch], pure=False, resources={"reward": 1}
             )
             try:
-                receipts: list[GroupReceipt] = await result_of(written)
+                receipts: list[GroupReceipt | SchemaError] = await result_of(written)
             except ArealFlowError as error:
                 for _, receipt in batch:
                     if not receipt.done():
                         receipt.set_exception(error)
                 continue
             for (_, receipt), written_group in zip(batch, receipts, strict=True):
-                if not receipt.done():
+                if receipt.done():
+                    continue
+                if isinstance(written_group, SchemaError):
+                    receipt.set_exception(written_group)
+                else:
                     receipt.set_result(written_group)
 
 
 class DaskTrainer:
     """Sends steps and checkpoints to the trainer rank; restores it if it came back empty."""
 
-    def __init__(self, client: Client, restore: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, client: Client, restore: Callable[[], Awaitable[Any]]) -> None:
         self._client = client
         self._restore = restore
 
@@ -138,11 +142,24 @@ class DaskWeights:
             )
             for address in generators
         }
-        _, late = await asyncio.wait(loads.values(), timeout=ACKNOWLEDGE_TIMEOUT_S)
-        for address, load in loads.items():
-            if load in late:
-                load.cancel()
-                logger.warning("generator %s did not load version %d in time", address, version)
+        await asyncio.wait(loads.values(), timeout=ACKNOWLEDGE_TIMEOUT_S)
+        failed = [address for address, load in loads.items() if not _acknowledged(load)]
+        if failed:
+            logger.warning("replacing %s: version %d was not loaded", ", ".join(failed), version)
+            await self._client.restart_workers(failed, raise_for_error=False)
+
+
+def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
+    """Return whether a generator loaded; one whose process died meanwhile needs nothing more."""
+    if not load.done():
+        load.cancel()
+        return False
+    if load.exception() is not None:
+        return True
+    errors = [result for result in load.result().values() if isinstance(result, BaseException)]
+    for error in errors:
+        logger.warning("a generator could not load weights: %s", error)
+    return not errors or all(isinstance(error, OSError) for error in errors)
 
 
 async def generator_addresses(client: Client) -> list[str]:

@@ -76,8 +76,8 @@ class GeneratorHost:
         from areal_flow.generation.torch_engine import TorchEngine
         from areal_flow.modeling.policy import assign_tensors, empty_policy
 
-        settings, generation = self._recipe.trainer, self._recipe.generation
-        policy = empty_policy(self._layout.model, dtype=settings.dtype, device=settings.device)
+        generation = self._recipe.generation
+        policy = empty_policy(self._layout.model, dtype=generation.dtype, device=generation.device)
         version = self._channel.newest()
         assign_tensors(policy, self._channel.load(version))
         return TorchEngine(

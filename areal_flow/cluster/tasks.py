@@ -21,6 +21,7 @@ from distributed import Worker
 from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
 from areal_flow.cluster.plugins import Holder, holder
 from areal_flow.controller.seeds import member_seed
+from areal_flow.errors import SchemaError
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
 from areal_flow.types import (
@@ -61,20 +62,36 @@ def score(table: pa.Table, prompt: Prompt) -> pa.Table:
     )
 
 
-def write(tables: list[pa.Table]) -> list[GroupReceipt]:
+def write(tables: list[pa.Table]) -> list[GroupReceipt | SchemaError]:
     """Write scored groups beside the log; the driver will commit them.
 
     Validation costs about the same for one group or fifty, so groups that are ready together are
-    validated together; each is a fragment of its own, because each is committed once or not at all.
+    validated together, and one by one only when that fails. Each is a fragment of its own, because
+    each is committed once or not at all.
     """
-    from areal_flow.store.trajectories import validate_groups, write_group
+    from areal_flow.store.trajectories import validate_groups
 
-    path = RunLayout(holder().run_directory).trajectories
-    validate_groups(table.replace_schema_metadata(None) for table in tables)
-    return [_receipt(table, write_group(path, table)) for table in tables]
+    try:
+        validate_groups(tables)
+    except SchemaError:
+        return [_validate_and_write(table) for table in tables]
+    return [_write(table) for table in tables]
 
 
-def _receipt(table: pa.Table, fragments: tuple[str, ...]) -> GroupReceipt:
+def _validate_and_write(table: pa.Table) -> GroupReceipt | SchemaError:
+    from areal_flow.store.trajectories import validate_groups
+
+    try:
+        validate_groups([table])
+    except SchemaError as error:
+        return error
+    return _write(table)
+
+
+def _write(table: pa.Table) -> GroupReceipt:
+    from areal_flow.store.trajectories import write_group
+
+    fragments = write_group(RunLayout(holder().run_directory).trajectories, table)
     return GroupReceipt(
         submission_index=table["submission_index"][0].as_py(),
         fragments=fragments,
@@ -157,6 +174,12 @@ def import_engine(dask_worker: Worker) -> None:
 async def prepare_generator(dask_worker: Worker) -> None:
     """Load the engine now rather than at the first rollout; for `client.run`."""
     await _generator(holder(dask_worker)).serve(0)
+
+
+def engine_stats(dask_worker: Worker) -> EngineStats:
+    """Return what this generator's engine did so far; for `client.run`."""
+    host = holder(dask_worker).get(GeneratorHost)
+    return host.stats() if host else EngineStats()
 
 
 def train_step(request: StepRequest) -> StepResult:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from areal_flow.cluster.hosts import recipe_of
 from areal_flow.cluster.plugins import holder
 from areal_flow.cluster.tasks import trainer_rank
+from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.directory import stop_token_ids
 from areal_flow.prompts.arithmetic import blurted_answer, running_sums, worked_answer
@@ -31,11 +32,18 @@ def warm_start_chunk(num_steps: int) -> tuple[int, float]:
 
 
 def begin_from_warm_start() -> tuple[PolicyHashes, str]:
-    """Make the warm-started policy version 0, or a freshly drawn one when there was no start."""
+    """Make the warm-started policy version 0, or a freshly drawn one when there was no start.
+
+    Raises:
+        TrainerLost: this process is not the one that was warm-started.
+    """
     from areal_flow.trainer.warm_start import WarmStart
 
     of = holder()
     warm_start = of.get(WarmStart)
+    num_steps = recipe_of(of.run_directory).warm_start.num_steps
+    if (warm_start.step if warm_start else 0) < num_steps:
+        raise TrainerLost("the trainer died during the warm start: start the run again")
     rank = trainer_rank()
     rank.adopt(warm_start.policy if warm_start else draw_policy(of.run_directory))
     of.drop(WarmStart)

@@ -68,7 +68,7 @@ class Flow:
         self._written: list[GroupReceipt] = []
         self._episodes: dict[asyncio.Task[None], int] = {}
         self._releases: set[asyncio.Task[None]] = set()
-        self._engine_totals: dict[str, EngineStats] = {}
+        self._engine_totals = {stats.incarnation: stats for stats in start.engine_totals}
         self._consecutive_failures = 0
         self._fatal: ArealFlowError | None = None
         self._committing: asyncio.Task[None] | None = None

@@ -14,7 +14,7 @@ from areal_flow.controller.protocols import (
     TrajectoryLog,
     WeightsPublisher,
 )
-from areal_flow.types import Discard, GroupReceipt, LogHead
+from areal_flow.types import Discard, EngineStats, GroupReceipt, LogHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class FlowStart:
     resubmit: tuple[int, ...] = ()
     waiting: tuple[GroupReceipt, ...] = ()
     discards: tuple[Discard, ...] = ()
+    engine_totals: tuple[EngineStats, ...] = ()
+    """What engines had done before, an evaluation for instance: not this flow's work."""
     log_head: LogHead = field(default_factory=LogHead)
     books: Books = field(default_factory=Books)
 

@@ -117,5 +117,6 @@ def _entries_columns(entries: Entries) -> dict[str, Any]:
             {"trajectory_id": d.trajectory_id, "reason": d.reason} for d in entries.discards
         ],
         "failed_submissions": list(entries.failed_submissions),
+        "num_failed_members": entries.num_member_errors,
         "seconds_generate": entries.seconds_generate,
     }

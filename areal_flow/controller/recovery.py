@@ -38,11 +38,17 @@ def choose_checkpoint(
     return max(usable, default=None)
 
 
-def request_from_row(row: Mapping[str, Any], *, max_staleness: int) -> StepRequest:
-    """Return the request that a ledger row answered: replaying it makes the same policy."""
+def request_from_row(
+    row: Mapping[str, Any], *, parent_hash: str, max_staleness: int
+) -> StepRequest:
+    """Return the request that a ledger row answered: replaying it makes the same policy.
+
+    Args:
+        parent_hash: of the weights to replay on: the row's own, unless an earlier step forked.
+    """
     return StepRequest(
         step=row["step"],
-        parent_hash=row["parent_hash"],
+        parent_hash=parent_hash,
         policy_version=row["policy_version"],
         trajectory_ids=tuple(row["trajectory_ids"]),
         batch_digest=row["batch_digest"],

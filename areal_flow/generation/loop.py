@@ -152,7 +152,8 @@ class EngineLoop:
 
     def _fail_outstanding(self) -> None:
         for future in list(self._outstanding):
-            future.set_exception(self._down())
+            if not future.done():
+                future.set_exception(self._down())
 
     def _resolve(
         self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None

@@ -25,6 +25,8 @@ def load_policy(
 ) -> Any:
     """Load a Hugging Face causal language model from a directory, in evaluation mode.
 
+    Any stored type becomes `dtype`: a trainer's master weights are float32.
+
     Raises:
         ModelError: the directory has no usable configuration or weights.
     """

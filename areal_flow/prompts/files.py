@@ -15,6 +15,7 @@ from areal_flow.prompts.question import Question
 
 MAX_LINE_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 256
+MAX_DIFFICULTY = 2**31 - 1
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:
@@ -62,14 +63,19 @@ def _text(row: dict[str, Any], field: str, origin: str) -> str:
         raise PromptError(
             f"{origin}: field {field!r}: expected non-empty text, found {str(value)[:40]!r}"
         )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{origin}: field {field!r}: not encodable text: {error}") from None
     return value
 
 
 def _difficulty(row: dict[str, Any], origin: str) -> int:
     value = row.get("difficulty", 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if type(value) is not int or not 0 <= value <= MAX_DIFFICULTY:
         raise PromptError(
-            f"{origin}: field 'difficulty': expected an integer of at least 0, found {value!r}"
+            f"{origin}: field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, found "
+            f"{value!r}"
         )
     return value
 

@@ -8,10 +8,10 @@ import inspect
 from dataclasses import dataclass
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import Verifier
 
-BUILT_IN: dict[str, Verifier] = {"numeric": verify_numeric}
+BUILT_IN: dict[str, Verifier] = {"numeric": verify_numeric, "exact": verify_exact}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Exact and numeric comparison of a final answer: arithmetic, GSM8K, any task with one number."""
+"""A final answer, compared as a number or as text: arithmetic, GSM8K, short answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MAX_DIGITS = 400
 def verify_numeric(*, prompt: str, completion: str, reference: str) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
-    The reference may be a bare answer or GSM8K's solution ending in `#### n`. Equal text is right;
-    otherwise both are compared as exact fractions. Only ASCII digits are digits.
+    The reference may be a bare number or GSM8K's solution ending in `#### n`. Both are compared as
+    exact fractions. Only ASCII digits are digits.
     """
     expected = parse_number(final_answer(reference) or "")
     if expected is None:
@@ -32,14 +32,32 @@ def verify_numeric(*, prompt: str, completion: str, reference: str) -> Score:
     return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=answer[:80])
 
 
+def verify_exact(*, prompt: str, completion: str, reference: str) -> Score:
+    """Compare the marked final answer, else the whole completion, as text.
+
+    Runs of white space count as one space; letter case counts.
+    """
+    answer = " ".join((marked_answer(completion) or completion).split())
+    expected = " ".join((marked_answer(reference) or reference).split())
+    right = answer == expected
+    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=answer[:80])
+
+
 def final_answer(text: str) -> str | None:
-    """Return the text of the final answer, or None when there is nothing like one."""
+    """Return the marked answer, else the last number, or None when there is neither."""
+    if (marked := marked_answer(text)) is not None:
+        return marked
+    numbers = _NUMBER.findall(text.translate(_NON_ASCII_DIGITS_REMOVED))
+    return numbers[-1] if numbers else None
+
+
+def marked_answer(text: str) -> str | None:
+    """Return what stands in the last `\\boxed{}`, else after the last `####`, or None."""
     if boxed := _BOXED.findall(text):
         return str(boxed[-1]).strip()
     if _ANSWER_MARK in text:
         return text.rsplit(_ANSWER_MARK, 1)[1].strip()
-    numbers = _NUMBER.findall(text.translate(_NON_ASCII_DIGITS_REMOVED))
-    return numbers[-1] if numbers else None
+    return None
 
 
 def parse_number(text: str) -> Fraction | None:

@@ -23,6 +23,9 @@ from schemas.trajectories import SCHEMA_VERSION
 
 TRAJECTORIES = arrow_schema(TrajectoryRow)
 
+RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
+"""All that `receipts` needs to be read."""
+
 _SCORED = ("reward", "reward_detail", "verifier", "scored_at")
 
 
@@ -83,8 +86,6 @@ def _detail(score: Score) -> str:
 
 def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
     """Return what the driver may know of these rows: no tokens."""
-    columns = ["trajectory_id", "version_spans", "reward", "finish_reason"]
-    masked = [row.count(False) for row in table["loss_mask"].to_pylist()]
     return tuple(
         TrajectoryReceipt(
             trajectory_id=row["trajectory_id"],
@@ -93,9 +94,8 @@ def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
             ),
             reward=row["reward"],
             finish_reason=row["finish_reason"],
-            num_loss_masked_tokens=num_masked,
         )
-        for row, num_masked in zip(table.select(columns).to_pylist(), masked, strict=True)
+        for row in table.select(RECEIPT_COLUMNS).to_pylist()
     )
 
 

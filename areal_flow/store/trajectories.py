@@ -40,7 +40,9 @@ def validate_groups(tables: Iterable[pa.Table]) -> None:
     Raises:
         SchemaError: naming the columns and rules.
     """
-    validate(pa.concat_tables(tables), TrajectoryRow)
+    validate(
+        pa.concat_tables(table.replace_schema_metadata(None) for table in tables), TrajectoryRow
+    )
 
 
 def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from areal_flow.checkpoints import checkpoint_path
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.policy import empty_policy, load_policy
+from areal_flow.modeling.policy import DTYPES, empty_policy, load_policy
 from areal_flow.trainer.checkpoint import describe, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -56,7 +56,7 @@ class TrainerRank:
     def load_pretrained(self, directory: Path) -> None:
         """Start from a Hugging Face model directory."""
         settings = self._recipe.trainer
-        self.adopt(load_policy(directory, dtype=settings.dtype, device=settings.device))
+        self.adopt(load_policy(directory, device=settings.device))
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
@@ -121,7 +121,7 @@ class TrainerRank:
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
         settings = self._recipe.trainer
-        policy = empty_policy(self._layout.model, dtype=settings.dtype, device=settings.device)
+        policy = empty_policy(self._layout.model, device=settings.device)
         state = self.adopt(policy)
         read_checkpoint(checkpoint_path(self._layout.checkpoints, step), state)
         self._step, self._last = step, None
@@ -143,14 +143,15 @@ class TrainerRank:
             temperature=self._recipe.generation.temperature,
             seed=self._recipe.seed,
         )
-        held, self._hashes = self._hashes, None
-        numbers = train_step(self.state, sequences, step=request.step, settings=settings)
-        self._hashes = held
-        return numbers
+        # From here until its weights are staged this rank stands nowhere: an error must not leave
+        # changed weights under the parent's name.
+        self._hashes = None
+        return train_step(self.state, sequences, step=request.step, settings=settings)
 
     def _stage(self, version: int) -> PolicyHashes:
         assert self.state is not None
-        tensors = self.state.tensors()
+        dtype = DTYPES[self._recipe.generation.dtype]
+        tensors = {name: tensor.to(dtype) for name, tensor in self.state.tensors().items()}
         return PolicyHashes(
             weights_hash=self.state.weights_hash(),
             optimizer_hash=self.state.optimizer_hash(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal_flow.config import TrainerSettings
 from areal_flow.modeling.hashing import hash_tensors
-from areal_flow.modeling.policy import policy_tensors
+from areal_flow.modeling.policy import DTYPES, policy_tensors
 
 
 class TrainerState:
@@ -25,6 +25,13 @@ class TrainerState:
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
+        )
+
+    def autocast(self) -> torch.autocast:
+        """Return the precision of forward passes; the master weights stay float32."""
+        device_type = torch.device(self.settings.device).type
+        return torch.autocast(
+            device_type, DTYPES[self.settings.dtype], enabled=self.settings.dtype != "float32"
         )
 
     def learning_rate(self, step: int) -> float:

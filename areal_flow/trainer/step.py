@@ -136,7 +136,8 @@ def _update(
     if not (np.isfinite(loss_total) and np.isfinite(grad_norm)):
         raise TrainingError(
             f"expected a finite loss and gradient, found loss {loss_total} and gradient norm "
-            f"{grad_norm}: nothing was published; lower trainer.learning_rate and use --resume"
+            f"{grad_norm}: nothing of this step was published; start a new run with a lower "
+            "trainer.learning_rate"
         )
     state.optimizer.step()
     numbers.losses.append(loss_total)
@@ -146,7 +147,8 @@ def _update(
 def _micro_batch_loss(
     state: TrainerState, micro: MicroBatch, proximal_M: Tensor | None, settings: StepSettings
 ) -> PolicyLoss:
-    logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=settings.temperature)
+    with state.autocast():
+        logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=settings.temperature)
     algorithm = settings.algorithm
     return decoupled_ppo_loss(
         logprobs_M,
@@ -178,4 +180,5 @@ def micro_batch_logprobs(
 def _logprobs_without_gradient(
     state: TrainerState, micro: MicroBatch, settings: StepSettings
 ) -> Tensor:
-    return micro_batch_logprobs(state.policy, micro, temperature=settings.temperature)
+    with state.autocast():
+        return micro_batch_logprobs(state.policy, micro, temperature=settings.temperature)

@@ -52,12 +52,12 @@ class DirectoryChannel:
 
     def publish(self, version: int) -> None:
         published, staged = self._published(version), self._staged(version)
-        if staged.is_dir():
+        if staged.is_dir() and _hash_of(staged) != _hash_of(published):
             shutil.rmtree(published, ignore_errors=True)
             staged.rename(published)
         elif not published.is_dir():
             raise WeightsError(f"version {version} was never staged in {self.root}")
-        self._prune()
+        self._prune(version)
 
     def newest(self) -> int:
         versions = self._versions()
@@ -97,25 +97,28 @@ class DirectoryChannel:
             return []
         return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdigit())
 
-    def _prune(self) -> None:
+    def _prune(self, published: int) -> None:
+        """Drop old versions, and what a replay staged on its way to the published one."""
         for version in self._versions()[:-KEEP_VERSIONS]:
             shutil.rmtree(self._published(version), ignore_errors=True)
+        for staged in self.root.glob(".staged-*"):
+            if int(staged.name.removeprefix(".staged-")) <= published:
+                shutil.rmtree(staged, ignore_errors=True)
+
+
+def _hash_of(directory: Path) -> str | None:
+    file = directory / "hash"
+    return file.read_text() if file.is_file() else None
 
 
 def publish_model_directory(source: Path, root: Path) -> None:
     """Publish a model directory's weights as version 0, for programs that only generate.
 
     Raises:
-        WeightsError: its safetensors cannot be read.
+        ModelError: the directory cannot be loaded.
     """
-    from safetensors.torch import load_file
+    from areal_flow.modeling.policy import load_policy, policy_tensors
 
-    tensors: dict[str, Tensor] = {}
-    try:
-        for file in sorted(source.glob("model*.safetensors")):
-            tensors |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"the weights in {source} cannot be read: {error}") from error
     channel = DirectoryChannel(root)
-    channel.stage(0, tensors)
+    channel.stage(0, policy_tensors(load_policy(source)))
     channel.publish(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -337,3 +338,24 @@ async def test_closed_engine_refuses(subject: Subject) -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         await engine.generate(request_of())
+
+
+class FailingEngine(BigramEngine):
+    """Delivers one group, then raises."""
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        if len(self._groups) < 8:
+            raise RuntimeError("out of memory, on purpose")
+        return super().step()
+
+
+async def test_engine_that_dies_fails_every_caller_and_leaves_none_waiting() -> None:
+    table = [[0.0] * VOCABULARY] * VOCABULARY
+    engine = EngineLoop(FailingEngine(table, num_slots=64))
+    requests = [request_of("r0", length=1), *(request_of(f"r{i}", length=9) for i in range(1, 8))]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    time.sleep(0.2)  # keep the event loop busy while the thread delivers one and dies
+    _, waiting = await asyncio.wait(tasks, timeout=5)
+    assert not waiting
+    failed = [task for task in tasks if isinstance(task.exception(), EngineError)]
+    assert len(failed) >= 7

@@ -155,3 +155,53 @@ def test_thread_wakes_for_each_event(tmp_path: Path, database: str) -> None:
             sleep(0.02)
         assert not list(spool.pending())
     tracker.close("FINISHED")
+
+
+def test_refused_event_is_left_out_and_the_next_ones_arrive(
+    tmp_path: Path, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database)
+    tracker.log_metrics(1, {"a": 1.0})
+    tracker.log_metrics(2, {"a name that MLflow refuses: #?": 1.0})
+    tracker.log_metrics(3, {"a": 3.0})
+    tracker.register_checkpoint(tmp_path, {})
+    tracker.close("FINISHED")
+    assert Kept(tracker).metrics["a"] == {1: 1.0, 3: 3.0}
+    assert "MLflow refused metrics" in caplog.text
+
+
+def test_server_that_is_away_is_asked_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def fail(self: MlflowTracker) -> None:
+        attempts.append(monotonic())
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(MlflowTracker, "_connect", fail)
+    tracker = mlflow_tracker(tmp_path / "spool.jsonl", "http://127.0.0.1:9")
+    for step in range(50):
+        tracker.log_metrics(step, {"a": 1.0})
+        sleep(0.01)
+    assert len(attempts) <= 2
+    tracker.close("FAILED")
+
+
+def test_damaged_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "spool.jsonl"
+    path.write_text('{"n": 0}\n{"n": 1, "to{"n": 2}\n{"n": 3}\n')
+    assert [event["n"] for event, _ in Spool(path).pending()] == [0, 3]
+
+
+def test_full_disk_loses_an_event_and_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(tmp_path / "spool.jsonl")
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    spool.append({"n": 1})
+    assert "is lost" in caplog.text

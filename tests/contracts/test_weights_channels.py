@@ -87,3 +87,17 @@ def test_tied_head_follows_the_embedding() -> None:
 def test_weights_of_another_policy_are_refused() -> None:
     with pytest.raises(WeightsError, match="expected the policy's"):
         assign_tensors(small_policy(), {"a": torch.zeros(1)})
+
+
+def test_publishing_again_leaves_readers_alone_and_clears_what_a_replay_staged(
+    tmp_path: Path,
+) -> None:
+    channel = DirectoryChannel(tmp_path)
+    channel.stage(3, weights(3))
+    channel.publish(3)
+    served = (tmp_path / "00000003").stat().st_ino
+    for version in (1, 2, 3):
+        channel.stage(version, weights(version))
+    channel.publish(3)
+    assert (tmp_path / "00000003").stat().st_ino == served
+    assert [entry.name for entry in tmp_path.iterdir()] == ["00000003"]

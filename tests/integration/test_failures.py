@@ -97,7 +97,28 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
     assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
 
-def test_second_signal_and_one_before_training_stop_at_once(tmp_path: Path) -> None:
+def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    layout = RunLayout((tmp_path / "runs" / "s").resolve())
+    slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "2048"]
+    process = start_cli("train", "--name", "s", *slow, cwd=tmp_path)
+    wait_for_step(process, layout, 1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    assert "stopping at once" in output
+    assert "areal-flow train --resume s" in output
+    assert "Traceback" not in output
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+    done = cli("train", "--resume", "s", "--num-steps", str(head + 1), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_books(layout)
+
+
+def test_signal_before_training_stops_at_once(tmp_path: Path) -> None:
     slow = [*small_arguments(), "--warm-start.num-steps", "5000"]
     process = start_cli("train", "--name", "w", *slow, cwd=tmp_path)
     assert process.stdout is not None
@@ -109,6 +130,7 @@ def test_second_signal_and_one_before_training_stop_at_once(tmp_path: Path) -> N
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
     assert "Traceback" not in output
+    assert "there is nothing to resume" in output
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert "stopped" in cli("runs", cwd=tmp_path).stdout
 

@@ -40,6 +40,9 @@ def error_of(table: dict[str, object]) -> str:
         ({"prompts": {"min_terms": 9, "max_terms": 3}}, "must not exceed max_terms"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
         ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+        ({"generation": {"num_slots": "64"}}, "generation.num_slots = '64'"),
+        ({"controller": {"max_attempts": True}}, "controller.max_attempts = True"),
+        ({"generation": {"temperature": float("inf")}}, "finite number"),
         ({"prompts": {"source": "file", "path": "p.jsonl"}}, "warm_start.num_steps (2300)"),
     ],
 )

@@ -66,6 +66,8 @@ def good(index: int) -> dict[str, Any]:
         ({"question": 5, "answer": "1"}, "field 'question'"),
         ({"question": "1 + 1 =", "answer": "two"}, "field 'answer': the numeric verifier"),
         ({**good(1), "difficulty": -1}, "field 'difficulty'"),
+        ({**good(1), "difficulty": 3_000_000_000}, "field 'difficulty'"),
+        ('{"question": "\\ud83d =", "answer": "1"}', "not encodable text"),
         ({"question": "1 + " * 90, "answer": "1"}, "expected 1 to 64"),
     ],
 )

@@ -106,7 +106,10 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
     cluster = FakeCluster(random.Random(0))
     start = plan_flow_start(log.rows, (), log.head)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
-    replayed = [request_from_row(row, max_staleness=2) for row in log.rows[1:]]
+    replayed = [
+        request_from_row(row, parent_hash=row["parent_hash"], max_staleness=2)
+        for row in log.rows[1:]
+    ]
     assert replayed == cluster.requests
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards.loading import load_verifier
-from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.scoring import score_completions
 from areal_flow.types import Score
 
@@ -41,6 +41,20 @@ def test_numeric_verdicts(completion: str, reference: str, verdict: str) -> None
     score = verify_numeric(prompt="", completion=completion, reference=reference)
     assert score.verdict == verdict
     assert score.reward == (1.0 if verdict == "right" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "verdict"),
+    [
+        ("thinking... #### Paris", "Paris", "right"),
+        ("\\boxed{x + 1}", "#### x + 1", "right"),
+        ("Paris ", "Paris", "right"),
+        ("paris", "Paris", "wrong"),
+        ("", "Paris", "wrong"),
+    ],
+)
+def test_exact_verdicts(completion: str, reference: str, verdict: str) -> None:
+    assert verify_exact(prompt="", completion=completion, reference=reference).verdict == verdict
 
 
 def test_verifier_that_raises_costs_only_its_own_completion() -> None:

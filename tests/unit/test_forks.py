@@ -1,0 +1,56 @@
+"""A replay that differs: refused where it must not, recorded and said where it may."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_flow.errors import TrainingError
+from areal_flow.layout import RunLayout
+from areal_flow.types import PolicyHashes, StepResult
+from pipelines.beginning import note_fork
+
+CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
+ROW = {"step": 7, "weights_hash": "w", "optimizer_hash": "o", "served_hash": "s"}
+
+
+def replayed(environment: dict[str, Any], **hashes: str) -> StepResult:
+    made = {"weights_hash": "w", "optimizer_hash": "o", "served_hash": "s", **hashes}
+    return StepResult(7, PolicyHashes(**made), None, json.dumps(environment))  # type: ignore[arg-type]
+
+
+def row(environment: dict[str, Any]) -> dict[str, Any]:
+    return {**ROW, "numeric_environment": json.dumps(environment)}
+
+
+def test_equal_hashes_are_no_fork(tmp_path: Path) -> None:
+    note_fork(RunLayout(tmp_path), row(CPU), replayed({**CPU, "threads": 2}))
+    assert not RunLayout(tmp_path).forks.exists()
+
+
+@pytest.mark.parametrize("name", ["weights_hash", "optimizer_hash", "served_hash"])
+def test_any_difference_in_the_same_environment_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TrainingError, match="same numeric environment"):
+        note_fork(RunLayout(tmp_path), row(CPU), replayed(CPU, **{name: "other"}))
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(CPU, {**CPU, "torch": "2.14.0"}), ({"device": "cuda"}, {"device": "cuda"})],
+    ids=["another torch", "a GPU"],
+)
+def test_elsewhere_a_difference_is_recorded_and_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    there: dict[str, Any],
+    here: dict[str, Any],
+) -> None:
+    layout = RunLayout(tmp_path)
+    note_fork(layout, row(there), replayed(here, weights_hash="other"))
+    assert "fork: step 7" in caplog.text
+    recorded = json.loads(layout.forks.read_text())
+    assert recorded["replayed"]["weights_hash"] == "other"
+    assert recorded["recorded"]["weights_hash"] == "w"

@@ -91,7 +91,7 @@ def _nanny(placement: WorkerPlacement) -> dict[str, object]:
             "memory_limit": 0,
             "host": HOST,
             "dashboard": False,
-            "preload": ["areal_flow.cluster.serialization"],
+            "preload": ["areal_flow.cluster.preload"],
         },
     }
 

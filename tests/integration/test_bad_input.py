@@ -46,7 +46,12 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["--prompts", "absent.jsonl"], 1, "expected a prompt file at absent.jsonl"),
+        (
+            [str(RECIPE), "--prompts", "absent.jsonl"],
+            1,
+            "a prompt file at absent.jsonl, found none",
+        ),
+        (["--prompts", "absent.jsonl"], 2, "see the gsm8k recipe"),
         (["--controller.max-staleness", "-1"], 2, "controller.max_staleness = -1"),
         (["--trainer.lr", "1"], 2, "trainer.lr: there is no such setting"),
         (["--name", "../outside"], 1, "run name '../outside'"),

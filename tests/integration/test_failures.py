@@ -99,7 +99,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
 
 def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
-    slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "2048"]
+    slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "512"]
     process = start_cli("train", "--name", "s", *slow, cwd=tmp_path)
     wait_for_step(process, layout, 1)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -113,9 +113,9 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
 
 
 def _table(before: EvaluationTable, after: EvaluationTable) -> Table:
-    table = Table(title="Held-out prompts, one sample each, 95% intervals")
-    for label in ("difficulty", "prompts", "before", "after", "length before", "length after"):
-        table.add_column(label, justify="right")
+    table = Table(title="Held-out prompts, one sample each, 95% intervals", box=None)
+    for label in ("difficulty", "prompts", "before", "after", "mean tokens"):
+        table.add_column(label, justify="right", no_wrap=True)
     for difficulty, (rate, length) in before.by_difficulty.items():
         rate_after, length_after = after.by_difficulty[difficulty]
         table.add_row(
@@ -123,11 +123,10 @@ def _table(before: EvaluationTable, after: EvaluationTable) -> Table:
             str(rate.n),
             f"{rate.pass_rate:.3f}",
             f"{rate_after.pass_rate:.3f}",
-            f"{length:.1f}",
-            f"{length_after:.1f}",
+            f"{length:.1f} -> {length_after:.1f}",
         )
-    table.add_section()
-    table.add_row("all", str(before.overall.n), _interval(before.overall), _interval(after.overall))
+    overall = (before.overall, after.overall)
+    table.add_row("all", str(before.overall.n), *map(_interval, overall), style="bold")
     return table
 
 

@@ -58,6 +58,13 @@ from pipelines.summary import Findings, print_summary, summarise, write_summary
 
 logger = logging.getLogger(__name__)
 
+_CHECKPOINT_COLUMNS = [
+    "weights_hash",
+    "next_submission_index",
+    "lance_version",
+    "trajectory_watermark",
+]
+
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
@@ -250,7 +257,7 @@ class Session:
         """Force log and ledger to disk, then have the trainer write what stands on them."""
         await asyncio.to_thread(self.committer.sync)
         await asyncio.to_thread(self.ledger.sync)
-        head = (await asyncio.to_thread(self.ledger.rows))[-1]
+        head = await asyncio.to_thread(self.ledger.head, _CHECKPOINT_COLUMNS)
         path = checkpoint_path(self.layout.checkpoints, step)
         if step not in list_checkpoints(self.layout.checkpoints):
             await self.trainer.checkpoint(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from time import monotonic
 
@@ -35,7 +34,7 @@ from areal_flow.controller.records import (
 )
 from areal_flow.controller.seeds import group_seeds
 from areal_flow.errors import ArealFlowError
-from areal_flow.types import Batch, Discard, EngineStats, Episode, GroupReceipt, StepRequest
+from areal_flow.types import Batch, EngineStats, Episode, GroupReceipt, StepRequest
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Flow:
         self._restore(start)
 
     def _restore(self, start: FlowStart) -> None:
-        self._discarded(list(start.discards))
+        self.books.discard(list(start.discards))
         for receipt in start.waiting:
             self.gate.restored()
             self._buffer_group(receipt)
@@ -126,17 +125,17 @@ class Flow:
 
     def submit(self) -> None:
         """Start one group's episode: the oldest unaccounted submission first, else the next."""
-        submission_index = next(self._submission_indices())
+        submission_index = self._next_submission()
         self.gate.submitted()
         task = asyncio.create_task(self._run_episode(submission_index))
         self._episodes[task] = submission_index
         task.add_done_callback(self._episode_ended)
 
-    def _submission_indices(self) -> Iterator[int]:
-        while self._resubmit:
-            yield self._resubmit.popleft()
+    def _next_submission(self) -> int:
+        if self._resubmit:
+            return self._resubmit.popleft()
         self._cursor += 1
-        yield self._cursor - 1
+        return self._cursor - 1
 
     async def _run_episode(self, submission_index: int) -> None:
         prompt = self.parts.prompts.prompt_at(submission_index)
@@ -213,7 +212,7 @@ class Flow:
 
     def _buffer_group(self, receipt: GroupReceipt) -> None:
         groups_before = len(self.buffer)
-        self._discarded(self.buffer.add(receipt, policy_version=self.policy_version))
+        self.books.discard(self.buffer.add(receipt, policy_version=self.policy_version))
         self.gate.released(groups_before + 1 - len(self.buffer))
 
     def _judge_members(self, receipt: GroupReceipt) -> None:
@@ -231,12 +230,9 @@ class Flow:
             self.books.entries.seconds_generate += stats.busy_s - before.busy_s
             self._engine_totals[stats.incarnation] = stats
 
-    def _discarded(self, discards: list[Discard]) -> None:
-        self.books.discard(discards)
-
     def _evict_stale(self) -> None:
         groups_before = len(self.buffer)
-        self._discarded(self.buffer.evict(policy_version=self.policy_version))
+        self.books.discard(self.buffer.evict(policy_version=self.policy_version))
         self.gate.released(groups_before - len(self.buffer))
 
     # Training

@@ -73,6 +73,10 @@ class Ledger:
                 raise StorageError(f"expected steps 0 to {len(steps) - 1} in {self._path}")
         return rows
 
+    def head(self, columns: list[str]) -> dict[str, Any]:
+        """Return these columns of the newest row."""
+        return self.rows(["step", *columns])[-1]
+
     def sync(self) -> None:
         """Force everything committed to disk."""
         self._durable.sync()

@@ -49,7 +49,8 @@ class FakePrompts:
 class FakeCluster:
     """Generators and a trainer in (virtual) time: durations, deaths and slow loads as told.
 
-    Tokens of an episode carry the version that its generator served when they were sampled.
+    Tokens of an episode carry the version that its generator served when they were sampled; each
+    generator loads new weights in its own time, and is acknowledged with the last.
     """
 
     randomness: random.Random
@@ -59,13 +60,16 @@ class FakeCluster:
     death_rate: float = 0.0
     unscored_rate: float = 0.0
     num_tokens: int = 8
-    served: int = 0
-    published: int = 0
+    num_generators: int = 3
+    initial_version: int = 0
     num_running: int = 0
     training: bool = False
     on_event: Callable[[], None] = lambda: None
     requests: list[StepRequest] = field(default_factory=list)
     spans: dict[str, tuple[VersionSpan, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.served = [self.initial_version] * self.num_generators
 
     async def run(self, episode: Episode) -> GroupReceipt:
         """`Rollouts.run`."""
@@ -76,11 +80,12 @@ class FakeCluster:
             self.num_running -= 1
 
     async def _roll_out(self, episode: Episode) -> GroupReceipt:
+        generator = self.randomness.randrange(self.num_generators)
         pause_s = self.duration_s(self.randomness) / self.num_tokens
         versions = []
         for _ in range(self.num_tokens):
             await asyncio.sleep(pause_s)
-            versions.append(self.served)
+            versions.append(self.served[generator])
             if self.randomness.random() < self.death_rate / self.num_tokens:
                 raise EngineError("the fake generator died")
         members = [
@@ -135,13 +140,15 @@ class FakeCluster:
     async def publish(self, version: int) -> None:
         """`WeightsPublisher.publish`."""
         self.on_event()
-        self.published = version
 
     async def load_everywhere(self, version: int) -> None:
         """`WeightsPublisher.load_everywhere`."""
-        await asyncio.sleep(self.load_s(self.randomness))
-        self.served = max(self.served, version)
+        await asyncio.gather(*(self._load(g, version) for g in range(self.num_generators)))
         self.on_event()
+
+    async def _load(self, generator: int, version: int) -> None:
+        await asyncio.sleep(self.load_s(self.randomness))
+        self.served[generator] = max(self.served[generator], version)
 
 
 @dataclass

@@ -6,7 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
@@ -109,9 +110,10 @@ def cli(
     )
 
 
-def start_cli(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    """Start `areal-flow` and leave it running."""
-    return subprocess.Popen(
+@contextmanager
+def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start `areal-flow` in a process group of its own; kill what is left of it at the end."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -119,6 +121,11 @@ def start_cli(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def small_arguments() -> list[str]:

@@ -19,7 +19,7 @@ from tests.integration.runs import (
     run_small,
     small_arguments,
     small_recipe,
-    start_cli,
+    started_cli,
     step_reached,
     workers_with,
 )
@@ -57,24 +57,24 @@ def wait_for_step(process: object, layout: RunLayout, step: int) -> None:
 def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "k").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
-    process = start_cli("train", "--name", "k", *arguments, cwd=tmp_path)
-    wait_for_step(process, layout, 6)
-    second = cli("train", "--resume", "k", cwd=tmp_path)
-    assert second.returncode == 1
-    assert f"held by process {process.pid} since" in second.stderr
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    listed = cli("runs", cwd=tmp_path).stdout
-    assert "crashed" in listed
-    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
-    done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    replayed = head - max(s for s in range(0, head + 1, 4))
-    assert f"{replayed} steps replayed" in done.stdout
-    assert f"Resuming at step {head}" in done.stdout
-    check_books(layout)
+    with started_cli("train", "--name", "k", *arguments, cwd=tmp_path) as process:
+        wait_for_step(process, layout, 6)
+        second = cli("train", "--resume", "k", cwd=tmp_path)
+        assert second.returncode == 1
+        assert f"held by process {process.pid} since" in second.stderr
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        listed = cli("runs", cwd=tmp_path).stdout
+        assert "crashed" in listed
+        head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+        done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        replayed = head - max(s for s in range(0, head + 1, 4))
+        assert f"{replayed} steps replayed" in done.stdout
+        assert f"Resuming at step {head}" in done.stdout
+        check_books(layout)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -83,56 +83,56 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
 ) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--prompts.num-held-out", "0"]
-    process = start_cli("train", "--name", "s", *arguments, cwd=tmp_path)
-    wait_for_step(process, layout, 2)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, number)  # as a terminal does: to the workers, too
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code, output
-    assert "areal-flow train --resume s" in output
-    assert "Traceback" not in output
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    check_books(layout)
-    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
-    assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
+    with started_cli("train", "--name", "s", *arguments, cwd=tmp_path) as process:
+        wait_for_step(process, layout, 2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, number)  # as a terminal does: to the workers, too
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
+        assert "areal-flow train --resume s" in output
+        assert "Traceback" not in output
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        check_books(layout)
+        head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+        assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
 
 def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "512"]
-    process = start_cli("train", "--name", "s", *slow, cwd=tmp_path)
-    wait_for_step(process, layout, 1)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
-    assert "stopping at once" in output
-    assert "areal-flow train --resume s" in output
-    assert "Traceback" not in output
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
-    done = cli("train", "--resume", "s", "--num-steps", str(head + 1), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_books(layout)
+    with started_cli("train", "--name", "s", *slow, cwd=tmp_path) as process:
+        wait_for_step(process, layout, 1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 143, output
+        assert "stopping at once" in output
+        assert "areal-flow train --resume s" in output
+        assert "Traceback" not in output
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+        done = cli("train", "--resume", "s", "--num-steps", str(head + 1), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        check_books(layout)
 
 
 def test_signal_before_training_stops_at_once(tmp_path: Path) -> None:
     slow = [*small_arguments(), "--warm-start.num-steps", "5000"]
-    process = start_cli("train", "--name", "w", *slow, cwd=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "warm start" in line:
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
-    assert "Traceback" not in output
-    assert "there is nothing to resume" in output
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    assert "stopped" in cli("runs", cwd=tmp_path).stdout
+    with started_cli("train", "--name", "w", *slow, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "warm start" in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 143, output
+        assert "Traceback" not in output
+        assert "there is nothing to resume" in output
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        assert "stopped" in cli("runs", cwd=tmp_path).stdout
 
 
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:

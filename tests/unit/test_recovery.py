@@ -72,7 +72,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
             duration_s=lambda r: r.paretovariate(1.2),
             death_rate=death_rate,
             spans=spans,
-            served=start.policy_version,
+            initial_version=start.policy_version,
         )
         flow = make_flow(cluster, log, start, num_steps=15)
         assert flow.imbalance() == 0

@@ -76,16 +76,16 @@ async def _run_beside(
             other.cancel()
 
 
-async def workers_with(resource: str) -> dict[str, int]:
-    """Return address and process id of the current cluster's workers of a role."""
+async def worker_pid(role: str) -> int:
+    """Return the process id of a live worker of the current cluster, once there is one."""
     client: Client = default_client()
-    identity = await client.scheduler.identity(n_workers=-1)
-    pids = await client.run(os.getpid)
-    return {
-        address: pids[address]
-        for address, worker in identity["workers"].items()
-        if resource in worker["resources"] and address in pids
-    }
+    while True:
+        identity = await client.scheduler.identity(n_workers=-1)
+        pids = await client.run(os.getpid, on_error="ignore")
+        for address, worker in identity["workers"].items():
+            if role in worker["resources"] and address in pids:
+                return int(pids[address])
+        await asyncio.sleep(0.2)
 
 
 async def step_reached(layout: RunLayout, step: int) -> None:

@@ -21,7 +21,7 @@ from tests.integration.runs import (
     small_recipe,
     started_cli,
     step_reached,
-    workers_with,
+    worker_pid,
 )
 
 
@@ -33,8 +33,7 @@ def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path)
     async def kill_in_turn() -> None:
         for step, role in ((2, "generator"), (5, "reward"), (8, "trainer")):
             await step_reached(layout, step)
-            _, pid = next(iter((await workers_with(role)).items()))
-            os.kill(pid, signal.SIGKILL)
+            os.kill(await worker_pid(role), signal.SIGKILL)
             killed.append(role)
             await asyncio.sleep(0.5)
 

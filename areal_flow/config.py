@@ -195,7 +195,6 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        groups = self.controller.batch_size // self.controller.group_size
         _require(
             self.model != TINY_MODEL
             or self.prompts.source == "arithmetic"
@@ -204,9 +203,9 @@ class Recipe(Settings):
             "is 'arithmetic': only sums have worked answers to imitate; see the gsm8k recipe",
         )
         _require(
-            self.algorithm.num_minibatches <= groups,
+            self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
-            f"{groups} groups of a batch",
+            f"{self.groups_per_step} groups of a batch",
         )
         _require(
             self.trainer.tokens_per_micro_batch >= self.generation.context_tokens,

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.errors import EngineError, WeightsError
 from areal_flow.types import (
+    NOTHING_TRAINED,
     Completion,
     Episode,
     GroupReceipt,
@@ -24,7 +25,6 @@ from areal_flow.types import (
     LogHead,
     PolicyHashes,
     Prompt,
-    StepMetrics,
     StepRequest,
     StepResult,
     TrajectoryReceipt,
@@ -117,23 +117,14 @@ class FakeCluster:
             spans, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
         digest = hashlib.sha256(f"{request}".encode()).hexdigest()[:8]
-        metrics = StepMetrics(
-            loss=0.0,
-            grad_norm=0.0,
-            learning_rate=0.0,
-            clip_fraction=0.0,
-            behavior_weight_mean=1.0,
-            behavior_weight_max=1.0,
-            reward_mean=0.0,
+        metrics = replace(
+            NOTHING_TRAINED,
             completion_tokens_mean=float(self.num_tokens),
             num_trained_tokens=count.num_trained,
             num_masked_tokens=count.num_masked,
             staleness_mean=count.staleness_mean,
             staleness_max=count.staleness_max,
-            masked_fraction_by_tenth=(),
-            seconds_read=0.0,
             seconds_train=self.train_s,
-            seconds_stage=0.0,
         )
         return StepResult(request.step, PolicyHashes(digest, "", digest), metrics, "{}")
 
@@ -181,8 +172,6 @@ class MemoryLog:
         self.rows.append(row)
 
     async def on_step(self, row: dict[str, Any]) -> None: ...
-
-    def on_group(self, receipt: GroupReceipt) -> None: ...
 
 
 class BigramEngine:

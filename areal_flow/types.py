@@ -182,6 +182,27 @@ class StepMetrics:
     seconds_stage: float
 
 
+NOTHING_TRAINED = StepMetrics(
+    loss=0.0,
+    grad_norm=0.0,
+    learning_rate=0.0,
+    clip_fraction=0.0,
+    behavior_weight_mean=1.0,
+    behavior_weight_max=1.0,
+    reward_mean=0.0,
+    completion_tokens_mean=0.0,
+    num_trained_tokens=0,
+    num_masked_tokens=0,
+    staleness_mean=0.0,
+    staleness_max=0,
+    masked_fraction_by_tenth=(),
+    seconds_read=0.0,
+    seconds_train=0.0,
+    seconds_stage=0.0,
+)
+"""The metrics of the genesis."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyHashes:
     """Identity of a policy: master weights, optimizer state, and the bytes generators load."""

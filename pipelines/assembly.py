@@ -68,9 +68,6 @@ class RunObserver:
         if row["step"] % self._checkpoint_every_steps == 0:
             await self._checkpoint(row["step"])
 
-    def on_group(self, receipt: GroupReceipt) -> None:
-        """Groups are counted in the ledger's rows."""
-
 
 _METRICS = {
     "train/loss": "loss",

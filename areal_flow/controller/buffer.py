@@ -24,10 +24,6 @@ class Buffer:
     def num_waiting_tokens(self) -> int:
         return sum(t.num_tokens for group in self._groups.values() for t in group)
 
-    @property
-    def trajectory_ids(self) -> list[str]:
-        return [t.trajectory_id for group in self._groups.values() for t in group]
-
     def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
         """Take in a committed group; return the members that can never be trained.
 

@@ -84,11 +84,6 @@ class Flow:
     # What schedules ask
 
     @property
-    def next_submission_index(self) -> int:
-        """The prompt cursor: every index below it was submitted at least once."""
-        return self._cursor
-
-    @property
     def num_pending_groups(self) -> int:
         """Groups that are submitted and neither in the buffer nor given up."""
         return self.gate.running // self.limits.group_size
@@ -207,7 +202,6 @@ class Flow:
             self._count_engine_time(receipt)
             self._buffer_group(receipt)
             self._judge_members(receipt)
-            self.parts.observer.on_group(receipt)
         self.pulse.beat()
 
     def _buffer_group(self, receipt: GroupReceipt) -> None:

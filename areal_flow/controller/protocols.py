@@ -81,7 +81,3 @@ class Observer(Protocol):
     async def on_step(self, row: dict[str, Any]) -> None:
         """A step is committed and published."""
         ...
-
-    def on_group(self, receipt: GroupReceipt) -> None:
-        """A group is committed."""
-        ...

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.books import Entries
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +80,9 @@ def genesis_row(
         batch_digest=batch_digest(0, ()),
         max_staleness=0,
     )
-    nothing = StepMetrics(
-        loss=0.0,
-        grad_norm=0.0,
-        learning_rate=0.0,
-        clip_fraction=0.0,
-        behavior_weight_mean=1.0,
-        behavior_weight_max=1.0,
-        reward_mean=0.0,
-        completion_tokens_mean=0.0,
-        num_trained_tokens=0,
-        num_masked_tokens=0,
-        staleness_mean=0.0,
-        staleness_max=0,
-        masked_fraction_by_tenth=(),
-        seconds_read=0.0,
-        seconds_train=0.0,
-        seconds_stage=0.0,
-    )
     return step_row(
         request,
-        StepResult(0, hashes, nothing, numeric_environment),
+        StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
         entries=Entries(),
         position=LogPosition(),
         provenance=provenance,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import lance
 import pyarrow as pa
 
+from areal_flow.durable import force_to_disk
 from areal_flow.errors import RunError, StorageError
 
 FORMAT_VERSION = "2.2"
@@ -87,17 +88,11 @@ class DurableDirectory:
             for file in (Path(folder) / name for name in names):
                 present.add(file)
                 if file not in self._synced:
-                    _fsync(file)
-            _fsync(Path(folder))
+                    self._force(file)
+            self._force(Path(folder))
         self._synced = present
 
-
-def _fsync(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    @staticmethod
+    def _force(path: Path) -> None:
+        with suppress(FileNotFoundError):  # compaction and cleanup go on meanwhile
+            force_to_disk(path)

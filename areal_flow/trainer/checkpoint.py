@@ -9,7 +9,6 @@ checkpoints/00000020/
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from areal_flow.checkpoints import CheckpointState, checkpoint_path, read_checkpoint_state
+from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.modeling.policy import assign_tensors
 from areal_flow.trainer.state import TrainerState
@@ -49,10 +49,10 @@ def write_checkpoint(
         save_file({**optimizer, _RNG: torch.get_rng_state()}, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
         for file in partial.iterdir():
-            _force_to_disk(file)
+            force_to_disk(file)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        _force_to_disk(root)
+        force_to_disk(root)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"could not write checkpoint {target}: {error}. Older checkpoints are intact: free "
@@ -93,11 +93,3 @@ def describe(
         next_submission_index,
         config_hash,
     )
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

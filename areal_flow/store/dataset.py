@@ -17,6 +17,9 @@ from areal_flow.errors import RunError, StorageError
 
 FORMAT_VERSION = "2.2"
 ROWS_PER_FRAGMENT = 1024
+COMMIT_ORDER = "_rowid"
+"""Lance's stable row id: 0, 1, 2, ... as rows were committed. A scan's order is not that: a
+compaction beside an append puts its older rows behind the newer ones."""
 OLDEST_READER = timedelta(minutes=30)
 """Versions younger than this stay, for readers that are pinned to them."""
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -33,6 +33,7 @@ class Run:
         *,
         columns: Sequence[str] | None = None,
         where: str | None = None,
+        at: int | None = None,
     ) -> Any:
         """Return the trajectories, one row each.
 
@@ -41,8 +42,17 @@ class Run:
                 lazy relation that pushes filters and projections down into the dataset).
             columns: read only these.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
+            at: time travel: only what was in the log when this step's row was written.
+
+        Raises:
+            RunError: there is no step `at`.
         """
-        return self._table(self.layout.trajectories, format, columns, where)
+        conditions = [f"({where})"] if where else []
+        if at is not None:
+            conditions.append(f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._table(
+            self.layout.trajectories, format, columns, " AND ".join(conditions) or None
+        )
 
     def steps(
         self,
@@ -75,12 +85,18 @@ class Run:
         summary: dict[str, Any] = json.loads(self.layout.summary.read_text())
         return summary
 
+    def _watermark(self, step: int) -> int:
+        found = self.steps("arrow", columns=["trajectory_watermark"], where=f"step = {step}")
+        if not len(found):
+            raise RunError(f"{self.layout.name} has no step {step} yet")
+        return int(found["trajectory_watermark"][0].as_py())
+
     def _table(
         self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
         dataset = open_dataset(path)
         names = list(columns) if columns is not None else None
-        if format == "duckdb":
+        if format == "duckdb" and COMMIT_ORDER not in (where or ""):
             return _duckdb_relation(dataset, names, where)
         return _convert(dataset.to_table(columns=names, filter=where), format)
 
@@ -106,6 +122,8 @@ def _convert(table: pa.Table, format: TableFormat) -> Any:
             import polars as pl
 
             return pl.from_arrow(table)
+        case "duckdb":
+            return _duckdb_relation(table, None, None)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
 

@@ -152,7 +152,6 @@ def check_books(layout: RunLayout) -> None:
         row["trajectory_id"]: len(row["output_tokens"])
         for row in trajectories.select(["trajectory_id", "output_tokens"]).to_pylist()
     }
-    order = trajectories["trajectory_id"].to_pylist()
     trained: set[str] = set()
     discarded: set[str] = set()
     for before, row in pairwise(rows):
@@ -163,8 +162,8 @@ def check_books(layout: RunLayout) -> None:
         discarded |= {discard["trajectory_id"] for discard in row["discarded"]}
         consumed = sum(tokens[identifier] for identifier in row["trajectory_ids"])
         assert consumed == row["num_trained_tokens"] + row["num_masked_tokens"]
-        committed = order[: row["trajectory_watermark"]]
-        waiting = set(committed) - trained - discarded
+        committed = run.trajectories("arrow", columns=["trajectory_id"], at=row["step"])
+        waiting = set(committed["trajectory_id"].to_pylist()) - trained - discarded
         assert sum(tokens[identifier] for identifier in waiting) == row["num_waiting_tokens"]
     generated = sum(row["num_generated_tokens"] for row in rows)
     accounted = sum(

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lance
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from lance.optimize import Compaction
 
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
@@ -113,6 +115,32 @@ def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
     assert found["reward"].to_pylist() == [0.0 if w.endswith("1") else 1.0 for w in wanted]
     with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000"):
         reader.read([*wanted, "00000042-0000"], ["reward"])
+
+
+def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.config.write_text(dump_recipe(Recipe()))
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    committer, ledger = TrajectoryCommitter(layout.trajectories), Ledger(layout.steps)
+    for index in range(3):
+        committer.commit([written_group(layout.trajectories, index)])
+    watermark = committer.head.trajectory_watermark
+    ledger.append({**ledger_row(0), "trajectory_watermark": watermark})
+    before_append = lance.dataset(str(layout.trajectories))
+    plan = Compaction.plan(before_append, {"target_rows_per_fragment": 64})
+    rewritten = [task.execute(before_append) for task in plan.tasks]
+    committer.commit([written_group(layout.trajectories, 3)])
+    Compaction.commit(lance.dataset(str(layout.trajectories)), rewritten)
+    run = areal_flow.open_run(tmp_path)
+    scanned = run.trajectories("arrow")["submission_index"].to_pylist()
+    assert scanned[0] == 3
+    for form in ("polars", "pandas"):
+        assert set(run.trajectories(form, at=0)["submission_index"]) == {0, 1, 2}
+    relation = run.trajectories("duckdb", at=0, where="member = 1", columns=["submission_index"])
+    assert {index for (index,) in relation.fetchall()} == {0, 1, 2}
+    with pytest.raises(RunError, match="no step 7 yet"):
+        run.trajectories(at=7)
 
 
 def test_reading_survives_compaction(path: Path) -> None:

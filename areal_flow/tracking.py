@@ -35,6 +35,9 @@ _FAST_FAILURE = {
 class Tracker(Protocol):
     """Where a run's numbers go. Nothing here blocks on a network or raises for one."""
 
+    protected: frozenset[Path]
+    """Checkpoints that somebody refers to by an alias other than `current`: not to be pruned."""
+
     def log_parameters(self, parameters: dict[str, Any]) -> None: ...
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -55,7 +58,7 @@ class Tracker(Protocol):
 
 
 class MlflowTracker:
-    """A `Tracker` over MLflow; `run_id` and `model_version` are known once it has delivered."""
+    """A `Tracker` over MLflow; what it knows of the server is as of its last checkpoint."""
 
     def __init__(
         self, spool_path: Path, *, uri: str, experiment: str, run_name: str, registered_model: str
@@ -63,6 +66,7 @@ class MlflowTracker:
         self.uri = uri
         self.run_id: str | None = None
         self.model_version: str | None = None
+        self.protected: frozenset[Path] = frozenset()
         self._experiment = experiment
         self._run_name = run_name
         self._model = registered_model
@@ -182,6 +186,17 @@ class MlflowTracker:
             ).version
         self._client.set_registered_model_alias(self._model, "current", version)
         self.model_version = str(version)
+        self.protected = self._aliased()
+
+    def _aliased(self) -> frozenset[Path]:
+        """Return the checkpoints that people gave an alias of their own."""
+        aliases = self._client.get_registered_model(self._model).aliases
+        versions = {str(version) for alias, version in aliases.items() if alias != "current"}
+        return frozenset(
+            Path(found.source.removeprefix("file://"))
+            for found in self._client.search_model_versions(f"run_id = '{self.run_id}'")
+            if str(found.version) in versions
+        )
 
     def _deliver_forget(self, path: str) -> None:
         if (version := self._find_model_version(path)) is not None:
@@ -215,6 +230,7 @@ class MlflowTracker:
 class NullTracker:
     """A `Tracker` that keeps nothing, for `tracking.enabled = false`."""
 
+    protected: frozenset[Path] = frozenset()
     run_id: str | None = None
     model_version: str | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
+from pipelines.checkpointing import Checkpoints
 from pipelines.progress import Progress
 
 
@@ -54,19 +55,16 @@ class RunObserver:
         *,
         progress: Progress,
         tracker: MlflowTracker | NullTracker,
-        checkpoint: Callable[[int], Awaitable[None]],
-        checkpoint_every_steps: int,
+        checkpoints: Checkpoints,
     ) -> None:
         self._progress = progress
         self._tracker = tracker
-        self._checkpoint = checkpoint
-        self._checkpoint_every_steps = checkpoint_every_steps
+        self._checkpoints = checkpoints
 
     async def on_step(self, row: dict[str, Any]) -> None:
         self._progress.step(row)
         self._tracker.log_metrics(row["step"], step_metrics(row))
-        if row["step"] % self._checkpoint_every_steps == 0:
-            await self._checkpoint(row["step"])
+        await self._checkpoints.after_step(row)
 
 
 _METRICS = {

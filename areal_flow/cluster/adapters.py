@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future, KilledWorker, wait
@@ -108,10 +107,24 @@ class DaskTrainer:
         result: StepResult = await self._run(tasks.train_step, request)
         return result
 
-    async def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
-        """Write the state with these weights as a checkpoint; return its directory."""
-        path: Path = await self._run(tasks.write_checkpoint, weights_hash, next_submission_index)
-        return path
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the state with these weights, between two steps, for `write_snapshot`."""
+        await self._run(tasks.take_snapshot, weights_hash, next_submission_index)
+
+    async def write_snapshot(self, step: int) -> None:
+        """Write the snapshot of a step as a checkpoint, beside the steps that follow.
+
+        Raises:
+            TrainerLost: the trainer died with it.
+            RunError, StorageError: nothing was written.
+        """
+        trainers = await worker_addresses(self._client, "trainer")
+        try:
+            written = await self._client.run(tasks.write_snapshot, step, workers=trainers)
+        except OSError as error:
+            raise TrainerLost(f"the trainer died while it wrote step {step}: {error}") from error
+        if not written:
+            raise TrainerLost(f"no trainer is there to write the snapshot of step {step}")
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -164,11 +177,14 @@ def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
 
 async def generator_addresses(client: Client) -> list[str]:
     """Return the addresses of live generators."""
+    return await worker_addresses(client, "generator")
+
+
+async def worker_addresses(client: Client, role: str) -> list[str]:
+    """Return the addresses of live workers of a role."""
     identity: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
     return [
-        address
-        for address, worker in identity["workers"].items()
-        if "generator" in worker["resources"]
+        address for address, worker in identity["workers"].items() if role in worker["resources"]
     ]
 
 

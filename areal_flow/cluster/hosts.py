@@ -17,6 +17,7 @@ from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
 from areal_flow.types import Completion, EngineStats, GroupRequest, Sampling, Score
 from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.writers import Writer
 
 if TYPE_CHECKING:
     from areal_flow.generation.loop import EngineLoop
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 class GeneratorHost:
     """A generator worker's engine: made on first use, brought to the newest weights on demand."""
 
-    def __init__(self, run_directory: Path, name: str) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int, name: str) -> None:
         self.name = name
         self._layout = RunLayout(run_directory)
         self._recipe = load_recipe(self._layout.config)
-        self._channel = DirectoryChannel(self._layout.weights)
+        self._channel = DirectoryChannel(self._layout.weights_of(writer_epoch))
         self._loading = asyncio.Lock()
         self._engine: EngineLoop | None = None
         generation = self._recipe.generation
@@ -119,7 +120,7 @@ class RewardHost:
         )
 
 
-def make_trainer_rank(run_directory: Path) -> TrainerRank:
+def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     """Assemble the trainer of a run; it holds no policy until it is given one."""
     from areal_flow.trainer.rank import TrainerRank
 
@@ -127,8 +128,9 @@ def make_trainer_rank(run_directory: Path) -> TrainerRank:
     return TrainerRank(
         layout,
         recipe_of(run_directory),
-        channel=DirectoryChannel(layout.weights),
-        read_rows=_LogRows(layout.trajectories),
+        channel=DirectoryChannel(layout.weights_of(writer_epoch)),
+        read_rows=_LogRows(layout),
+        writer=Writer(layout.writers, writer_epoch),
     )
 
 
@@ -150,14 +152,14 @@ class _LogRows:
         "reward",
     )
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
         self._reader: Any = None
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         from areal_flow.store.trajectories import TrajectoryReader
 
         if self._reader is None:
-            self._reader = TrajectoryReader(self._path)
+            self._reader = TrajectoryReader(self._layout.trajectories, self._layout.writers)
         rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
         return rows

@@ -22,8 +22,9 @@ Part = TypeVar("Part")
 class Holder:
     """A worker's parts by kind, each made once, on first use, by whichever task comes first."""
 
-    def __init__(self, run_directory: Path, worker_name: str) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int, worker_name: str) -> None:
         self.run_directory = run_directory
+        self.writer_epoch = writer_epoch
         self.worker_name = worker_name
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
@@ -49,12 +50,13 @@ class RunPlugin(WorkerPlugin):
 
     name = PLUGIN_NAME
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int) -> None:
         self.run_directory = run_directory
+        self.writer_epoch = writer_epoch
         self.holder: Holder | None = None
 
     def setup(self, worker: Worker) -> None:
-        self.holder = Holder(self.run_directory, str(worker.name))
+        self.holder = Holder(self.run_directory, self.writer_epoch, str(worker.name))
 
 
 def holder(worker: Worker | None = None) -> Holder:

@@ -21,7 +21,7 @@ from distributed import Worker
 from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
 from areal_flow.cluster.plugins import Holder, holder
 from areal_flow.controller.seeds import member_seed
-from areal_flow.errors import SchemaError
+from areal_flow.errors import SchemaError, TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
 from areal_flow.types import (
@@ -194,11 +194,19 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
     return rank.genesis()
 
 
-def write_checkpoint(weights_hash: str, next_submission_index: int) -> Path:
-    """Write this trainer's state as a checkpoint, if it is the one with these weights."""
-    return trainer_rank().checkpoint(
-        weights_hash=weights_hash, next_submission_index=next_submission_index
-    )
+def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
+    """Copy this trainer's state for a checkpoint, if it is the one with these weights."""
+    trainer_rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
+
+
+async def write_snapshot(step: int, dask_worker: Worker) -> Path:
+    """Write this trainer's snapshot as a checkpoint while it trains on; for `client.run`."""
+    from areal_flow.trainer.rank import TrainerRank
+
+    rank = holder(dask_worker).get(TrainerRank)
+    if rank is None:
+        raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
+    return await asyncio.to_thread(rank.write_snapshot, step)
 
 
 def restore_trainer(checkpoint_step: int) -> PolicyHashes:
@@ -207,7 +215,9 @@ def restore_trainer(checkpoint_step: int) -> PolicyHashes:
 
 
 def _generator(of: Holder) -> GeneratorHost:
-    return of.ensure(GeneratorHost, lambda: GeneratorHost(of.run_directory, of.worker_name))
+    return of.ensure(
+        GeneratorHost, lambda: GeneratorHost(of.run_directory, of.writer_epoch, of.worker_name)
+    )
 
 
 def _rewards(of: Holder) -> RewardHost:
@@ -219,4 +229,4 @@ def trainer_rank() -> TrainerRank:
     from areal_flow.trainer.rank import TrainerRank
 
     of = holder()
-    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory))
+    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory, of.writer_epoch))

@@ -12,6 +12,7 @@ import pyarrow as pa
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
+from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -47,12 +48,10 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        conditions = [f"({where})"] if where else []
+        counted = trajectories_that_count(self.layout.writers)
         if at is not None:
-            conditions.append(f"{COMMIT_ORDER} < {self._watermark(at)}")
-        return self._table(
-            self.layout.trajectories, format, columns, " AND ".join(conditions) or None
-        )
+            counted = both(counted, f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._table(self.layout.trajectories, format, columns, where, counted)
 
     def steps(
         self,
@@ -62,7 +61,8 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return the step ledger, row 0 the genesis; arguments as `trajectories`."""
-        return self._table(self.layout.steps, format, columns, where)
+        counted = steps_that_count(self.layout.writers)
+        return self._table(self.layout.steps, format, columns, where, counted)
 
     def evaluations(
         self,
@@ -92,13 +92,18 @@ class Run:
         return int(found["trajectory_watermark"][0].as_py())
 
     def _table(
-        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
+        self,
+        path: Path,
+        format: TableFormat,
+        columns: Sequence[str] | None,
+        where: str | None,
+        counted: str | None = None,
     ) -> Any:
         dataset = open_dataset(path)
         names = list(columns) if columns is not None else None
-        if format == "duckdb" and COMMIT_ORDER not in (where or ""):
+        if format == "duckdb" and counted is None:
             return _duckdb_relation(dataset, names, where)
-        return _convert(dataset.to_table(columns=names, filter=where), format)
+        return _convert(dataset.to_table(columns=names, filter=both(where, counted)), format)
 
 
 def open_run(path: Path | str) -> Run:

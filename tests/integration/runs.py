@@ -21,6 +21,7 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
+from areal_flow.writers import Writer
 from pipelines.run_directory import create_run, hold_run
 from pipelines.train import Outcome, prepare_run, run_training
 from schemas import StepRow, TrajectoryRow, validate
@@ -49,9 +50,9 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
     """Make and train a run in this process, with coroutines beside it; return its layout."""
     layout = RunLayout(root.resolve())
     create_run(layout, recipe)
-    with hold_run(layout) as epoch:
+    with hold_run(layout) as writer:
         prepare_run(layout, recipe)
-        outcome = asyncio.run(_run_beside(layout, recipe, epoch, False, beside))
+        outcome = asyncio.run(_run_beside(layout, recipe, writer, False, beside))
     assert outcome.finished
     return layout
 
@@ -59,14 +60,14 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
 async def _run_beside(
     layout: RunLayout,
     recipe: Recipe,
-    epoch: int,
+    writer: Writer,
     resume: bool,
     beside: tuple[Callable[[], Awaitable[None]], ...],
 ) -> Outcome:
     others = [asyncio.ensure_future(other()) for other in beside]
     try:
         outcome = await run_training(
-            layout, recipe, writer_epoch=epoch, resume=resume, began=monotonic()
+            layout, recipe, writer=writer, resume=resume, began=monotonic()
         )
         for other in others:
             await other

@@ -60,7 +60,7 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         wait_for_step(process, layout, 6)
         second = cli("train", "--resume", "k", cwd=tmp_path)
         assert second.returncode == 1
-        assert f"held by process {process.pid} since" in second.stderr
+        assert f"held by process {process.pid} on" in second.stderr
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()

@@ -13,6 +13,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.recovery import (
+    CommittedGroups,
     choose_checkpoint,
     plan_flow_start,
     request_from_row,
@@ -38,6 +39,19 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps:
     )
     parts = FlowParts(FakePrompts(), cluster, log, log, cluster, cluster, log)
     return Flow(limits, parts, start, PROVENANCE)
+
+
+def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> FlowStart:
+    """Plan from the whole of both logs, as a brute force does."""
+    rows = log.rows if rows is None else rows
+    consumed = {identifier for row in rows for identifier in row["trajectory_ids"]}
+    consumed |= {discard["trajectory_id"] for row in rows for discard in row["discarded"]}
+    committed = CommittedGroups(
+        {submission_index_of(t.trajectory_id) for t in log.committed},
+        sum(t.num_tokens for t in log.committed),
+    )
+    unconsumed = [t for t in log.committed if t.trajectory_id not in consumed]
+    return plan_flow_start(rows, unconsumed, committed, log.head)
 
 
 async def run_to_end(flow: Flow) -> None:
@@ -66,7 +80,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     log = MemoryLog(rows=[GENESIS])
     spans: dict[str, Any] = {}
     for life, after_s in enumerate([*kills, 10_000.0]):
-        start = plan_flow_start(log.rows, log.committed, log.head)
+        start = plan(log)
         cluster = FakeCluster(
             random.Random(seed + life),
             duration_s=lambda r: r.paretovariate(1.2),
@@ -84,7 +98,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     assert len(committed) == len(set(committed))
     assert set(trained) <= set(committed)
     assert all(row["staleness_max"] <= 2 for row in log.rows)
-    end = plan_flow_start(log.rows, log.committed, log.head)
+    end = plan(log)
     accounted = {submission_index_of(identifier) for identifier in committed}
     accounted |= {index for row in log.rows for index in row["failed_submissions"]}
     assert accounted | set(end.resubmit) == set(range(end.next_submission_index))
@@ -104,7 +118,7 @@ def test_checkpoint_must_match_its_row() -> None:
 def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, (), log.head)
+    start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [
         request_from_row(row, parent_hash=row["parent_hash"], max_staleness=2)
@@ -116,9 +130,9 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
 def test_trajectories_beyond_the_head_are_discarded() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, (), log.head)
+    start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=6)))
-    shortened = plan_flow_start(log.rows[:3], log.committed, log.head)
+    shortened = plan(log, log.rows[:3])
     assert shortened.policy_version == 2
     beyond = {discard.trajectory_id for discard in shortened.discards}
     assert beyond == {

@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.controller.flow import Flow
@@ -20,7 +20,7 @@ from areal_flow.controller.recovery import (
 )
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
-from areal_flow.types import PolicyHashes, submission_index_of
+from areal_flow.types import Episode, GroupReceipt, PolicyHashes, submission_index_of
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -106,6 +106,40 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     waiting = sum(t.num_tokens for group in end.waiting for t in group.trajectories)
     lost = sum(discard.num_tokens for discard in end.discards)
     assert books.imbalance(num_waiting=waiting + lost) == 0
+
+
+class SlowAlways(FakeCluster):
+    """An episode takes as long again as it took before: what makes it long is its prompt."""
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        self.duration_s = lambda _: duration_of(episode.submission_index)
+        return await super().run(episode)
+
+
+def duration_of(submission_index: int) -> float:
+    return random.Random(submission_index).paretovariate(1.2)
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_long_episodes_are_not_lost_more_often_than_short_ones(seed: int) -> None:
+    randomness = random.Random(seed)
+    log = MemoryLog(rows=[GENESIS])
+    spans: dict[str, Any] = {}
+    num_interrupted = 0
+    for after_s in [*(randomness.uniform(1, 6) for _ in range(8)), 10_000.0]:
+        start = plan(log)
+        num_interrupted = start.next_submission_index
+        cluster = SlowAlways(randomness, spans=spans, initial_version=start.policy_version)
+        flow = make_flow(cluster, log, start, num_steps=60)
+        run_in_virtual_time(run_until_killed(flow, after_s))
+    committed = {submission_index_of(t.trajectory_id) for t in log.committed}
+    out = [index for index in range(num_interrupted) if index not in committed]
+    assert set(out) <= set(plan(log).resubmit), "the next life will submit them again"
+    assert sum(duration_of(index) > 20 for index in range(num_interrupted)) >= len(out)
+    assert all(duration_of(index) > 20 for index in out), (
+        "only what the last life was too short for"
+    )
 
 
 def test_checkpoint_must_match_its_row() -> None:

@@ -48,7 +48,7 @@ from areal_flow.types import (
     VersionSpan,
 )
 from areal_flow.writers import Writer, claim_run
-from pipelines.assembly import CommittedLog
+from pipelines.assembly import CommittedLedger, CommittedLog
 
 LIMITS = FlowLimits(
     batch_size=8, group_size=4, max_staleness=2, max_running=24, num_steps=0, run_seed=0
@@ -117,15 +117,18 @@ class TimedLedger:
     """The real ledger, each append timed."""
 
     def __init__(self, ledger: Ledger, work: FakeWork) -> None:
-        self._ledger = ledger
+        self._ledger = CommittedLedger(ledger)
         self._work = work
         self.milliseconds: list[float] = []
 
     async def append(self, row: dict[str, Any]) -> None:
         self._work.payload_bytes += pa.Table.from_pylist([row], schema=STEPS).nbytes
         began = perf_counter()
-        await asyncio.to_thread(self._ledger.append, row)
+        await self._ledger.append(row)
         self.milliseconds.append(1e3 * (perf_counter() - began))
+
+    async def close(self) -> None:
+        await self._ledger.close()
 
 
 class Reporter:
@@ -194,6 +197,7 @@ async def run(root: Path, writer: Writer, num_steps: int) -> list[dict[str, floa
     await run_async_schedule(flow)
     await flow.close()
     await log.close()
+    await timed.close()
     return reporter.reports
 
 

@@ -156,6 +156,7 @@ class Session:
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
+        self.committed_ledger = CommittedLedger(self.ledger)
         self.trainer = DaskTrainer(client, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
@@ -183,6 +184,7 @@ class Session:
                 self.signals.training(None)
                 await flow.close()
                 await self.log.close()
+                await self.committed_ledger.close()
                 await self.checkpoints.settle()
         if flow.policy_version > start.policy_version:
             await self.checkpoints.complete()
@@ -254,7 +256,7 @@ class Session:
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=DaskRollouts(self.client, self.channel),
             log=self.log,
-            ledger=CommittedLedger(self.ledger),
+            ledger=self.committed_ledger,
             trainer=self.trainer,
             weights=DaskWeights(self.client, self.channel),
             observer=RunObserver(

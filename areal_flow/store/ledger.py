@@ -64,8 +64,15 @@ class Ledger:
             self._dataset = lance.write_dataset(table, self._dataset, mode="append")
         self._head = row["step"]
         self._num_appends += 1
-        if self._num_appends % APPENDS_BETWEEN_MAINTENANCE == 0:
-            compact(self._dataset)
+
+    @property
+    def maintenance_is_due(self) -> bool:
+        return self._num_appends >= APPENDS_BETWEEN_MAINTENANCE
+
+    def maintain(self) -> None:
+        """Compact and clean up; safe beside appends and readers."""
+        self._num_appends = 0
+        compact(open_dataset(self._path))
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the rows from step `since` on, by step.

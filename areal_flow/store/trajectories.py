@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance import LanceDataset, LanceOperation
@@ -137,7 +136,7 @@ class TrajectoryCommitter:
     def maintain(self) -> None:
         """Compact and clean up; safe beside commits and readers."""
         self._num_commits = 0
-        compact(lance.dataset(str(self._path)))
+        compact(open_dataset(self._path))
 
     def sync(self) -> None:
         """Force everything committed to disk."""

@@ -10,6 +10,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+RNG_STATE = "torch_rng_state"
+"""The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:

@@ -17,14 +17,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from areal_flow.checkpoints import CheckpointState, checkpoint_path, read_checkpoint_state
+from areal_flow.checkpoints import (
+    RNG_STATE,
+    CheckpointState,
+    checkpoint_path,
+    read_checkpoint_state,
+)
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.modeling.policy import assign_tensors
 from areal_flow.trainer.state import TrainerState
 from areal_flow.types import PolicyHashes
-
-_RNG = "torch_rng_state"
 
 
 def write_checkpoint(
@@ -46,7 +49,8 @@ def write_checkpoint(
             metadata={"format": "pt"},
         )
         optimizer = {name: t.contiguous() for name, t in state.optimizer_tensors().items()}
-        save_file({**optimizer, _RNG: torch.get_rng_state()}, partial / "optimizer.safetensors")
+        optimizer[RNG_STATE] = torch.get_rng_state()
+        save_file(optimizer, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
         for file in partial.iterdir():
             force_to_disk(file)
@@ -73,7 +77,7 @@ def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
-    torch.set_rng_state(optimizer.pop(_RNG))
+    torch.set_rng_state(optimizer.pop(RNG_STATE))
     assign_tensors(state.policy, tensors)
     state.load_optimizer_tensors(optimizer)
     found = (state.weights_hash(), state.optimizer_hash())

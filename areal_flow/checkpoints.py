@@ -11,6 +11,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
+RNG_STATE = "torch_rng_state"
+"""The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:

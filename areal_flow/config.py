@@ -219,8 +219,12 @@ class Recipe(Settings):
         return self.controller.batch_size // self.controller.group_size
 
     def digest(self) -> str:
-        """Return the identity of these settings, for the ledger."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Return the identity of these settings, for the ledger.
+
+        How long to train is left out: a resume may change it, and no step depends on it.
+        """
+        settings = self.model_dump_json(exclude={"num_steps", "max_minutes"})
+        return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:

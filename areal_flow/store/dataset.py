@@ -12,7 +12,7 @@ import lance
 import pyarrow as pa
 
 from areal_flow.durable import force_to_disk
-from areal_flow.errors import RunError, StorageError
+from areal_flow.errors import ArealFlowError, RunError, StorageError
 
 FORMAT_VERSION = "2.2"
 ROWS_PER_FRAGMENT = 1024
@@ -74,6 +74,18 @@ def storage_errors(path: Path) -> Iterator[None]:
             f"could not write {path}: {reason}. Everything committed is intact: {advice}, "
             f"then continue with --resume"
         ) from error
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn whatever Lance raises on damaged files into one error; a panic is no `Exception`."""
+    try:
+        yield
+    except (ArealFlowError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StorageError(f"{path} cannot be read: {cause}") from error
 
 
 def compact(dataset: lance.LanceDataset) -> None:

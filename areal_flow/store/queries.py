@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
+from areal_flow.store.scans import Piece, scan
 from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
@@ -73,6 +74,13 @@ class Run:
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
         return self._table(self.layout.evaluations, format, columns, where)
+
+    def scan_trajectories(self) -> Iterator[Piece]:
+        """Yield all trajectories, some at a time, with their commit order as `_rowid`.
+
+        What cannot be read comes as a piece without rows, which says why.
+        """
+        return scan(self.layout.trajectories, trajectories_that_count(self.layout.writers))
 
     def summary(self) -> dict[str, Any]:
         """Return what the run printed at its end.

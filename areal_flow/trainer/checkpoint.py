@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from areal_flow.checkpoints import (
+    RNG_STATE,
     CheckpointState,
     checkpoint_path,
     read_checkpoint_state,
@@ -31,8 +32,6 @@ from areal_flow.modeling.policy import assign_tensors
 from areal_flow.trainer.state import TrainerState
 from areal_flow.types import PolicyHashes
 from areal_flow.writers import Writer
-
-_RNG = "torch_rng_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Snapshot:
 
 def take_snapshot(state: TrainerState, description: CheckpointState) -> Snapshot:
     """Copy what a checkpoint holds to the CPU's memory."""
-    optimizer = {**state.optimizer_tensors(), _RNG: torch.get_rng_state()}
+    optimizer = {**state.optimizer_tensors(), RNG_STATE: torch.get_rng_state()}
     return Snapshot(_copies(state.tensors()), _copies(optimizer), description)
 
 
@@ -98,7 +97,7 @@ def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
-    torch.set_rng_state(optimizer.pop(_RNG))
+    torch.set_rng_state(optimizer.pop(RNG_STATE))
     assign_tensors(state.policy, tensors)
     state.load_optimizer_tensors(optimizer)
     found = (state.weights_hash(), state.optimizer_hash())

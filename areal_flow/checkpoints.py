@@ -43,6 +43,14 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
     return CheckpointState(**json.loads((path / "state.json").read_text()))
 
 
+def checkpoint_hashes(root: Path) -> dict[int, str]:
+    """Return the weights hash of every complete checkpoint by its step, ascending."""
+    return {
+        step: read_checkpoint_state(checkpoint_path(root, step)).weights_hash
+        for step in list_checkpoints(root)
+    }
+
+
 def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
     """Remove all but step 0 and the newest `keep`; return what was removed.
 

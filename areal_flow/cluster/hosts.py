@@ -6,7 +6,7 @@ A worker that starts late or again finds everything it needs there: recipe, mode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ class RewardHost:
 
 def make_trainer_rank(run_directory: Path) -> TrainerRank:
     """Assemble the trainer of a run; it holds no policy until it is given one."""
+    from areal_flow.store.training_rows import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
 
     layout = RunLayout(run_directory)
@@ -128,36 +129,10 @@ def make_trainer_rank(run_directory: Path) -> TrainerRank:
         layout,
         recipe_of(run_directory),
         channel=DirectoryChannel(layout.weights),
-        read_rows=_LogRows(layout.trajectories),
+        read_rows=TrainingRows(layout.trajectories),
     )
 
 
 def recipe_of(run_directory: Path) -> Recipe:
     """Return the recipe that a run was started with."""
     return load_recipe(RunLayout(run_directory).config)
-
-
-class _LogRows:
-    """Reads what training needs of trajectories; opens the log on first use."""
-
-    COLUMNS = (
-        "submission_index",
-        "prompt_tokens",
-        "output_tokens",
-        "behavior_logprobs",
-        "loss_mask",
-        "version_spans",
-        "reward",
-    )
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._reader: Any = None
-
-    def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        from areal_flow.store.trajectories import TrajectoryReader
-
-        if self._reader is None:
-            self._reader = TrajectoryReader(self._path)
-        rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
-        return rows

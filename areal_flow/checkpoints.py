@@ -54,6 +54,14 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
+def checkpoint_hashes(root: Path) -> dict[int, str]:
+    """Return the weights hash of every complete checkpoint by its step, ascending."""
+    return {
+        step: read_checkpoint_state(checkpoint_path(root, step)).weights_hash
+        for step in list_checkpoints(root)
+    }
+
+
 def prune_checkpoints(root: Path, *, keep: int, protected: Set[Path] = frozenset()) -> list[Path]:
     """Remove all but step 0, the newest `keep` and the protected; return what was removed.
 

@@ -15,16 +15,12 @@ from typing import Any
 
 from distributed import Client
 
-from areal_flow.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    read_checkpoint_state,
-    set_aside,
-)
+from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import on_trainer
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.config import TINY_MODEL, Recipe
+from areal_flow.controller.comparison import bits_must_agree
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.recovery import choose_checkpoint, request_from_row
 from areal_flow.errors import RunError, TrainerLost, TrainingError
@@ -103,7 +99,7 @@ async def restore_policy(
 async def _restore_checkpoint(
     client: Client, layout: RunLayout, rows: Sequence[dict[str, Any]]
 ) -> tuple[int, PolicyHashes]:
-    usable = _checkpoint_hashes(layout)
+    usable = checkpoint_hashes(layout.checkpoints)
     while (checkpoint := choose_checkpoint(usable, rows)) is not None:
         try:
             return checkpoint, await on_trainer(client, tasks.restore_trainer, checkpoint)
@@ -132,10 +128,10 @@ def note_fork(layout: RunLayout, row: dict[str, Any], replayed: StepResult) -> N
     recorded = {name: row[name] for name in found}
     if found == recorded:
         return
-    here, there = json.loads(replayed.numeric_environment), json.loads(row["numeric_environment"])
     message = f"step {row['step']} replayed to {found}, the ledger has {recorded}"
-    if here == there and here["device"] == "cpu":
+    if bits_must_agree(row["numeric_environment"], replayed.numeric_environment):
         raise TrainingError(f"{message}, in the same numeric environment")
+    here, there = json.loads(replayed.numeric_environment), json.loads(row["numeric_environment"])
     logger.warning("fork: %s; recorded on %s, replayed on %s", message, there, here)
     fork = {
         "step": row["step"],
@@ -147,10 +143,3 @@ def note_fork(layout: RunLayout, row: dict[str, Any], replayed: StepResult) -> N
     }
     with layout.forks.open("a") as file:
         file.write(json.dumps(fork) + "\n")
-
-
-def _checkpoint_hashes(layout: RunLayout) -> dict[int, str]:
-    return {
-        step: read_checkpoint_state(checkpoint_path(layout.checkpoints, step)).weights_hash
-        for step in list_checkpoints(layout.checkpoints)
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,23 @@ class PolicyLoss:
     num_clipped: Tensor
     behavior_weight_sum: Tensor
     behavior_weight_max: Tensor
+
+
+class TokenLoss(Protocol):
+    """What a training step minimises; see `decoupled_ppo_loss`, which is one, for the arguments."""
+
+    def __call__(
+        self,
+        logprobs_T: Tensor,
+        *,
+        proximal_logprobs_T: Tensor,
+        behavior_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        epsilon_low: float,
+        epsilon_high: float,
+        behavior_weight_rule: BehaviorWeightRule,
+        behavior_weight_cap: float,
+    ) -> PolicyLoss: ...
 
 
 def decoupled_ppo_loss(
@@ -55,10 +72,20 @@ def decoupled_ppo_loss(
     )
     return PolicyLoss(
         loss_sum=-(applied_T * surrogate_T).sum(),
-        num_clipped=(clipped_T * advantages_T < ratio_T * advantages_T).sum(),
+        num_clipped=clip_binds(
+            ratio_T, advantages_T, epsilon_low=epsilon_low, epsilon_high=epsilon_high
+        ).sum(),
         behavior_weight_sum=weight_T.sum(),
         behavior_weight_max=weight_T.max() if weight_T.numel() else weight_T.sum(),
     )
+
+
+def clip_binds(
+    ratio_T: Tensor, advantages_T: Tensor, *, epsilon_low: float, epsilon_high: float
+) -> Tensor:
+    """Return where the clip ends the gradient: u left its range, to the advantage's side."""
+    clipped_T = ratio_T.clamp(1 - epsilon_low, 1 + epsilon_high)
+    return clipped_T * advantages_T < ratio_T * advantages_T
 
 
 def apply_behavior_weight_rule(weight_T: Tensor, *, rule: BehaviorWeightRule, cap: float) -> Tensor:

@@ -6,7 +6,7 @@ A worker that starts late or again finds everything it needs there: recipe, mode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
 from areal_flow.types import Completion, EngineStats, GroupRequest, Sampling, Score
 from areal_flow.weights.directory import DirectoryChannel
-from areal_flow.writers import Writer
 
 if TYPE_CHECKING:
     from areal_flow.generation.loop import EngineLoop
@@ -122,6 +121,7 @@ class RewardHost:
 
 def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     """Assemble the trainer of a run; it holds no policy until it is given one."""
+    from areal_flow.store.training_rows import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
 
     layout = RunLayout(run_directory)
@@ -129,37 +129,10 @@ def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
         layout,
         recipe_of(run_directory),
         channel=DirectoryChannel(layout.weights_of(writer_epoch)),
-        read_rows=_LogRows(layout),
-        writer=Writer(layout.writers, writer_epoch),
+        read_rows=TrainingRows(layout.trajectories, layout.writers),
     )
 
 
 def recipe_of(run_directory: Path) -> Recipe:
     """Return the recipe that a run was started with."""
     return load_recipe(RunLayout(run_directory).config)
-
-
-class _LogRows:
-    """Reads what training needs of trajectories; opens the log on first use."""
-
-    COLUMNS = (
-        "submission_index",
-        "prompt_tokens",
-        "output_tokens",
-        "behavior_logprobs",
-        "loss_mask",
-        "version_spans",
-        "reward",
-    )
-
-    def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
-        self._reader: Any = None
-
-    def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        from areal_flow.store.trajectories import TrajectoryReader
-
-        if self._reader is None:
-            self._reader = TrajectoryReader(self._layout.trajectories, self._layout.writers)
-        rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
-        return rows

@@ -33,6 +33,7 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
+from areal_flow.writers import Writer
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
@@ -203,10 +204,12 @@ async def write_snapshot(step: int, dask_worker: Worker) -> Path:
     """Write this trainer's snapshot as a checkpoint while it trains on; for `client.run`."""
     from areal_flow.trainer.rank import TrainerRank
 
-    rank = holder(dask_worker).get(TrainerRank)
+    of = holder(dask_worker)
+    rank = of.get(TrainerRank)
     if rank is None:
         raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
-    return await asyncio.to_thread(rank.write_snapshot, step)
+    writer = Writer(RunLayout(of.run_directory).writers, of.writer_epoch)
+    return await asyncio.to_thread(rank.write_snapshot, step, writer)
 
 
 def restore_trainer(checkpoint_step: int) -> PolicyHashes:

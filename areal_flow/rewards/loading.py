@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 from dataclasses import dataclass
 
 from areal_flow.errors import RewardError
+from areal_flow.import_path import import_function
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import Verifier
 
@@ -28,24 +28,10 @@ def load_verifier(name: str) -> LoadedVerifier:
     Raises:
         RewardError: the name is unknown or cannot be imported.
     """
-    verify = BUILT_IN.get(name) or _import(name)
+    verify = BUILT_IN.get(name) or import_function(
+        name, setting="rewards.verifier", error=RewardError, built_in=BUILT_IN
+    )
     return LoadedVerifier(verify, f"{name}@{_code_hash(verify)}")
-
-
-def _import(path: str) -> Verifier:
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise RewardError(
-            f"rewards.verifier = {path!r}: expected one of {', '.join(sorted(BUILT_IN))} or an "
-            "import path such as 'my_package.my_module:my_function'"
-        )
-    try:
-        verify = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"rewards.verifier = {path!r} cannot be imported: {error}") from error
-    if not callable(verify):
-        raise RewardError(f"rewards.verifier = {path!r} is not callable")
-    return verify  # type: ignore[no-any-return]
 
 
 def _code_hash(verify: Verifier) -> str:

@@ -16,7 +16,7 @@ from areal_flow.store.dataset import (
     open_dataset,
     storage_errors,
 )
-from areal_flow.store.visibility import steps_that_count
+from areal_flow.store.visibility import both, steps_that_count
 from areal_flow.writers import Writer
 from schemas import StepRow, arrow_schema
 
@@ -29,26 +29,54 @@ def create_ledger(path: Path) -> None:
     create_dataset(path, STEPS)
 
 
-class Ledger:
-    """Appends and reads step rows, for the driver that holds the run.
+class LedgerReader:
+    """Reads step rows, those that count, as of when it was opened."""
+
+    def __init__(self, path: Path, writers: Path) -> None:
+        self._path = path
+        self._counted = steps_that_count(writers)
+        self._dataset = open_dataset(path)
+        self._head = max(self.table(["step"])["step"].to_pylist(), default=-1)
+
+    @property
+    def head(self) -> int:
+        """The newest step, -1 before the genesis."""
+        return self._head
+
+    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the rows from step `since` on, by step.
+
+        Raises:
+            StorageError: a step is missing, or is there twice.
+        """
+        table = self.table(columns if columns is None else ["step", *columns], since=since)
+        rows: list[dict[str, Any]] = table.to_pylist()
+        rows.sort(key=lambda row: row["step"])
+        if [row["step"] for row in rows] != list(range(since, self._head + 1)):
+            raise StorageError(
+                f"expected each of the steps {since} to {self._head} once in {self._path}"
+            )
+        return rows
+
+    def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
+        """Return columns of the rows from step `since` on, in any order."""
+        return self._dataset.to_table(
+            columns=columns, filter=both(f"step >= {since}", self._counted)
+        )
+
+
+class Ledger(LedgerReader):
+    """Appends step rows, too: for the driver that holds the run.
 
     Rows are ours, one a step, and checked against the Arrow schema on their way in; pandera's check
     of the whole table costs more than a small step and belongs to tests and audits.
     """
 
     def __init__(self, path: Path, writer: Writer) -> None:
-        self._path = path
+        super().__init__(path, writer.root)
         self._writer = writer
-        self._counted = steps_that_count(writer.root)
-        self._dataset = open_dataset(path)
         self._durable = DurableDirectory(path)
         self._num_appends = 0
-        self._head = max(self._steps(), default=-1)
-
-    @property
-    def head(self) -> int:
-        """The newest step, -1 before the genesis."""
-        return self._head
 
     def append(self, row: dict[str, Any]) -> None:
         """Commit one row.
@@ -74,30 +102,6 @@ class Ledger:
         self._num_appends = 0
         compact(open_dataset(self._path))
 
-    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
-        """Return the rows from step `since` on, by step.
-
-        Raises:
-            StorageError: a step is missing, or is there twice.
-        """
-        table = self.table(columns if columns is None else ["step", *columns], since=since)
-        rows: list[dict[str, Any]] = table.to_pylist()
-        rows.sort(key=lambda row: row["step"])
-        if [row["step"] for row in rows] != list(range(since, self._head + 1)):
-            raise StorageError(
-                f"expected each of the steps {since} to {self._head} once in {self._path}"
-            )
-        return rows
-
-    def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
-        """Return columns of the rows from step `since` on, in any order."""
-        conditions = [f"step >= {since}", *([self._counted] if self._counted else [])]
-        return self._dataset.to_table(columns=columns, filter=" AND ".join(conditions))
-
     def sync(self) -> None:
         """Force everything committed to disk."""
         self._durable.sync()
-
-    def _steps(self) -> list[int]:
-        steps: list[int] = self.table(["step"])["step"].to_pylist()
-        return steps

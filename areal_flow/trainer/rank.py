@@ -7,10 +7,12 @@ request it answers what it has; anywhere else it refuses, and must be restored f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.checkpoints import checkpoint_path
 from areal_flow.config import Recipe
@@ -33,7 +35,7 @@ from areal_flow.trainer.sequences import (
 from areal_flow.trainer.state import TrainerState, numeric_environment
 from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
-from areal_flow.weights.channel import WeightsChannel
+from areal_flow.weights.channel import WeightsStage
 from areal_flow.writers import Writer
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
@@ -48,16 +50,16 @@ class TrainerRank:
         layout: RunLayout,
         recipe: Recipe,
         *,
-        channel: WeightsChannel,
+        channel: WeightsStage,
         read_rows: ReadRows,
-        writer: Writer,
+        loss: TokenLoss = decoupled_ppo_loss,
     ) -> None:
         self._layout = layout
         self._recipe = recipe
         self._channel = channel
         self._read_rows = read_rows
-        self._writer = writer
         self._snapshot: Snapshot | None = None
+        self.loss = loss
         self._last: tuple[StepRequest, StepResult] | None = None
         self._hashes: PolicyHashes | None = None
         self._step = 0
@@ -72,6 +74,16 @@ class TrainerRank:
         """Start from a Hugging Face model directory."""
         settings = self._recipe.trainer
         self.adopt(load_policy(directory, device=settings.device))
+
+    @property
+    def settings(self) -> StepSettings:
+        """Return what this rank's steps need beside state and sequences."""
+        return StepSettings(
+            algorithm=self._recipe.algorithm,
+            temperature=self._recipe.generation.temperature,
+            seed=self._recipe.seed,
+            loss=self.loss,
+        )
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
@@ -130,7 +142,7 @@ class TrainerRank:
         )
         self._snapshot = take_snapshot(self.state, description)
 
-    def write_snapshot(self, step: int) -> Path:
+    def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
 
         Raises:
@@ -142,9 +154,7 @@ class TrainerRank:
         if snapshot is None or snapshot.description.step != step:
             raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
         self._snapshot = None
-        return write_checkpoint(
-            self._layout.checkpoints, self._layout.model, snapshot, self._writer
-        )
+        return write_checkpoint(self._layout.checkpoints, self._layout.model, snapshot, writer)
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
@@ -156,6 +166,17 @@ class TrainerRank:
         self._hashes = self._stage(step)
         return self._hashes
 
+    def branch(self, recipe: Recipe, *, loss: TokenLoss = decoupled_ppo_loss) -> TrainerRank:
+        """Return a rank that stands where this one does, with a state and settings of its own."""
+        assert self.state is not None
+        other = TrainerRank(
+            self._layout, recipe, channel=self._channel, read_rows=self._read_rows, loss=loss
+        )
+        state = other.adopt(deepcopy(self.state.policy).to(recipe.trainer.device))
+        state.load_optimizer_tensors(self.state.optimizer_tensors())
+        other._hashes, other._step = self._hashes, self._step
+        return other
+
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
         if found != weights_hash:
@@ -166,15 +187,10 @@ class TrainerRank:
 
     def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:
         assert self.state is not None
-        settings = StepSettings(
-            algorithm=self._recipe.algorithm,
-            temperature=self._recipe.generation.temperature,
-            seed=self._recipe.seed,
-        )
         # From here until its weights are staged this rank stands nowhere: an error must not leave
         # changed weights under the parent's name.
         self._hashes = None
-        return train_step(self.state, sequences, step=request.step, settings=settings)
+        return train_step(self.state, sequences, step=request.step, settings=self.settings)
 
     def _stage(self, version: int) -> PolicyHashes:
         assert self.state is not None

@@ -62,7 +62,9 @@ class TrainerState:
         for name, parameter in self.policy.named_parameters():
             prefix = f"{name}."
             state = {
-                key.removeprefix(prefix): value.clone()
+                key.removeprefix(prefix): value.to(
+                    "cpu" if key.endswith(".step") else parameter.device, copy=True
+                )
                 for key, value in tensors.items()
                 if key.startswith(prefix) and "." not in key.removeprefix(prefix)
             }

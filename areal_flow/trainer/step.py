@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.advantages import GROUP_RELATIVE, paper_advantages
 from areal_flow.algorithms.logprobs import next_token_logprobs
-from areal_flow.algorithms.losses import PolicyLoss, decoupled_ppo_loss
+from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, decoupled_ppo_loss
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.config import AlgorithmSettings
 from areal_flow.errors import TrainingError
@@ -33,6 +33,7 @@ class StepSettings:
     algorithm: AlgorithmSettings
     temperature: float
     seed: int
+    loss: TokenLoss = decoupled_ppo_loss
 
 
 @dataclass(slots=True)
@@ -62,10 +63,21 @@ def train_step(
         TrainingError: a loss or a gradient is not finite. The state must not be used any more.
     """
     advantages = compute_advantages(sequences, settings.algorithm)
-    order = np.random.default_rng([settings.seed, step]).permutation(len(sequences))
     minibatches = [
-        _pack_minibatch(state, sequences, advantages, sorted(part.tolist()))
-        for part in np.array_split(order, settings.algorithm.num_minibatches)
+        [
+            pack_sequences(
+                [sequences[index] for index in indices],
+                [advantages[index] for index in indices],
+                device=state.settings.device,
+            )
+            for indices in minibatch
+        ]
+        for minibatch in plan_micro_batches(
+            sequences,
+            step=step,
+            settings=settings,
+            max_tokens=state.settings.tokens_per_micro_batch,
+        )
     ]
     later_proximal = [
         [_logprobs_without_gradient(state, micro, settings) for micro in minibatch]
@@ -76,6 +88,21 @@ def train_step(
     for minibatch, proximal in zip(minibatches, [None, *later_proximal], strict=True):
         _update(state, minibatch, proximal, settings, numbers)
     return numbers
+
+
+def plan_micro_batches(
+    sequences: Sequence[TrainingSequence], *, step: int, settings: StepSettings, max_tokens: int
+) -> list[list[list[int]]]:
+    """Return the indices in each minibatch's micro-batches, in an order drawn from (seed, step)."""
+    order = np.random.default_rng([settings.seed, step]).permutation(len(sequences))
+    plan = []
+    for part in np.array_split(order, settings.algorithm.num_minibatches):
+        members = sorted(part.tolist())
+        packed = pack_first_fit_decreasing(
+            [sequences[member].num_tokens for member in members], max_tokens=max_tokens
+        )
+        plan.append([[members[index] for index in indices] for indices in packed])
+    return plan
 
 
 def compute_advantages(
@@ -90,26 +117,6 @@ def compute_advantages(
         ).tolist()
     groups_B = torch.tensor([s.group for s in sequences])
     return GROUP_RELATIVE[settings.advantage](rewards_B, groups_B).tolist()
-
-
-def _pack_minibatch(
-    state: TrainerState,
-    sequences: Sequence[TrainingSequence],
-    advantages: Sequence[float],
-    members: Sequence[int],
-) -> list[MicroBatch]:
-    packed = pack_first_fit_decreasing(
-        [sequences[member].num_tokens for member in members],
-        max_tokens=state.settings.tokens_per_micro_batch,
-    )
-    return [
-        pack_sequences(
-            [sequences[members[index]] for index in indices],
-            [advantages[members[index]] for index in indices],
-            device=state.settings.device,
-        )
-        for indices in packed
-    ]
 
 
 def _update(
@@ -150,7 +157,7 @@ def _micro_batch_loss(
     with state.autocast():
         logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=settings.temperature)
     algorithm = settings.algorithm
-    return decoupled_ppo_loss(
+    return settings.loss(
         logprobs_M,
         proximal_logprobs_T=logprobs_M.detach() if proximal_M is None else proximal_M,
         behavior_logprobs_T=micro.behavior_logprobs_M,

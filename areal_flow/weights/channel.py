@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
-class WeightsChannel(Protocol):
-    """Moves named tensors from one writer to many readers, by policy version."""
+class WeightsStage(Protocol):
+    """The writer's end: all that a trainer needs."""
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         """Write weights aside, where no reader looks; return their hash."""
         ...
+
+
+class WeightsChannel(WeightsStage, Protocol):
+    """Moves named tensors from one writer to many readers, by policy version."""
 
     def publish(self, version: int) -> None:
         """Make staged weights the newest, at once and whole; again for the same version is fine.

@@ -261,3 +261,16 @@ def test_bfloat16_passes_keep_float32_master_weights() -> None:
         assert tensor.dtype == torch.float32
         if tensor.dim() == 2 and "embed" not in name:
             assert (tensor != before[name]).float().mean() > 0.9
+
+
+def test_loaded_optimizer_state_follows_its_parameters_device() -> None:
+    """A checkpoint is read to the CPU; AdamW needs moments beside weights, its step on the CPU."""
+    trained = state()
+    train_step(trained, make_sequences(), step=1, settings=settings())
+    elsewhere = TrainerState(small_policy().to("meta"), TrainerSettings())
+    elsewhere.load_optimizer_tensors(trained.optimizer_tensors())
+    devices = {
+        name.rsplit(".", 1)[1]: tensor.device.type
+        for name, tensor in elsewhere.optimizer_tensors().items()
+    }
+    assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "cpu"}

@@ -1,0 +1,210 @@
+"""What a step did, token by token: a state and its sequences in, log-probabilities out.
+
+Nothing here changes a state. Forward passes are packed as the trainer packs them, but every
+completion token is looked at, those that are masked out of the loss as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, clip_binds, decoupled_ppo_loss
+from areal_flow.algorithms.packing import pack_first_fit_decreasing
+from areal_flow.trainer.sequences import TrainingSequence, pack_sequences, spans_of_row
+from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.step import (
+    StepSettings,
+    compute_advantages,
+    micro_batch_logprobs,
+    plan_micro_batches,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryOutcome:
+    """What one way to compute a step did to a trajectory; one entry a completion token."""
+
+    advantage: float
+    trained: tuple[bool, ...]
+    clipped: tuple[bool, ...]
+    """Where the clip had ended the gradient by the time of the token's update."""
+    logprobs: tuple[float, ...]
+    """After the step."""
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedTrajectory:
+    """A trajectory before a step, after it and, if another was tried, after that one."""
+
+    trajectory_id: str
+    reward: float
+    tokens: tuple[int, ...]
+    versions: tuple[int, ...]
+    staleness_max: int
+    behavior_logprobs: tuple[float, ...]
+    proximal_logprobs: tuple[float, ...]
+    replayed: TrajectoryOutcome
+    changed: TrajectoryOutcome | None = None
+
+    @property
+    def behavior_weights(self) -> tuple[float, ...]:
+        """Return w = pi_prox / pi_behav of each token."""
+        return tuple(
+            math.exp(proximal - behavior)
+            for proximal, behavior in zip(
+                self.proximal_logprobs, self.behavior_logprobs, strict=True
+            )
+        )
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Return what the change made of each token's log-probability; without one, the step."""
+        if self.changed is None:
+            before, after = self.proximal_logprobs, self.replayed.logprobs
+        else:
+            before, after = self.replayed.logprobs, self.changed.logprobs
+        return tuple(b - a for a, b in zip(before, after, strict=True))
+
+    @property
+    def mean_difference(self) -> float:
+        """Return the mean size of the differences, whatever their signs."""
+        return sum(map(abs, self.differences)) / max(1, len(self.differences))
+
+
+class ClipWatch:
+    """A loss that also keeps which tokens the clip had stopped, in the order of their updates."""
+
+    def __init__(self, loss: TokenLoss = decoupled_ppo_loss) -> None:
+        self._loss = loss
+        self.clipped: list[bool] = []
+
+    def __call__(
+        self,
+        logprobs_T: Tensor,
+        *,
+        proximal_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        epsilon_low: float,
+        epsilon_high: float,
+        **others: Any,
+    ) -> PolicyLoss:
+        clipped_T = clip_binds(
+            (logprobs_T.detach() - proximal_logprobs_T).exp(),
+            advantages_T,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+        )
+        self.clipped.extend(clipped_T.tolist())
+        return self._loss(
+            logprobs_T,
+            proximal_logprobs_T=proximal_logprobs_T,
+            advantages_T=advantages_T,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            **others,
+        )
+
+
+@torch.no_grad()
+def completion_logprobs(
+    state: TrainerState, sequences: Sequence[TrainingSequence], *, temperature: float
+) -> list[tuple[float, ...]]:
+    """Return the log-probability of every completion token under the policy, by sequence."""
+    whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
+    found: list[tuple[float, ...]] = [()] * len(whole)
+    for indices in pack_first_fit_decreasing(
+        [sequence.num_tokens for sequence in whole],
+        max_tokens=state.settings.tokens_per_micro_batch,
+    ):
+        micro = pack_sequences(
+            [whole[index] for index in indices],
+            [0.0] * len(indices),
+            device=state.settings.device,
+        )
+        with state.autocast():
+            logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=temperature)
+        lengths = [len(whole[index].output_tokens) for index in indices]
+        for index, part in zip(indices, torch.split(logprobs_M, lengths), strict=True):
+            found[index] = tuple(part.tolist())
+    return found
+
+
+def trajectory_outcomes(
+    state: TrainerState,
+    sequences: Sequence[TrainingSequence],
+    watch: ClipWatch,
+    *,
+    step: int,
+    settings: StepSettings,
+    temperature: float,
+) -> list[TrajectoryOutcome]:
+    """Return what a step did to each of its sequences.
+
+    Args:
+        state: after the step.
+        watch: the loss that the step was computed with.
+        settings: of the step.
+        temperature: to see log-probabilities at; not that of the step, if two are compared.
+    """
+    advantages = compute_advantages(sequences, settings.algorithm)
+    logprobs = completion_logprobs(state, sequences, temperature=temperature)
+    plan = plan_micro_batches(
+        sequences,
+        step=step,
+        settings=settings,
+        max_tokens=state.settings.tokens_per_micro_batch,
+    )
+    clipped = iter(watch.clipped)
+    clipped_by_sequence = {
+        index: tuple(trained and next(clipped) for trained in sequences[index].trained)
+        for minibatch in plan
+        for indices in minibatch
+        for index in indices
+    }
+    return [
+        TrajectoryOutcome(
+            advantages[index],
+            tuple(sequence.trained),
+            clipped_by_sequence[index],
+            logprobs[index],
+        )
+        for index, sequence in enumerate(sequences)
+    ]
+
+
+def inspect_trajectory(
+    row: Mapping[str, Any],
+    *,
+    policy_version: int,
+    proximal_logprobs: tuple[float, ...],
+    replayed: TrajectoryOutcome,
+    changed: TrajectoryOutcome | None,
+) -> InspectedTrajectory:
+    """Put together what is stored of a trajectory and what steps made of it.
+
+    Args:
+        policy_version: that the step started from.
+        proximal_logprobs: under that policy, one a completion token.
+    """
+    versions = tuple(v for version, length in spans_of_row(row) for v in [version] * length)
+    return InspectedTrajectory(
+        trajectory_id=row["trajectory_id"],
+        reward=row["reward"],
+        tokens=tuple(row["output_tokens"]),
+        versions=versions,
+        staleness_max=policy_version - min(versions, default=policy_version),
+        behavior_logprobs=tuple(row["behavior_logprobs"]),
+        proximal_logprobs=proximal_logprobs,
+        replayed=replayed,
+        changed=changed,
+    )

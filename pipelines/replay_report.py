@@ -1,0 +1,243 @@
+"""A replayed step in, tables for a reader or one JSON object for a program out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_flow.controller.comparison import ComparedStep, compared_values
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.trainer.inspection import InspectedTrajectory
+from pipelines.replay import Replayed
+
+WIDTH_ELSEWHERE = 180
+"""Columns of a table that goes to no terminal: nothing is cut off."""
+HASH_CHARACTERS = 12
+
+
+def print_report(
+    layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
+) -> None:
+    """Print the step beside its record, then what was asked for of its trajectories.
+
+    Raises:
+        RunError: the step did not train `tokens_of`.
+    """
+    shown = _trajectory(layout, replayed, tokens_of) if tokens_of else None
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_ELSEWHERE)
+    tables = [_step_table(replayed)]
+    if num_trajectories:
+        tables.append(_trajectories_table(most_different(replayed, num_trajectories)))
+    if shown:
+        tables.append(_tokens_table(shown, _token_texts(layout, shown)))
+    console.print(_beginning(layout, replayed), highlight=False, markup=False, soft_wrap=True)
+    for table in tables:
+        console.print(table, highlight=False, markup=False)
+    for line in verdict(replayed):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(
+    layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
+) -> None:
+    """Print everything that `print_report` does as one JSON object.
+
+    Raises:
+        RunError: the step did not train `tokens_of`.
+    """
+    report: dict[str, Any] = {
+        "run": layout.name,
+        "checkpoint": replayed.checkpoint,
+        "before": [_compared(compared) for compared in replayed.before],
+        **_compared(replayed.compared),
+        "changed": compared_values(replayed.changed) if replayed.changed else None,
+        "verdict": verdict(replayed),
+    }
+    if num_trajectories:
+        shown = most_different(replayed, num_trajectories)
+        report["trajectories"] = [asdict(trajectory) for trajectory in shown]
+    if tokens_of:
+        trajectory = _trajectory(layout, replayed, tokens_of)
+        texts = _token_texts(layout, trajectory)
+        report["tokens_of"] = {**asdict(trajectory), "texts": texts}
+    print(json.dumps(report))
+
+
+def most_different(replayed: Replayed, num: int) -> list[InspectedTrajectory]:
+    """Return the trajectories that the change, or else the step, moved most; the most first."""
+    by_difference = sorted(
+        replayed.trajectories, key=lambda t: (-t.mean_difference, t.trajectory_id)
+    )
+    return by_difference[:num]
+
+
+def verdict(replayed: Replayed) -> list[str]:
+    """Return what a reader must know about the comparison, one sentence a line."""
+    lines = [_environment(compared) for compared in (*replayed.before, replayed.compared)]
+    lines = list(dict.fromkeys(line for line in lines if line))
+    lines += [
+        f"Step {compared.step} DIFFERS where it must not, in {', '.join(compared.differences)}: "
+        "the numeric environment is the recorded one, so the ledger, the log, a checkpoint, "
+        "config.toml or the code has changed since."
+        for compared in replayed.refused
+    ]
+    forked = [c for c in (*replayed.before, replayed.compared) if not (c.equal or c.refused)]
+    lines += [
+        f"Step {compared.step} differs, as it may: "
+        + ("an earlier step differed." if compared.after_fork else "see the environment above.")
+        for compared in forked
+    ]
+    if replayed.compared.equal:
+        lines.append(f"Step {replayed.compared.step} is equal to its record, bit for bit.")
+    return lines
+
+
+def _environment(compared: ComparedStep) -> str:
+    there_and_here = compared.environment_differences
+    if there_and_here:
+        parts = [
+            f"{name} {there} there, {here} here" for name, (there, here) in there_and_here.items()
+        ]
+        return f"Recorded in another numeric environment: {'; '.join(parts)}. Bits may differ."
+    if json.loads(compared.replayed.numeric_environment)["device"] != "cpu":
+        return "Computed on a GPU, where sums may come out in another order: bits may differ."
+    return ""
+
+
+def _beginning(layout: RunLayout, replayed: Replayed) -> str:
+    start = (
+        f"Run {layout.name}, step {replayed.compared.step}, from checkpoint {replayed.checkpoint}"
+    )
+    if not replayed.before:
+        return f"{start}."
+    num_equal = sum(compared.equal for compared in replayed.before)
+    first, last = replayed.before[0].step, replayed.before[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"{start}; {steps} on the way: {num_equal} of {len(replayed.before)} equal."
+
+
+def _compared(compared: ComparedStep) -> dict[str, Any]:
+    return {
+        "step": compared.step,
+        "recorded": compared_values(compared.recorded),
+        "replayed": compared_values(compared.replayed),
+        "equal": compared.equal,
+        "refused": compared.refused,
+        "environment_differences": compared.environment_differences,
+    }
+
+
+def _table(*labels: str) -> Table:
+    table = Table(box=None)
+    for label in labels:
+        table.add_column(label, justify="right", no_wrap=True)
+    return table
+
+
+def _step_table(replayed: Replayed) -> Table:
+    columns = [compared_values(replayed.recorded), compared_values(replayed.replayed)]
+    labels = ["", "recorded", "replayed", "equal?"]
+    if replayed.changed:
+        columns.append(compared_values(replayed.changed))
+        labels.append("changed")
+    table = _table(*labels)
+    for name in columns[0]:
+        recorded, again, *changed = (_value(column[name]) for column in columns)
+        equal = "yes" if name not in replayed.compared.differences else "NO"
+        table.add_row(name.replace("_", " "), recorded, again, equal, *changed)
+    return table
+
+
+def _value(value: float | str) -> str:
+    if isinstance(value, str):
+        return value[:HASH_CHARACTERS]
+    return f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
+
+
+def _trajectories_table(shown: Sequence[InspectedTrajectory]) -> Table:
+    table = _table(
+        *("trajectory", "reward", "advantage", "trained", "masked", "staleness"),
+        *("w mean", "w max", "clipped", "logprob behaviour", "before", "replayed"),
+        *(["changed"] if shown and shown[0].changed else []),
+        "mean |difference|",
+    )
+    for trajectory in shown:
+        outcome, weights = trajectory.replayed, trajectory.behavior_weights
+        table.add_row(
+            trajectory.trajectory_id,
+            f"{trajectory.reward:g}",
+            f"{outcome.advantage:.3f}",
+            str(outcome.num_trained),
+            str(len(trajectory.tokens) - outcome.num_trained),
+            str(trajectory.staleness_max),
+            f"{_mean(weights):.3f}",
+            f"{max(weights, default=1.0):.3f}",
+            str(sum(outcome.clipped)),
+            f"{_mean(trajectory.behavior_logprobs):.4f}",
+            f"{_mean(trajectory.proximal_logprobs):.4f}",
+            f"{_mean(outcome.logprobs):.4f}",
+            *([f"{_mean(trajectory.changed.logprobs):.4f}"] if trajectory.changed else []),
+            f"{trajectory.mean_difference:.2e}",
+        )
+    return table
+
+
+def _tokens_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
+    table = _table(
+        *("", "token", "version", "logprob behaviour", "before", "w", "replayed"),
+        *(["changed"] if trajectory.changed else []),
+        *("difference", "masked?"),
+    )
+    for index, text in enumerate(texts):
+        table.add_row(
+            str(index),
+            repr(text),
+            str(trajectory.versions[index]),
+            f"{trajectory.behavior_logprobs[index]:.5f}",
+            f"{trajectory.proximal_logprobs[index]:.5f}",
+            f"{trajectory.behavior_weights[index]:.4f}",
+            f"{trajectory.replayed.logprobs[index]:.5f}",
+            *([f"{trajectory.changed.logprobs[index]:.5f}"] if trajectory.changed else []),
+            f"{trajectory.differences[index]:+.2e}",
+            _masked(trajectory, index),
+        )
+    return table
+
+
+def _masked(trajectory: InspectedTrajectory, index: int) -> str:
+    trained = trajectory.replayed.trained[index]
+    changed = trajectory.changed.trained[index] if trajectory.changed else trained
+    if trained == changed:
+        return "" if trained else "masked"
+    return "masked if changed" if trained else "masked, trained if changed"
+
+
+def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> InspectedTrajectory:
+    found = {trajectory.trajectory_id: trajectory for trajectory in replayed.trajectories}
+    if identifier not in found:
+        identifiers = sorted(found)
+        raise RunError(
+            f"step {replayed.compared.step} of run {layout.name} did not train trajectory "
+            f"{identifier!r}: it trained {len(found)}, from {identifiers[0]} to {identifiers[-1]}; "
+            "--trajectories K shows some of them"
+        )
+    return found[identifier]
+
+
+def _token_texts(layout: RunLayout, trajectory: InspectedTrajectory) -> list[str]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in trajectory.tokens]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,86 @@
+"""What a replay may change about a step: settings by their dotted names, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_flow.algorithms.losses import TokenLoss
+from areal_flow.config import (
+    AlgorithmSettings,
+    Recipe,
+    TrainerSettings,
+    load_recipe,
+    parse_overrides,
+)
+from areal_flow.errors import ConfigError
+from areal_flow.import_path import import_function
+
+WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
+"""Settings of the trainer that say what is kept of a step, not what it computes."""
+
+
+def settings_of_a_step() -> list[str]:
+    """Return the dotted names of the settings that can change what a step computes."""
+    algorithm = [f"algorithm.{name}" for name in AlgorithmSettings.model_fields]
+    trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
+    names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
+    return [name for name in names if name not in WITHOUT_INFLUENCE]
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
+    """Turn `SECTION.KEY=VALUE` texts into a nested table.
+
+    Raises:
+        ConfigError: one has no value.
+    """
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"--set {text}: expected SECTION.KEY=VALUE")
+    return parse_overrides([f"--{text}" for text in texts])
+
+
+def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
+    """Return a run's recipe with changes applied.
+
+    Raises:
+        ConfigError: a setting does not exist, has a wrong value or cannot change a step.
+    """
+    recipe = load_recipe(config, dict(changes))
+    allowed = settings_of_a_step()
+    idle = [name for name in _dotted(changes) if name not in allowed]
+    if idle:
+        raise ConfigError(
+            f"--set {', '.join(idle)}: cannot change what a step computes from its trajectories; "
+            f"these can: {', '.join(allowed)}"
+        )
+    device = changes.get("trainer", {}).get("device", "cpu")
+    if not device_is_here(device):
+        raise ConfigError(f"--set trainer.device={device}: this machine has no such device")
+    return recipe
+
+
+def device_is_here(device: str) -> bool:
+    """Return whether a trainer could use this device."""
+    return not device.startswith("cuda") or torch.cuda.is_available()
+
+
+def import_loss(path: str) -> TokenLoss:
+    """Return the loss at an import path; see `decoupled_ppo_loss` for its signature.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    loss: TokenLoss = import_function(path, setting="--loss", error=ConfigError)
+    return loss
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for key, value in table.items():
+        is_section = isinstance(value, dict)
+        names += _dotted(value, f"{prefix}{key}.") if is_section else [f"{prefix}{key}"]
+    return names

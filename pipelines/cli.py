@@ -16,11 +16,11 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.commands import doctor, evaluate, export, runs, train, trajectories
+from pipelines.commands import doctor, evaluate, export, lineage, runs, train, trajectories
 from pipelines.commands.settings import split_dotted
 from pipelines.commands.train import EXIT_CODES
 
-COMMANDS = (train, evaluate, export, doctor, runs, trajectories)
+COMMANDS = (train, evaluate, export, doctor, runs, trajectories, lineage)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

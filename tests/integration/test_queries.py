@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import lance
 import pyarrow.parquet as pq
 import pytest
 
@@ -47,7 +49,7 @@ def ask(
         found = main(["--runs", str(layout.root.parent), *map(str, arguments)])
         captured = capsys.readouterr()
         assert found == code, captured.out + captured.err
-        return captured.err if code else captured.out
+        return captured.out or captured.err
 
     return run_command
 
@@ -196,7 +198,7 @@ def test_run_is_found_by_its_directory_and_unknown_ones_are_named(
 
 
 def test_command_leaves_nothing_on_standard_error(layout: RunLayout) -> None:
-    done = cli("trajectories", "small", "--show", "1", cwd=layout.root.parent.parent)
+    done = cli("trajectories", "small", cwd=layout.root.parent.parent)
     assert done.returncode == 0
     assert done.stderr == ""
 
@@ -211,3 +213,71 @@ def test_consumption_is_the_ledger_turned_round(run: areal_flow.Run) -> None:
     assert len(consumption) == len(run.trajectories(columns=["reward"]))
     early = run.consumption("arrow", at=3)
     assert max(step for step in early["step"].to_pylist() if step is not None) == 3
+
+
+def test_lineage_adds_up_to_the_ledger(run: areal_flow.Run) -> None:
+    lineage = run.lineage(4)
+    ledger = run.steps(where="step > 0 AND step <= 4")
+    assert lineage.steps.step.tolist() == [0, 1, 2, 3, 4]
+    used = lineage.trajectories()
+    assert sorted(used.trajectory_id) == sorted(i for ids in ledger.trajectory_ids for i in ids)
+    assert used.trajectory_id.is_unique
+    versions = lineage.policy_versions
+    for name in ("num_trained_tokens", "num_masked_tokens"):
+        by_step = used.groupby("step")[name].sum()
+        assert by_step.to_dict() == ledger.set_index("step")[name].to_dict()
+        assert versions[name].sum() == ledger[name].sum() == lineage.summary()[name]
+    assert lineage.prompts.num_trajectories.sum() == len(used)
+    assert lineage.verifiers.verifier.str.match("tests.*at_times@[0-9a-f]{12}$").all()
+    assert lineage.weights_hashes.follows.all()
+    assert lineage.summary()["chain_breaks"] == []
+
+
+def test_staleness_of_trajectories_is_that_of_the_ledger(run: areal_flow.Run) -> None:
+    used = run.lineage(6).trajectories()
+    for row in run.steps(where="step > 0").itertuples():
+        trained = used[used.step == row.step]
+        mean = (trained.staleness * trained.num_trained_tokens).sum() / row.num_trained_tokens
+        assert mean == pytest.approx(row.staleness_mean)
+        assert trained.reward.mean() == pytest.approx(row.reward_mean)
+
+
+def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> None:
+    printed = ask("lineage", "models:/areal-flow@current")
+    assert "version 6 of run small" in printed
+    assert "the last 5 of 6 steps" in printed
+    assert printed.count("✓") == 2
+    found = json.loads(ask("lineage", "models:/areal-flow@current", "--json"))
+    assert found["registered"]["tags"]["weights_hash"] == found["weights_hash"]
+    assert found["weights_hash"] == run.steps(where="step = 6").weights_hash[0]
+    assert [check["holds"] for check in found["checks"]] == [True, True]
+    second = json.loads(ask("lineage", "models:/areal-flow/2", "--json"))
+    assert second["version"] == 2
+    assert "is one step already" in ask("lineage", "models:/areal-flow/2", "--step", "1", code=2)
+    assert "found 'models:/areal-flow/99'" in ask("lineage", "models:/areal-flow/99", code=1)
+
+
+def test_lineage_of_a_run_and_of_its_genesis(ask: Ask, tmp_path: Path) -> None:
+    assert "version 6 of run small" in ask("lineage", "small")
+    assert "version 3 of run small" in ask("lineage", "small", "--step", "3")
+    assert "0 trained, 0 masked" in ask("lineage", "small", "--step", "0")
+    assert "no step 7 yet" in ask("lineage", "small", "--step", "7", code=1)
+    ask("lineage", "small", "--step", "2", "--to", tmp_path / "used.parquet")
+    assert set(pq.read_table(tmp_path / "used.parquet")["step"].to_pylist()) == {1, 2}
+
+
+def test_broken_chain_and_foreign_weights_are_said(
+    ask: Ask, layout: RunLayout, tmp_path: Path
+) -> None:
+    copy = tmp_path / "broken"
+    shutil.copytree(layout.root, copy, ignore=shutil.ignore_patterns("weights"))
+    state = copy / "checkpoints" / "00000006" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "weights_hash": "other"}))
+    lance.dataset(str(copy / "steps.lance")).update({"parent_hash": "'elsewhere'"}, "step = 5")
+    (copy / "forks.jsonl").write_text(json.dumps({"step": 4}) + "\n" + json.dumps({"step": 9}))
+    printed = ask("lineage", copy, code=1)
+    assert "✗ the checkpoint has weights other" in printed
+    assert "broken before step 5 (forks recorded: 4)" in printed
+    lineage = areal_flow.open_run(copy).lineage(6)
+    assert lineage.summary()["chain_breaks"] == [5]
+    assert lineage.summary()["forks"] == [{"step": 4}]

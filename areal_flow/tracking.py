@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
 from typing import Any, Protocol
@@ -247,8 +248,23 @@ class NullTracker:
     def close(self, status: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RegisteredVersion:
+    """A model version as the registry has it."""
+
+    name: str
+    version: str
+    source: Path
+    tags: dict[str, str]
+
+
 def model_source(uri: str, reference: str) -> Path:
-    """Return the directory behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+    """Return the directory behind a reference; errors as `registered_version`."""
+    return registered_version(uri, reference).source
+
+
+def registered_version(uri: str, reference: str) -> RegisteredVersion:
+    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
         ModelError: the registry does not know it.
@@ -270,4 +286,9 @@ def model_source(uri: str, reference: str) -> Path:
             f"expected models:/NAME@ALIAS or models:/NAME/VERSION in the registry {uri}, found "
             f"{reference!r}: {error}"
         ) from error
-    return Path(str(version.source).removeprefix("file://"))
+    return RegisteredVersion(
+        name=version.name,
+        version=str(version.version),
+        source=Path(str(version.source).removeprefix("file://")),
+        tags=dict(version.tags),
+    )

@@ -16,11 +16,21 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.commands import check, doctor, evaluate, export, replay, runs, train
+from pipelines.commands import (
+    check,
+    doctor,
+    evaluate,
+    export,
+    lineage,
+    replay,
+    runs,
+    train,
+    trajectories,
+)
 from pipelines.commands.settings import split_dotted
 from pipelines.commands.train import EXIT_CODES
 
-COMMANDS = (train, evaluate, export, replay, check, doctor, runs)
+COMMANDS = (train, evaluate, export, trajectories, lineage, replay, check, doctor, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,6 +60,18 @@ def existing_run(runs: Path, name: str) -> RunLayout:
     return layout
 
 
+def find_run(runs: Path, reference: str) -> RunLayout:
+    """Return the layout of a run by its directory, or by its name in `runs`.
+
+    Raises:
+        RunError: there is none; says which there are.
+    """
+    directory = Path(reference)
+    if (directory / "config.toml").is_file():
+        return RunLayout(directory.resolve())
+    return existing_run(runs, reference)
+
+
 @contextmanager
 def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
     """Be the one driver of a run.

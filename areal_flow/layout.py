@@ -13,6 +13,7 @@ runs/NAME/
     mlflow-spool.jsonl     metrics on their way to MLflow
     summary.json           written at the end
     run.lock, state.json   who drives it, and how it last ended
+    cluster.json           where its scheduler is, while it runs
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class RunLayout:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def cluster(self) -> Path:
+        return self.root / "cluster.json"
 
 
 def run_layout(runs: Path, name: str) -> RunLayout:

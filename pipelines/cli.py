@@ -16,11 +16,11 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.commands import doctor, evaluate, export, runs, train
+from pipelines.commands import doctor, evaluate, export, runs, train, workers
 from pipelines.commands.settings import split_dotted
 from pipelines.commands.train import EXIT_CODES
 
-COMMANDS = (train, evaluate, export, doctor, runs)
+COMMANDS = (train, evaluate, export, doctor, runs, workers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

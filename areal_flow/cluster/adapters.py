@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any, Protocol
 
 from distributed import Client, Future, KilledWorker, wait
@@ -196,8 +195,9 @@ class DaskWeights:
             await self._live.replace(address, why=f"version {version} was not loaded")
 
     async def _wait_for_audible(self, loads: Mapping[str, asyncio.Future[Any]]) -> None:
-        deadline = monotonic() + ACKNOWLEDGE_TIMEOUT_S
-        while monotonic() < deadline:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
+        while clock() < deadline:
             awaited = [
                 load
                 for address, load in loads.items()

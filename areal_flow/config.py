@@ -163,6 +163,7 @@ class ClusterSettings(Settings):
     threads_per_worker: int = Field(1, ge=1)
     num_trainer_threads: int = Field(1, ge=1)
     dashboard_port: int = Field(0, ge=0, le=65535)
+    silent_after_s: float = Field(10.0, ge=1)
     worker_ttl_s: float = Field(60.0, gt=0)
 
 

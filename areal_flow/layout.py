@@ -14,6 +14,7 @@ runs/NAME/
     summary.json           written at the end
     writers/               who may write: one claim a driver's life
     state.json             how it last ended
+    cluster.json           where its scheduler is, while it runs
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ class RunLayout:
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def cluster(self) -> Path:
+        return self.root / "cluster.json"
 
 
 def run_layout(runs: Path, name: str) -> RunLayout:

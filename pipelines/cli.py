@@ -26,11 +26,15 @@ from pipelines.commands import (
     runs,
     train,
     trajectories,
+    workers,
 )
 from pipelines.commands.settings import split_dotted
 from pipelines.commands.train import EXIT_CODES
 
-COMMANDS = (train, evaluate, export, trajectories, lineage, replay, check, doctor, runs)
+COMMANDS = (
+    *(train, evaluate, export, trajectories, lineage, replay, check),
+    *(workers, doctor, runs),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -130,7 +130,8 @@ def _batch(
         "arrow", columns=["trajectory_ids", "committed_at"], where=f"step = {row['step']}"
     ).to_pylist()[0]
     identifiers = step["trajectory_ids"]
-    batch = TrajectoryReader(run.layout.trajectories, run.layout.writers).read(identifiers, _BATCH_COLUMNS)
+    reader = TrajectoryReader(run.layout.trajectories, run.layout.writers)
+    batch = reader.read(identifiers, _BATCH_COLUMNS)
     sequences = sequences_from_rows(
         batch.to_pylist(), policy_version=row["policy_version"], max_staleness=max_staleness
     )

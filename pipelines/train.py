@@ -7,10 +7,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
-
-from distributed import Client
 
 from areal_flow import __version__
 from areal_flow.cluster import tasks
@@ -20,7 +19,7 @@ from areal_flow.cluster.adapters import (
     DaskWeights,
     generator_addresses,
 )
-from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.plugins import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
@@ -57,6 +56,7 @@ from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
 from pipelines.succession import succeed
 from pipelines.summary import Findings, print_summary, summarise, write_summary
+from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +116,9 @@ async def run_training(
                 RunPlugin(layout.root, writer.writer_epoch),
             ) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
-                session = Session(
-                    layout, recipe, cluster.client, progress, tracker, signals, writer
-                )
-                outcome = await session.run(resume=resume, began=began)
+                session = Session(layout, recipe, cluster, progress, tracker, signals, writer)
+                with reachable(layout, cluster):
+                    outcome = await cluster.fleet.guard(session.run(resume=resume, began=began))
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
@@ -137,7 +136,7 @@ class Session:
         self,
         layout: RunLayout,
         recipe: Recipe,
-        client: Client,
+        cluster: RunningCluster,
         progress: Progress,
         tracker: MlflowTracker | NullTracker,
         signals: StopSignals,
@@ -145,7 +144,8 @@ class Session:
     ) -> None:
         self.layout = layout
         self.recipe = recipe
-        self.client = client
+        self.cluster = cluster
+        self.client = client = cluster.client
         self.progress = progress
         self.tracker = tracker
         self.signals = signals
@@ -177,6 +177,7 @@ class Session:
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
         self.signals.training(flow)
+        self.cluster.fleet.follow(partial(self._follow_generators, flow))
         with self._deadline(flow, began):
             try:
                 await SCHEDULES[self.recipe.schedule](flow)
@@ -192,6 +193,9 @@ class Session:
             return Outcome(False, self.signals.received[0])
         self.findings.after = await self._evaluate("after", flow.policy_version)
         return Outcome(True)
+
+    def _follow_generators(self, flow: Flow, num_generators: int) -> None:
+        flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
 
     async def _begin(self) -> FlowStart:
         self.progress.phase("Making the first policy")
@@ -236,7 +240,9 @@ class Session:
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
         generators = await generator_addresses(self.client)
-        results: dict[str, Any] = await self.client.run(function, workers=generators)
+        results: dict[str, Any] = await self.client.run(
+            function, workers=generators, on_error="ignore"
+        )
         return results
 
     def _flow(self, start: FlowStart) -> Flow:
@@ -246,7 +252,9 @@ class Session:
             batch_size=controller.batch_size,
             group_size=controller.group_size,
             max_staleness=controller.max_staleness,
-            max_running=max_running_trajectories(recipe),
+            max_running=max_running_trajectories(
+                recipe, num_generators=recipe.cluster.num_generators
+            ),
             num_steps=recipe.num_steps,
             run_seed=recipe.seed,
             max_attempts=controller.max_attempts,
@@ -258,7 +266,7 @@ class Session:
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,
-            weights=DaskWeights(self.client, self.channel),
+            weights=DaskWeights(self.client, self.channel, self.cluster.watch),
             observer=RunObserver(
                 progress=self.progress,
                 tracker=self.tracker,

@@ -42,8 +42,17 @@ class GeneratorHost:
             stop_token_ids=stop_token_ids(self._layout.model),
         )
 
+    @property
+    def policy_version(self) -> int | None:
+        return self._engine.version if self._engine else None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine; one that is being made will load what is newest then."""
+        return self._engine is not None and not self._engine.broken
+
     async def serve(self, version: int) -> EngineLoop:
-        """Return the engine once it serves `version` or a later one.
+        """Return the engine once it serves `version` or a later one; a new one, the newest.
 
         Raises:
             WeightsError: the published weights are not what was published.
@@ -51,6 +60,7 @@ class GeneratorHost:
         async with self._loading:
             if self._engine is None or self._engine.broken:
                 self._engine = await self._make_engine()
+                version = max(version, self._channel.newest())
             if self._engine.version < version:
                 newest = self._channel.newest()
                 tensors = await asyncio.to_thread(self._channel.load, newest)

@@ -158,18 +158,24 @@ def grade(
 
 
 async def load_weights(version: int, dask_worker: Worker) -> None:
-    """Bring this generator to `version`; one that holds no engine yet will load the newest itself.
+    """Bring this generator to `version`; an engine that is yet to be made loads the newest itself.
+
+    To make one takes half a minute on a busy machine, which nobody should wait for.
 
     For `client.run`, which goes past the queue of rollouts.
     """
     host = holder(dask_worker).get(GeneratorHost)
-    if host is not None:
+    if host is not None and host.is_serving:
         await host.serve(version)
 
 
-def import_engine(dask_worker: Worker) -> None:
-    """Import what the engine needs, while there are no weights to load yet; for `client.run`."""
-    importlib.import_module("areal_flow.generation.torch_engine")
+async def import_engine(dask_worker: Worker) -> None:
+    """Import what the engine needs, while there are no weights to load yet; for `client.run`.
+
+    In a thread: on the event loop it would silence a healthy worker for as long as it takes, which
+    was more than a minute on a machine with four busy processes a core.
+    """
+    await asyncio.to_thread(importlib.import_module, "areal_flow.generation.torch_engine")
 
 
 async def prepare_generator(dask_worker: Worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -50,6 +51,22 @@ def run_small(root: Path, recipe: Recipe, *beside: Callable[[], Awaitable[None]]
         prepare_run(layout, recipe)
         outcome = asyncio.run(_run_beside(layout, recipe, writer, False, beside))
     assert outcome.finished
+    return layout
+
+
+def run_while(root: Path, recipe: Recipe, beside: Callable[[], Awaitable[None]]) -> RunLayout:
+    """Make a run and train it until the coroutine beside it is over; return its layout."""
+    layout = RunLayout(root.resolve())
+    create_run(layout, recipe)
+
+    async def then_stop() -> None:
+        await beside()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with hold_run(layout) as epoch:
+        prepare_run(layout, recipe)
+        outcome = asyncio.run(_run_beside(layout, recipe, epoch, False, (then_stop,)))
+    assert outcome.stopped_by == "SIGTERM"
     return layout
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.config import load_recipe
 from areal_flow.controller.comparison import ComparedStep
 from areal_flow.layout import RunLayout
 from areal_flow.trainer.inspection import InspectedTrajectory, inspect_trajectory
 from areal_flow.types import PolicyHashes, StepResult
-from pipelines.replay_settings import changed_recipe
+from pipelines.replay_settings import changed_recipe, describe_changes
 from pipelines.replay_walk import ReplayWalk, WatchedStep, on_this_machine
 
 
@@ -33,6 +34,8 @@ class Replayed:
     """The steps between that checkpoint and this one."""
     compared: ComparedStep
     changed: StepResult | None
+    changes: Mapping[str, tuple[Any, Any]]
+    """Recorded and changed value, by dotted name."""
     trajectories: tuple[InspectedTrajectory, ...]
     """What the step consumed, in its order."""
 
@@ -68,14 +71,14 @@ def replay_step(
         RunError: there is no such step, or no checkpoint to start from.
         ConfigError: a changed setting is wrong.
     """
-    changed_to = on_this_machine(changed_recipe(layout.config, changes or {}))
+    recipe = changed_recipe(layout.config, changes or {})
     with _threads_restored():
         walk = ReplayWalk(layout, step=step, from_checkpoint=from_checkpoint)
         before = tuple(walk.advance_to(step - 1))
         rows, proximal = walk.next_trajectories()
         changed: WatchedStep | None = None
         if changes or loss:
-            changed = walk.try_next(changed_to, loss=loss or decoupled_ppo_loss)
+            changed = walk.try_next(on_this_machine(recipe), loss=loss or decoupled_ppo_loss)
         compared, outcomes = walk.advance_watching()
     trajectories = tuple(
         inspect_trajectory(
@@ -92,6 +95,7 @@ def replay_step(
         before,
         compared,
         changed.result if changed else None,
+        describe_changes(load_recipe(layout.config), recipe, loss=loss),
         trajectories,
     )
 

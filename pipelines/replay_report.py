@@ -16,8 +16,8 @@ from areal_flow.layout import RunLayout
 from areal_flow.trainer.inspection import InspectedTrajectory
 from pipelines.replay import Replayed
 
-WIDTH_ELSEWHERE = 180
-"""Columns of a table that goes to no terminal: nothing is cut off."""
+WIDTH = 180
+"""Room for the widest table: a narrow terminal wraps its lines, rather than lose columns."""
 HASH_CHARACTERS = 12
 
 
@@ -30,19 +30,18 @@ def print_report(
         RunError: the step did not train `tokens_of`.
     """
     shown = _trajectory(layout, replayed, tokens_of) if tokens_of else None
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_ELSEWHERE)
-    tables = [_step_table(replayed)]
+    console = Console(width=WIDTH)
+    tables: list[Table] = []
     if num_trajectories:
         tables.append(_trajectories_table(most_different(replayed, num_trajectories)))
     if shown:
         tables.append(_tokens_table(shown, _token_texts(layout, shown)))
     console.print(_beginning(layout, replayed), highlight=False, markup=False, soft_wrap=True)
+    console.print(_step_table(replayed), highlight=False, markup=False)
+    for line in [*_changes(replayed), *verdict(replayed)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for table in tables:
         console.print(table, highlight=False, markup=False)
-    for line in verdict(replayed):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(
@@ -59,6 +58,7 @@ def print_json(
         "before": [_compared(compared) for compared in replayed.before],
         **_compared(replayed.compared),
         "changed": compared_values(replayed.changed) if replayed.changed else None,
+        "changes": replayed.changes,
         "verdict": verdict(replayed),
     }
     if num_trajectories:
@@ -100,6 +100,11 @@ def verdict(replayed: Replayed) -> list[str]:
     return lines
 
 
+def _changes(replayed: Replayed) -> list[str]:
+    parts = [f"{name} {before} -> {after}" for name, (before, after) in replayed.changes.items()]
+    return [f"Changed: {'; '.join(parts)}."] if parts else []
+
+
 def _environment(compared: ComparedStep) -> str:
     there_and_here = compared.environment_differences
     if there_and_here:
@@ -135,8 +140,8 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
     }
 
 
-def _table(*labels: str) -> Table:
-    table = Table(box=None)
+def _table(*labels: str, title: str = "") -> Table:
+    table = Table(box=None, title=title, title_justify="left", title_style="bold")
     for label in labels:
         table.add_column(label, justify="right", no_wrap=True)
     return table
@@ -159,7 +164,7 @@ def _step_table(replayed: Replayed) -> Table:
 def _value(value: float | str) -> str:
     if isinstance(value, str):
         return value[:HASH_CHARACTERS]
-    return f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
 
 
 def _trajectories_table(shown: Sequence[InspectedTrajectory]) -> Table:
@@ -168,6 +173,7 @@ def _trajectories_table(shown: Sequence[InspectedTrajectory]) -> Table:
         *("w mean", "w max", "clipped", "logprob behaviour", "before", "replayed"),
         *(["changed"] if shown and shown[0].changed else []),
         "mean |difference|",
+        title=f"\nThe {len(shown)} trajectories that differ most; mean log-probabilities",
     )
     for trajectory in shown:
         outcome, weights = trajectory.replayed, trajectory.behavior_weights
@@ -195,6 +201,7 @@ def _tokens_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Tabl
         *("", "token", "version", "logprob behaviour", "before", "w", "replayed"),
         *(["changed"] if trajectory.changed else []),
         *("difference", "masked?"),
+        title=f"\nTrajectory {trajectory.trajectory_id}",
     )
     for index, text in enumerate(texts):
         table.add_row(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from areal_flow.algorithms.losses import TokenLoss
+from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
 from areal_flow.config import (
     AlgorithmSettings,
     Recipe,
@@ -63,6 +64,20 @@ def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def describe_changes(
+    recorded: Recipe, changed: Recipe, *, loss: TokenLoss | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return, by dotted name, the recorded and the changed value of what can change a step."""
+    found = {
+        name: (before, after)
+        for name in settings_of_a_step()
+        if (before := _value(recorded, name)) != (after := _value(changed, name))
+    }
+    if loss is not None:
+        found["loss"] = (decoupled_ppo_loss.__name__, getattr(loss, "__name__", repr(loss)))
+    return found
+
+
 def device_is_here(device: str) -> bool:
     """Return whether a trainer could use this device."""
     return not device.startswith("cuda") or torch.cuda.is_available()
@@ -76,6 +91,10 @@ def import_loss(path: str) -> TokenLoss:
     """
     loss: TokenLoss = import_function(path, setting="--loss", error=ConfigError)
     return loss
+
+
+def _value(recipe: Recipe, name: str) -> Any:
+    return reduce(getattr, name.split("."), recipe)
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -140,11 +140,20 @@ class ReplayWalk:
         earlier = self._rows[: self.last_step]
         while (checkpoint := choose_checkpoint(usable, earlier)) is not None:
             try:
-                return checkpoint, self._rank.restore(checkpoint)
+                return checkpoint, self._restore_as_recorded(checkpoint)
             except TrainingError as error:
                 logger.warning("%s", error)
                 del usable[checkpoint]
         raise RunError(_no_checkpoint(layout, wanted, list(found), step=self.last_step))
+
+    def _restore_as_recorded(self, checkpoint: int) -> PolicyHashes:
+        hashes = self._rank.restore(checkpoint)
+        recorded = result_from_row(self._rows[checkpoint]).hashes
+        if hashes != recorded:
+            raise TrainingError(
+                f"checkpoint {checkpoint} was restored to {hashes}, the ledger has {recorded}"
+            )
+        return hashes
 
 
 def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:

@@ -1,0 +1,257 @@
+"""Any recorded step can be computed again, bit for bit, and as it would have been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import lance
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from pipelines.cli import main
+from pipelines.replay import replay_from_genesis, replay_step, replay_to
+from tests.integration.runs import cli, run_small, small_recipe
+
+NUM_STEPS = 4
+HASHES = ["weights_hash", "optimizer_hash", "served_hash"]
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """A run whose untrained policy is rewarded for lengths, so that every step has a gradient."""
+    recipe = small_recipe(
+        num_steps=NUM_STEPS,
+        prompts={"num_held_out": 0},
+        warm_start={"num_steps": 0},
+        controller={"max_staleness": 1},
+        trainer={"learning_rate": 2e-3, "num_learning_rate_warmup_steps": 0},
+        rewards={"verifier": "tests.integration.verifiers:reward_length"},
+    )
+    return run_small(tmp_path_factory.mktemp("runs") / "r", recipe)
+
+
+@pytest.fixture
+def copied(layout: RunLayout, tmp_path: Path) -> RunLayout:
+    """A copy that a test may spoil."""
+    return RunLayout(shutil.copytree(layout.root, tmp_path / "runs" / "r").resolve())
+
+
+def recorded_hashes(layout: RunLayout, step: int) -> dict[str, str]:
+    found = areal_flow.open_run(layout.root).steps("arrow", where=f"step = {step}")
+    (row,) = found.select(HASHES).to_pylist()
+    return dict(row)
+
+
+def tamper(layout: RunLayout, step: int, **columns: str) -> None:
+    values = {name: f"'{value}'" for name, value in columns.items()}
+    lance.dataset(str(layout.steps)).update(values, where=f"step = {step}")
+
+
+def replay(layout: RunLayout, *arguments: str) -> int:
+    return main(["--runs", str(layout.root.parent), "replay", layout.name, *arguments])
+
+
+def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in [layout.root, *layout.root.rglob("*")]
+    }
+
+
+def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
+    layout: RunLayout,
+) -> None:
+    before = listing(layout)
+    changed = set()
+    for step, checkpoint in ((1, 0), (2, 0), (3, 2), (4, 2)):
+        found = replay_step(layout, step=step)
+        assert (found.checkpoint, len(found.before)) == (checkpoint, step - checkpoint - 1)
+        assert all(compared.equal for compared in (*found.before, found.compared))
+        assert asdict(found.replayed.hashes) == recorded_hashes(layout, step)
+        assert found.replayed.metrics.grad_norm > 0
+        assert found.compared.environment_differences == {}
+        changed.add(found.replayed.hashes.weights_hash)
+    assert len(changed) == NUM_STEPS
+    assert listing(layout) == before
+
+
+def test_whole_run_is_equal_from_the_genesis(layout: RunLayout) -> None:
+    assert asdict(replay_from_genesis(layout)) == recorded_hashes(layout, NUM_STEPS)
+    walked = replay_to(layout, 3, from_checkpoint=0)
+    assert [(compared.step, compared.equal) for compared in walked] == [
+        (1, True),
+        (2, True),
+        (3, True),
+    ]
+
+
+def test_command_prints_recorded_replayed_and_changed(layout: RunLayout) -> None:
+    (identifier, *_) = areal_flow.open_run(layout.root).steps().trajectory_ids.iloc[3]
+    done = cli(
+        *("--runs", layout.root.parent, "replay", "r", "--step", "3", "--from", "0"),
+        *("--set", "algorithm.epsilon=0.01", "--set", "algorithm.advantage=rloo"),
+        *("--trajectories", "2", "--tokens", identifier),
+        cwd=layout.root,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 3, from checkpoint 0; steps 1 to 2 on the way: 2 of 2 equal" in done.stdout
+    assert "equal to its record, bit for bit" in done.stdout
+    for word in ("recorded", "replayed", "changed", "clipped", "masked?", identifier):
+        assert word in done.stdout, word
+    (weights,) = [line.split() for line in done.stdout.splitlines() if "weights hash" in line]
+    assert weights[2] == weights[3]
+    assert weights[4] == "yes"
+    assert weights[5] != weights[3]
+
+
+def test_changed_settings_change_only_the_last_step(layout: RunLayout) -> None:
+    changes = {"trainer": {"learning_rate": 1e-4}}
+    found = replay_step(layout, step=4, changes=changes)
+    assert [compared.equal for compared in (*found.before, found.compared)] == [True, True]
+    assert found.changed is not None
+    assert found.changed.hashes != found.replayed.hashes
+    assert found.changed.metrics.loss != 0
+    assert found.changed.metrics.learning_rate == 1e-4
+    step = replay_step(layout, step=4)
+    assert found.trajectories[0].replayed == step.trajectories[0].replayed
+
+
+def test_a_change_to_the_same_value_changes_nothing(layout: RunLayout) -> None:
+    found = replay_step(layout, step=3, changes={"algorithm": {"epsilon": 0.2}})
+    assert found.changed is not None
+    assert found.changed.hashes == found.replayed.hashes
+    assert all(t.changed == t.replayed for t in found.trajectories)
+
+
+def test_stricter_staleness_masks_tokens_of_the_changed_step_alone(layout: RunLayout) -> None:
+    found = replay_step(layout, step=3, changes={"controller": {"max_staleness": 0}})
+    assert found.changed is not None
+    assert found.compared.equal
+    for trajectory in found.trajectories:
+        assert trajectory.changed is not None
+        assert trajectory.changed.trained == tuple(v == 2 for v in trajectory.versions)
+    num_trained = sum(t.changed.num_trained for t in found.trajectories if t.changed)
+    assert num_trained == found.changed.metrics.num_trained_tokens
+    assert num_trained < found.replayed.metrics.num_trained_tokens
+
+
+def test_own_loss_by_import_path(
+    layout: RunLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "my_loss.py").write_text(
+        "from areal_flow.algorithms.losses import decoupled_ppo_loss\n"
+        "def unweighted(logprobs_T, **others):\n"
+        "    others['behavior_logprobs_T'] = others['proximal_logprobs_T']\n"
+        "    return decoupled_ppo_loss(logprobs_T, **others)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert replay(layout, "--step", "4", "--loss", "my_loss:unweighted", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert found["changes"] == {"loss": ["decoupled_ppo_loss", "unweighted"]}
+    assert found["changed"]["behavior_weight_max"] == 1
+    assert found["replayed"]["behavior_weight_max"] > 1
+    assert found["changed"]["weights_hash"] != found["replayed"]["weights_hash"]
+
+
+def test_token_table_agrees_with_what_was_sampled_and_counted(layout: RunLayout) -> None:
+    num_fresh = 0
+    for step in (1, 2, 3, 4):
+        found = replay_step(layout, step=step)
+        metrics = found.recorded.metrics
+        for trajectory in found.trajectories:
+            for index, version in enumerate(trajectory.versions):
+                if version == step - 1:
+                    num_fresh += 1
+                    assert trajectory.proximal_logprobs[index] == pytest.approx(
+                        trajectory.behavior_logprobs[index], abs=1e-4
+                    )
+        assert sum(t.replayed.num_trained for t in found.trajectories) == metrics.num_trained_tokens
+        num_clipped = sum(sum(t.replayed.clipped) for t in found.trajectories)
+        assert num_clipped == round(metrics.clip_fraction * metrics.num_trained_tokens)
+    assert num_fresh
+
+
+def test_tampered_row_is_found(layout: RunLayout, copied: RunLayout) -> None:
+    tamper(copied, 3, weights_hash="0" * 32)
+    assert replay(copied, "--step", "3") == 1
+    assert replay(copied, "--step", "4") == 1
+    assert replay(copied, "--step", "2") == 0
+    assert replay(layout, "--step", "3") == 0
+
+
+def test_checkpoint_that_is_not_its_rows_is_passed_over(
+    copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tamper(copied, 2, weights_hash="0" * 32)
+    assert replay(copied, "--step", "3") == 1
+    assert "Step 2 DIFFERS where it must not, in weights_hash" in capsys.readouterr().out
+    assert replay(copied, "--step", "3", "--from", "2") == 1
+    assert "no usable checkpoint 2 below step 3" in capsys.readouterr().err
+
+
+def test_checkpoint_with_another_optimizer_than_its_row_is_passed_over(
+    copied: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    tamper(copied, 2, optimizer_hash="0" * 32)
+    assert replay_step(copied, step=3).checkpoint == 0
+    assert "checkpoint 2 was restored to" in caplog.text
+
+
+def test_another_environment_is_said_and_excuses_a_difference(
+    copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = areal_flow.open_run(copied.root).steps("arrow", where="step = 3").to_pylist()
+    there = {**json.loads(row["numeric_environment"]), "torch": "1.0", "threads": 2}
+    tamper(copied, 3, numeric_environment=json.dumps(there), optimizer_hash="0" * 32)
+    assert replay(copied, "--step", "3") == 0
+    output = capsys.readouterr().out
+    assert "torch 1.0 there" in output
+    assert "threads" not in output
+    assert "Step 3 differs, as it may" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--step", "0"], 1, "it cannot be replayed; expected a step from 1 to 4"),
+        (["--step", "5"], 1, "has no step 5: expected a step from 1 to 4"),
+        (["--step", "3", "--from", "1"], 1, "found checkpoints of steps 0, 2, 4"),
+        (["--step", "3", "--from", "4"], 1, "expected a checkpoint of run r below step 3"),
+        (["--step", "3", "--tokens", "x"], 1, "did not train trajectory 'x': it trained 32"),
+        (["--step", "3", "--set", "algorithm.nothing=1"], 2, "there is no such setting"),
+        (["--step", "3", "--set", "algorithm.epsilon=-1"], 2, "algorithm.epsilon = -1"),
+        (["--step", "3", "--set", "algorithm.epsilon"], 2, "expected SECTION.KEY=VALUE"),
+        (["--step", "3", "--set", "generation.num_slots=4"], 2, "these can: algorithm.advantage"),
+        (["--step", "3", "--set", "trainer.keep_checkpoints=4"], 2, "cannot change what a step"),
+        (["--step", "3", "--set", "trainer.device=cuda"], 2, "this machine has no such device"),
+        (["--step", "3", "--loss", "nonsense"], 2, "expected an import path"),
+        (["--step", "3", "--algorithm.epsilon", "1"], 2, "as --set SECTION.KEY=VALUE"),
+    ],
+)
+def test_wrong_argument(
+    layout: RunLayout,
+    arguments: list[str],
+    code: int,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert replay(layout, *arguments) == code
+    assert expected in capsys.readouterr().err
+
+
+def test_missing_run_and_missing_checkpoints(
+    copied: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--runs", str(copied.root.parent), "replay", "nobody", "--step", "1"]) == 1
+    assert "expected a run named 'nobody'" in capsys.readouterr().err
+    shutil.rmtree(copied.checkpoints)
+    assert replay(copied, "--step", "2") == 1
+    assert "found checkpoints of steps none" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""A step beside its replay: what differs, and where it must not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_flow.config import AlgorithmSettings, TrainerSettings
+from areal_flow.controller.comparison import ComparedStep, result_from_row
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.types import PolicyHashes, StepResult
+from pipelines.replay_settings import settings_of_a_step
+
+CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
+PROVENANCE = Provenance(1, "", "")
+
+
+def result(
+    environment: dict[str, Any] = CPU, *, weights: str = "w", loss: float = 0.5
+) -> StepResult:
+    row = genesis_row(
+        PolicyHashes(weights, "o", "s"),
+        provenance=PROVENANCE,
+        numeric_environment=json.dumps(environment),
+    )
+    return result_from_row({**row, "step": 3, "loss": loss})
+
+
+def test_row_gives_the_result_it_was_made_of() -> None:
+    found = result()
+    row = genesis_row(found.hashes, provenance=PROVENANCE, numeric_environment=json.dumps(CPU))
+    assert replace(found, step=0, metrics=replace(found.metrics, loss=0.0)) == result_from_row(row)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "after_fork", "differences", "refused"),
+    [
+        (result(), False, [], False),
+        (result(weights="x"), False, ["weights_hash"], True),
+        (result(loss=0.25), False, ["loss"], True),
+        (result(weights="x"), True, ["weights_hash"], False),
+        (result({**CPU, "torch": "2.14.0"}, weights="x"), False, ["weights_hash"], False),
+        (result({**CPU, "torch": "2.14.0"}), False, [], False),
+    ],
+    ids=["equal", "other weights", "other loss", "after a fork", "another torch", "equal anyway"],
+)
+def test_a_difference_is_refused_in_the_recorded_environment_alone(
+    replayed: StepResult, after_fork: bool, differences: list[str], refused: bool
+) -> None:
+    compared = ComparedStep(result(), replayed, after_fork=after_fork)
+    assert list(compared.differences) == differences
+    assert compared.equal == (not differences)
+    assert compared.refused == refused
+
+
+def test_a_gpu_may_differ_from_itself() -> None:
+    gpu = {"device": "cuda", "torch": "2.13.0"}
+    compared = ComparedStep(result(gpu), result(gpu, weights="x"))
+    assert not compared.equal
+    assert not compared.refused
+
+
+def test_environment_differences_name_both_sides() -> None:
+    compared = ComparedStep(result(), result({"device": "cuda", "torch": "2.13.0"}))
+    assert compared.environment_differences == {"device": ("cpu", "cuda"), "threads": (1, None)}
+
+
+def test_every_setting_of_algorithm_and_trainer_can_change_a_step_but_two() -> None:
+    known = len(AlgorithmSettings.model_fields) + len(TrainerSettings.model_fields)
+    found = settings_of_a_step()
+    assert len([name for name in found if name.startswith(("algorithm.", "trainer."))]) == known - 2
+    assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)

@@ -1,0 +1,80 @@
+"""What a step did, token by token: against forward passes of each sequence alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal_flow.trainer.inspection import (
+    ClipWatch,
+    InspectedTrajectory,
+    completion_logprobs,
+    trajectory_outcomes,
+)
+from areal_flow.trainer.step import train_step
+from tests.unit.test_trainer import make_sequences, settings, state
+
+
+def test_every_completion_token_is_looked_at_masked_or_not() -> None:
+    before, sequences = state(), make_sequences(5)
+    found = completion_logprobs(before, sequences, temperature=0.7)
+    policy = before.policy
+    policy.set_attn_implementation("eager")
+    for sequence, logprobs in zip(sequences, found, strict=True):
+        tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
+        with torch.no_grad():
+            logits = policy(input_ids=torch.tensor([tokens])).logits[0] / 0.7
+        first = len(sequence.prompt_tokens) - 1
+        alone = [
+            float(logits.log_softmax(-1)[first + at, token])
+            for at, token in enumerate(sequence.output_tokens)
+        ]
+        assert logprobs == pytest.approx(alone, abs=1e-4)
+
+
+def test_clipped_tokens_are_those_that_the_step_counted() -> None:
+    """A minibatch a sequence, one with nothing to train, and updates large enough to clip."""
+    watch, trained = ClipWatch(), state(learning_rate=3e-2)
+    how = replace(settings(num_minibatches=12), loss=watch)
+    sequences = make_sequences()
+    sequences[3] = replace(sequences[3], trained=[False] * len(sequences[3].output_tokens))
+    numbers = train_step(trained, sequences, step=1, settings=how)
+    outcomes = trajectory_outcomes(trained, sequences, watch, step=1, settings=how, temperature=1.0)
+    assert sum(sum(outcome.clipped) for outcome in outcomes) == numbers.num_clipped > 0
+    for sequence, outcome in zip(sequences, outcomes, strict=True):
+        assert list(outcome.trained) == sequence.trained
+        assert not any(c and not t for c, t in zip(outcome.clipped, outcome.trained, strict=True))
+
+
+def test_watching_a_loss_changes_nothing() -> None:
+    plain, watched = state(), state()
+    train_step(plain, make_sequences(), step=1, settings=settings())
+    train_step(watched, make_sequences(), step=1, settings=replace(settings(), loss=ClipWatch()))
+    assert plain.weights_hash() == watched.weights_hash()
+
+
+def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
+    before = state()
+    (sequence,) = make_sequences(1)
+    (outcome,) = trajectory_outcomes(
+        before, [replace(sequence, trained=[False] * 3)], ClipWatch(),
+        step=1, settings=settings(num_minibatches=1), temperature=1.0,
+    )  # fmt: skip
+    replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))
+    trajectory = InspectedTrajectory(
+        trajectory_id="t",
+        reward=1.0,
+        tokens=(1, 2, 3),
+        versions=(0, 0, 1),
+        staleness_max=1,
+        behavior_logprobs=(-1.0, -1.0, -1.0),
+        proximal_logprobs=(-1.0, -1.5, -1.0),
+        replayed=replayed,
+    )
+    assert trajectory.differences == (0.0, -0.5, -2.0)
+    assert trajectory.behavior_weights == pytest.approx((1.0, 0.6065307, 1.0))
+    changed = replace(trajectory, changed=replace(replayed, logprobs=(-1.0, -2.0, -2.0)))
+    assert changed.differences == (0.0, 0.0, 1.0)
+    assert changed.mean_difference == pytest.approx(1 / 3)

@@ -75,18 +75,21 @@ class _Audit:
         recipe = self._recipe()
         checkpoints = stored.listed_checkpoints(self.layout)
         published = stored.listed_weights(self.layout)
+        versions = [int(path.name) for path in published]
         rows = self._ledger(run)
         forks = self._forks()
         log = self._log(run, recipe)
+        by_step = {row["step"]: row for row in ledger.once(rows or ())}
         if rows is not None:
             self.found.extend(_ledger_findings(rows, forks, recipe))
-            by_step = {row["step"]: row for row in ledger.once(rows)}
-            if log is not None:
-                num_rows = open_dataset(self.layout.trajectories).count_rows()
-                self.found.extend(_log_findings(list(by_step.values()), log, recipe, num_rows))
-            self._checkpoints(checkpoints, by_step)
-            self._weights(published, by_step, forks)
+            self.found.extend(weights.check_steps(checkpoints, versions, rows))
+        if rows is not None and log is not None:
+            num_rows = open_dataset(self.layout.trajectories).count_rows()
+            self.found.extend(_log_findings(list(by_step.values()), log, recipe, num_rows))
+        self._checkpoints(checkpoints, by_step)
+        self._weights(published, by_step, forks)
         self._evaluations()
+        self.found.extend(stored.broken_descriptions(self.layout))
         self.found.extend(stored.leftovers(self.layout))
 
     def _recipe(self) -> Recipe | None:
@@ -165,7 +168,6 @@ class _Audit:
         return part
 
     def _checkpoints(self, steps: Sequence[int], rows: Mapping[int, ledger.Row]) -> None:
-        self.found.extend(weights.check_checkpoint_steps(steps, head=max(rows, default=-1)))
         for step in steps:
             checkpoint = stored.read_checkpoint(self.layout, step)
             self.checked["checkpoints"] += checkpoint is not None
@@ -180,15 +182,14 @@ class _Audit:
         rows: Mapping[int, ledger.Row],
         forks: Sequence[ledger.Row],
     ) -> None:
+        """Compare with the ledger's rows, as far as there are any."""
         for path in published:
             version = stored.read_weights(self.layout, path)
             self.checked["published weights"] += version is not None
             if isinstance(version, Finding):
                 self.found.add(version)
             elif version is not None:
-                self.found.extend(
-                    weights.check_weights(version, rows, forks, head=max(rows, default=-1))
-                )
+                self.found.extend(weights.check_weights(version, rows, forks))
 
     def _evaluations(self) -> None:
         path = self.layout.evaluations

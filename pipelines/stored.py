@@ -5,6 +5,7 @@ Directories may vanish meanwhile, since a run that goes on prunes them: those ar
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.store.scans import unreferenced_files
+from areal_flow.writers import newest_claim
 
 RESTORE = "restore it from a copy"
 HARMLESS = "nothing: nobody reads it"
@@ -62,8 +64,7 @@ def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
 def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
     """Return the prompt table once all of it was found readable."""
     try:
-        with pa.memory_map(str(layout.train_prompts)) as file:
-            pa.ipc.open_file(file).read_all().validate(full=True)
+        _validate_arrow(layout.train_prompts)
         return PromptTable(layout.train_prompts, seed=seed)
     except (OSError, ValueError, pa.ArrowException, PromptError) as error:
         return unreadable(layout.train_prompts, error)
@@ -85,7 +86,8 @@ def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding 
         state = read_checkpoint_state(path)
         weights_hash = hash_file(path / "model.safetensors")
         optimizer_hash = hash_file(path / "optimizer.safetensors", without=(RNG_STATE,))
-        return StoredCheckpoint(step, state, weights_hash, optimizer_hash)
+        others = _other_files(layout.model, path)
+        return StoredCheckpoint(step, state, weights_hash, optimizer_hash, others)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         if not path.exists():
             return None
@@ -97,8 +99,10 @@ def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding 
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
-    """Return the directories of published versions, at whatever depth."""
-    files = [file for name in ("model.safetensors", "hash") for file in layout.weights.rglob(name)]
+    """Return the directories of published versions: those of the newest writer, which count."""
+    claim = newest_claim(layout.writers)
+    root = layout.weights_of(claim.writer_epoch if claim else 0)
+    files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     return sorted({file.parent for file in files if file.parent.name.isdigit()})
 
 
@@ -118,6 +122,24 @@ def read_weights(layout: RunLayout, path: Path) -> StoredWeights | Finding | Non
         return Finding("weights-unreadable", where, "published weights", cause, REMOVE_WEIGHTS)
 
 
+def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
+    """Yield what the next start needs beside the log and cannot read."""
+    for path in (
+        layout.state,
+        layout.model / "config.json",
+        layout.model / "tokenizer.json",
+    ):
+        try:
+            if not isinstance(json.loads(path.read_text()), dict):
+                yield unreadable(path, "not a JSON object")
+        except (OSError, ValueError) as error:
+            yield unreadable(path, error)
+    try:
+        _validate_arrow(layout.held_out_prompts)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        yield unreadable(layout.held_out_prompts, error)
+
+
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
     """Yield notes on what a crash, or a run that goes on, has written but not finished."""
     for rule, root, pattern in (
@@ -132,6 +154,17 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
         yield from _orphan_fragments(path)
 
 
+def _validate_arrow(path: Path) -> None:
+    with pa.memory_map(str(path)) as file:
+        pa.ipc.open_file(file).read_all().validate(full=True)
+
+
+def _other_files(model: Path, checkpoint: Path) -> tuple[str, ...]:
+    names = [file.name for file in model.iterdir()]
+    _, different, unreadable = filecmp.cmpfiles(model, checkpoint, names, shallow=False)
+    return (*different, *unreadable)
+
+
 def _orphan_fragments(path: Path) -> Iterator[Finding]:
     if not path.is_dir():
         return
@@ -141,6 +174,6 @@ def _orphan_fragments(path: Path) -> Iterator[Finding]:
         yield unreadable(path, error)._replace(severity="note", advice=HARMLESS)
         return
     if orphans:
-        found = f"{len(orphans)} that were never committed, the first is {orphans[0]}"
-        expected = "files of committed fragments"
-        yield Finding("orphan-fragments", path.name, expected, found, HARMLESS, "note")
+        found = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
+        where, expected = f"{path.name}/data", "files of committed fragments"
+        yield Finding("orphan-fragments", where, expected, found, HARMLESS, "note")

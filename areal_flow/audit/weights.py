@@ -21,6 +21,8 @@ class StoredCheckpoint:
     state: CheckpointState
     weights_hash: str
     optimizer_hash: str
+    other_files: tuple[str, ...] = ()
+    """Files of the run's model directory that are not the same here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +47,43 @@ def check_checkpoint(checkpoint: StoredCheckpoint, rows: Mapping[int, Row]) -> I
     ):
         if said != found:
             yield Finding(rule, where, f"{said}, by state.json", found, REMOVE_CHECKPOINT)
+    for name in checkpoint.other_files:
+        expected, found = f"the {name} of the run's model directory", "another"
+        yield Finding("checkpoint-model", where, expected, found, REMOVE_CHECKPOINT)
     row = rows.get(checkpoint.step)
     if row is not None:
         yield from _check_against_row(where, state, row)
 
 
-def check_checkpoint_steps(steps: Sequence[int], *, head: int) -> Iterator[Finding]:
-    """Yield checkpoints that the ledger does not know, and the first one where it is missing."""
-    for step in steps:
-        if step > head:
-            where, expected = f"checkpoint {step}", f"a step of the ledger, 0 to {head}"
-            found = "a later one"
-            yield Finding("checkpoint-beyond-ledger", where, expected, found, REMOVE_CHECKPOINT)
-    if head >= 0 and 0 not in steps:
-        yield Finding(
-            "checkpoint-missing",
-            "checkpoint 0",
-            "the policy before training",
-            "none",
-            "restore it from a copy" if head else "training had not begun: start again",
-            "error" if head else "note",
-        )
+def check_steps(
+    checkpoints: Sequence[int], versions: Sequence[int], rows: Sequence[Row]
+) -> Iterator[Finding]:
+    """Yield checkpoints and published versions that the ledger does not know, by their steps.
+
+    The first checkpoint must be there as soon as a step was trained on it.
+    """
+    head = max((row["step"] for row in rows), default=-1)
+    for rule, kind, steps, advice in (
+        ("checkpoint-beyond-ledger", "checkpoint", checkpoints, REMOVE_CHECKPOINT),
+        ("weights-beyond-ledger", "weights", versions, REMOVE_WEIGHTS),
+    ):
+        for step in steps:
+            if step > head:
+                expected, found = f"a step of the ledger, 0 to {head}", "a later one"
+                yield Finding(rule, f"{kind} {step}", expected, found, advice)
+    if head > 0 and 0 not in checkpoints:
+        expected, advice = "the policy before training", "restore it from a copy"
+        yield Finding("checkpoint-missing", "checkpoint 0", expected, "none", advice)
 
 
 def check_weights(
-    weights: StoredWeights, rows: Mapping[int, Row], forks: Sequence[Row], *, head: int
+    weights: StoredWeights, rows: Mapping[int, Row], forks: Sequence[Row]
 ) -> Iterator[Finding]:
     """Yield what is wrong with one published version; `rows` by step."""
     where, recorded = weights.where, weights.recorded_hash
     if weights.tensors_hash != recorded:
         expected = f"{recorded}, by its hash file"
         yield Finding("weights-hash", where, expected, weights.tensors_hash, REMOVE_WEIGHTS)
-    if weights.version > head:
-        expected = f"a step of the ledger, 0 to {head}"
-        yield Finding("weights-beyond-ledger", where, expected, "a later one", REMOVE_WEIGHTS)
     row = rows.get(weights.version)
     if row is None:
         return

@@ -40,7 +40,7 @@ def _print(report: Report) -> None:
     if report.findings:
         table = Table(box=None)
         for label in ("", "rule", "where", "expected", "found", "what to do"):
-            table.add_column(label, overflow="fold")
+            table.add_column(label, overflow="fold", no_wrap=label == "rule")
         for finding in report.findings:
             table.add_row(
                 finding.severity,

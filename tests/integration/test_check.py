@@ -1,0 +1,396 @@
+"""A run is copied, damaged in one place and audited: the rule that was broken is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lance
+import pytest
+
+from areal_flow.checkpoints import checkpoint_path
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.dataset import create_dataset
+from areal_flow.store.ledger import STEPS
+from pipelines.cli import main
+from tests.integration.runs import run_small, small_recipe
+from tests.rows import written_group
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    recipe = small_recipe(prompts={"num_held_out": 8}, warm_start={"num_steps": 2})
+    return run_small(tmp_path_factory.mktemp("runs") / "sound", recipe)
+
+
+@pytest.fixture
+def layout(trained: RunLayout, tmp_path: Path) -> RunLayout:
+    """A copy, to be damaged."""
+    shutil.copytree(trained.root, tmp_path / "copy")
+    return RunLayout(tmp_path / "copy")
+
+
+def check(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["check", str(layout.root), "--json"])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, report
+
+
+def rules(report: dict[str, Any], severity: str) -> set[str]:
+    return {f["rule"] for f in report["findings"] if f["severity"] == severity}
+
+
+def edit_ledger(change: Callable[[Rows], object]) -> Callable[[RunLayout], None]:
+    """Write the ledger again, with its rows changed in place."""
+
+    def damage(layout: RunLayout) -> None:
+        _edit(layout.steps, STEPS, change)
+
+    return damage
+
+
+def edit_log(change: Callable[[Rows], object]) -> Callable[[RunLayout], None]:
+    """Write the trajectories again, in commit order, with their rows changed in place."""
+
+    def damage(layout: RunLayout) -> None:
+        _edit(layout.trajectories, TRAJECTORIES, change)
+
+    return damage
+
+
+def _edit(path: Path, schema: Any, change: Callable[[Rows], object]) -> None:
+    table = lance.dataset(str(path)).to_table(columns=[*schema.names, "_rowid"])
+    rows: Rows = table.sort_by("_rowid").drop_columns(["_rowid"]).to_pylist()
+    change(rows)
+    shutil.rmtree(path)
+    create_dataset(path, schema, stable_row_ids=path.name == "trajectories.lance")
+    lance.write_dataset(type(table).from_pylist(rows, schema=schema), str(path), mode="append")
+
+
+def setting(at: int, **values: Any) -> Callable[[Rows], None]:
+    return lambda rows: rows[at].update(values)
+
+
+def adding(at: int, column: str, change: Any) -> Callable[[Rows], None]:
+    """Add to a number or to a list."""
+
+    def add(rows: Rows) -> None:
+        rows[at][column] = rows[at][column] + change
+
+    return add
+
+
+def trained_again(rows: Rows) -> None:
+    rows[3]["trajectory_ids"] = sorted(rows[3]["trajectory_ids"] + rows[2]["trajectory_ids"][:1])
+
+
+def discard_trained(rows: Rows) -> None:
+    identifier = rows[2]["trajectory_ids"][0]
+    rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": "stale"}]
+
+
+def trained_in_first_step(change: Callable[[dict[str, Any]], None]) -> Callable[[RunLayout], None]:
+    """Change a trajectory that step 1 trained."""
+
+    def damage(layout: RunLayout) -> None:
+        ledger = lance.dataset(str(layout.steps)).to_table(filter="step = 1")
+        identifier = ledger["trajectory_ids"][0].as_py()[0]
+
+        def change_it(rows: Rows) -> None:
+            change(next(row for row in rows if row["trajectory_id"] == identifier))
+
+        edit_log(change_it)(layout)
+
+    return damage
+
+
+def newer_version(row: dict[str, Any]) -> None:
+    row["version_spans"][-1]["version"] = 3
+
+
+def older_tokens_last(row: dict[str, Any]) -> None:
+    tokens = len(row["output_tokens"])
+    row["version_spans"] = [{"version": 1, "length": 1}, {"version": 0, "length": tokens - 1}]
+
+
+def not_finite(row: dict[str, Any]) -> None:
+    row["behavior_logprobs"][0] = float("nan")
+
+
+def misaligned(row: dict[str, Any]) -> None:
+    row["behavior_logprobs"] = row["behavior_logprobs"][:-1]
+
+
+def committed_late(rows: Rows) -> None:
+    rows.append(rows.pop(0))
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def cut_a_data_file(path: Path) -> None:
+    referenced = lance.dataset(str(path)).get_fragments()[0].data_files()[0].path
+    file = path / "data" / referenced
+    file.write_bytes(file.read_bytes()[:-50])
+
+
+def edit_state(layout: RunLayout, **values: Any) -> None:
+    file = checkpoint_path(layout.checkpoints, 2) / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def rename_checkpoint(layout: RunLayout) -> None:
+    checkpoint_path(layout.checkpoints, 4).rename(checkpoint_path(layout.checkpoints, 9))
+
+
+def change_recipe(layout: RunLayout) -> None:
+    text = layout.config.read_text()
+    layout.config.write_text(text.replace("max_staleness = 2", "max_staleness = 1"))
+
+
+def change_prompts_seed(layout: RunLayout) -> None:
+    layout.config.write_text(layout.config.read_text().replace("seed = 0", "seed = 1", 1))
+
+
+def swap_prompts(layout: RunLayout) -> None:
+    layout.held_out_prompts.replace(layout.train_prompts)
+
+
+def newest_weights(layout: RunLayout) -> Path:
+    return max(layout.weights.rglob("model.safetensors"))
+
+
+def publish_other_weights(layout: RunLayout) -> None:
+    newest, other = sorted(layout.weights.rglob("model.safetensors"))[-1:-3:-1]
+    for name in ("model.safetensors", "hash"):
+        shutil.copy(other.parent / name, newest.parent / name)
+
+
+def break_evaluation(layout: RunLayout) -> None:
+    dataset = lance.dataset(str(layout.evaluations))
+    dataset.update({"difficulty": "-1"}, where="evaluation = 'before'")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
+    "a step is gone": ("step-missing", edit_ledger(lambda rows: rows.pop(2))),
+    "the genesis is gone": ("step-missing", edit_ledger(lambda rows: rows.pop(0))),
+    "a step is there twice": ("step-twice", edit_ledger(lambda rows: rows.append(rows[2]))),
+    "another parent": ("parent-hash", edit_ledger(setting(3, parent_hash="0"))),
+    "another policy version": ("policy-version", edit_ledger(setting(3, policy_version=1))),
+    "trained twice": ("trained-twice", edit_ledger(trained_again)),
+    "discarded after training": ("trained-and-discarded", edit_ledger(discard_trained)),
+    "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
+    "an unknown trajectory": (
+        "unknown-trajectory",
+        edit_ledger(adding(4, "trajectory_ids", ["99999999-0000"])),
+    ),
+    "a trajectory is gone": ("unknown-trajectory", edit_log(lambda rows: rows.pop(0))),
+    "trained before commit": ("consumed-before-commit", edit_log(committed_late)),
+    "another batch": ("batch-digest", edit_ledger(setting(2, batch_digest="0"))),
+    "a group too few": ("batch-size", edit_ledger(lambda r: r[2]["trajectory_ids"].clear())),
+    "more tokens trained": ("step-tokens", edit_ledger(adding(2, "num_trained_tokens", 1))),
+    "more tokens generated": (
+        "generated-tokens",
+        edit_ledger(adding(2, "num_generated_tokens", 1)),
+    ),
+    "tokens discarded": ("discarded-tokens", edit_ledger(adding(2, "num_discarded_tokens", 1))),
+    "more tokens waiting": ("waiting-tokens", edit_ledger(adding(2, "num_waiting_tokens", 7))),
+    "masked, not trained": ("staleness-counts", edit_ledger(adding(2, "num_masked_tokens", 1))),
+    "too old": ("staleness-bound", edit_ledger(setting(2, staleness_max=3))),
+    "another mean reward": ("reward-mean", edit_ledger(adding(2, "reward_mean", 0.5))),
+    "a version from the future": ("newer-version", trained_in_first_step(newer_version)),
+    "versions go back": ("versions-decrease", trained_in_first_step(older_tokens_last)),
+    "trained without a reward": (
+        "trained-unscored",
+        trained_in_first_step(lambda row: row.update(reward=None)),
+    ),
+    "log-probabilities are not numbers": (
+        "trained-not-finite",
+        trained_in_first_step(not_finite),
+    ),
+    "token columns differ in length": ("schema", trained_in_first_step(misaligned)),
+    "an id twice": ("trajectory-twice", edit_log(lambda rows: rows.append(rows[0]))),
+    "another id": ("trajectory-id", edit_log(adding(-1, "trajectory_id", "0"))),
+    "another group": ("group-id", edit_log(setting(-1, group_id="0"))),
+    "another seed": ("seed", edit_log(adding(5, "seed", 1))),
+    "another run seed": ("prompt", change_prompts_seed),
+    "another prompt": ("prompt", edit_log(adding(5, "prompt_tokens", [1]))),
+    "other prompts": ("prompt", swap_prompts),
+    "no prompts": ("unreadable", lambda run: run.train_prompts.unlink()),
+    "another recipe": ("config-hash", change_recipe),
+    "no recipe": ("unreadable", lambda run: run.config.unlink()),
+    "an unknown setting": ("unreadable", lambda run: run.config.write_text("a = 1")),
+    "a row breaks its schema": ("schema", edit_ledger(setting(2, clip_fraction=2.0))),
+    "the watermark goes back": (
+        "watermark-order",
+        edit_ledger(setting(4, trajectory_watermark=1)),
+    ),
+    "the cursor goes back": ("cursor-order", edit_ledger(setting(4, next_submission_index=1))),
+    "the cursor is behind": (
+        "cursor-behind-log",
+        edit_ledger(setting(4, next_submission_index=1)),
+    ),
+    "an older writer": ("epoch-order", edit_ledger(setting(1, writer_epoch=2))),
+    "rows of the log are gone": (
+        "watermark-beyond-log",
+        edit_ledger(setting(4, trajectory_watermark=9999)),
+    ),
+    "given up twice": (
+        "given-up-twice",
+        edit_ledger(setting(3, failed_submissions=[70_000, 70_000])),
+    ),
+    "given up, yet committed": (
+        "given-up-committed",
+        edit_ledger(setting(3, failed_submissions=[0])),
+    ),
+    "checkpoint weights changed": (
+        "checkpoint-weights",
+        lambda run: flip_a_byte(checkpoint_path(run.checkpoints, 2) / "model.safetensors"),
+    ),
+    "checkpoint optimizer changed": (
+        "checkpoint-optimizer",
+        lambda run: flip_a_byte(checkpoint_path(run.checkpoints, 2) / "optimizer.safetensors"),
+    ),
+    "a checkpoint of another ledger": (
+        "checkpoint-ledger",
+        lambda run: edit_state(run, next_submission_index=0),
+    ),
+    "a checkpoint's file is cut": (
+        "checkpoint-unreadable",
+        lambda run: (checkpoint_path(run.checkpoints, 2) / "model.safetensors").write_bytes(b"0"),
+    ),
+    "a checkpoint without state": (
+        "checkpoint-unreadable",
+        lambda run: (checkpoint_path(run.checkpoints, 2) / "state.json").unlink(),
+    ),
+    "a checkpoint of no step": ("checkpoint-beyond-ledger", rename_checkpoint),
+    "no first checkpoint": (
+        "checkpoint-missing",
+        lambda run: shutil.rmtree(checkpoint_path(run.checkpoints, 0)),
+    ),
+    "published weights changed": (
+        "weights-hash",
+        lambda run: flip_a_byte(newest_weights(run)),
+    ),
+    "another version published": ("weights-ledger", publish_other_weights),
+    "half a published version": (
+        "weights-unreadable",
+        lambda run: newest_weights(run).unlink(),
+    ),
+    "a fragment is cut": ("unreadable", lambda run: cut_a_data_file(run.trajectories)),
+    "no trajectories": ("unreadable", lambda run: shutil.rmtree(run.trajectories)),
+    "the ledger is cut": ("unreadable", lambda run: cut_a_data_file(run.steps)),
+    "no ledger": ("unreadable", lambda run: shutil.rmtree(run.steps)),
+    "an evaluation breaks its schema": ("schema", break_evaluation),
+    "evaluations are cut": ("unreadable", lambda run: cut_a_data_file(run.evaluations)),
+    "no held-out prompts": ("unreadable", lambda run: run.held_out_prompts.unlink()),
+    "no state": ("unreadable", lambda run: run.state.unlink()),
+    "no tokenizer": ("unreadable", lambda run: (run.model / "tokenizer.json").unlink()),
+    "a checkpoint of another model": (
+        "checkpoint-model",
+        lambda run: (checkpoint_path(run.checkpoints, 2) / "config.json").write_text("{}"),
+    ),
+    "weights of no step": (
+        "weights-beyond-ledger",
+        lambda run: newest_weights(run).parent.rename(newest_weights(run).parents[1] / "00000009"),
+    ),
+    "forks are not JSON": ("unreadable", lambda run: run.forks.write_text("{")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(
+    damage: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule, do = DAMAGES[damage]
+    do(layout)
+    code, report = check(layout, capsys)
+    assert rule in rules(report, "error"), report["findings"]
+    assert code == 1
+    assert not report["clean"]
+
+
+def test_sound_run_is_clean_and_counted(
+    trained: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = check(trained, capsys)
+    assert code == 0, report
+    assert report["clean"]
+    assert report["run"] == "sound"
+    assert rules(report, "note") <= {"orphan-fragments"}
+    assert report["checked"]["steps"] == 5
+    assert report["checked"]["trajectories"] >= 4 * 32
+    assert report["checked"]["checkpoints"] == 3
+    assert report["checked"]["published weights"] == 4
+    assert report["checked"]["evaluation answers"] == 16
+    assert main(["--runs", str(trained.root.parent), "check", "sound"]) == 0
+    assert "sound: clean" in capsys.readouterr().out
+    assert main(["check", "elsewhere"]) == 1
+    assert "expected a run named 'elsewhere'" in capsys.readouterr().err
+
+
+def test_rests_of_a_crash_are_notes(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    (layout.weights_of(1) / ".staged-00000005").mkdir()
+    (layout.checkpoints / ".partial-00000005").mkdir()
+    (layout.checkpoints / ".pruned-00000001").mkdir()
+    written_group(layout.trajectories, 500)
+    code, report = check(layout, capsys)
+    assert code == 0
+    assert rules(report, "note") == {
+        "staged-weights",
+        "partial-checkpoint",
+        "pruned-checkpoint",
+        "orphan-fragments",
+    }
+
+
+def test_more_trajectories_than_the_ledger_knows_are_no_damage(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_ledger(lambda rows: rows.pop())(layout)
+    shutil.rmtree(checkpoint_path(layout.checkpoints, 4))
+    shutil.rmtree(newest_weights(layout).parent)
+    code, report = check(layout, capsys)
+    assert code == 0, report["findings"]
+
+
+def test_recorded_fork_explains_another_parent_and_other_weights(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: Rows = []
+    edit_ledger(rows.extend)(layout)
+    before, served = rows[3]["weights_hash"], rows[3]["served_hash"]
+    edit_ledger(setting(3, weights_hash="recorded", served_hash="elsewhere"))(layout)
+    assert rules(check(layout, capsys)[1], "error") == {"parent-hash", "weights-ledger"}
+    fork = {
+        "step": 3,
+        "recorded": {"weights_hash": "recorded"},
+        "replayed": {"weights_hash": before, "served_hash": served},
+    }
+    layout.forks.write_text(json.dumps(fork) + "\n")
+    code, report = check(layout, capsys)
+    assert code == 0, report["findings"]
+
+
+def test_findings_of_one_rule_are_bounded(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other_seeds(rows: Rows) -> None:
+        for row in rows:
+            row["seed"] += 1
+
+    edit_log(other_seeds)(layout)
+    code = main(["check", str(layout.root)])
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "more places" in printed
+    assert "21 errors" in printed

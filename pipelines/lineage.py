@@ -1,15 +1,12 @@
-"""A model version or a run in, what it was made from out: printed, as JSON, or in a file."""
+"""A model version or a run in, what it was made from out, and whether recorded hashes agree."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from areal_flow.checkpoints import (
     checkpoint_path,
@@ -24,10 +21,6 @@ from pipelines.assembly import default_tracking_uri
 from pipelines.models import run_of_checkpoint
 from pipelines.run_directory import find_run
 from pipelines.table_file import write_table_file
-from pipelines.terminal import make_console
-
-_BARS = 30
-_LAST_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +80,6 @@ def trace(
     return _traced(Run(layout.root), int(version.tags.get("step", version.source.name)), version)
 
 
-def print_lineage(traced: Traced) -> None:
-    """Print a lineage: numbers, the last steps, who sampled the tokens, and what holds."""
-    console = make_console()
-    console.print(_facts(traced))
-    if traced.lineage.version > 0:
-        console.print(_steps(traced.lineage))
-        console.print(_policy_versions(traced.lineage))
-    _print_checks(console, traced)
-
-
 def print_lineage_json(traced: Traced) -> None:
     """Print a lineage as one JSON object."""
     print(json.dumps(traced.summary(), indent=2))
@@ -129,125 +112,3 @@ def _checks(lineage: Lineage, version: RegisteredVersion | None) -> Iterable[Che
     if lineage.version in list_checkpoints(checkpoints):
         state = read_checkpoint_state(checkpoint_path(checkpoints, lineage.version))
         yield Check("the checkpoint", state.weights_hash, expected)
-
-
-def _facts(traced: Traced) -> Table:
-    lineage = traced.lineage
-    summary = lineage.summary()
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    if (version := traced.registered) is not None:
-        table.add_row("registered", f"models:/{version.name}/{version.version}")
-    for label, fact in (
-        ("policy", f"version {summary['version']} of run {summary['run']}"),
-        ("weights", _chain(summary)),
-        ("steps", f"{summary['num_steps']}"),
-        ("trajectories", f"{summary['num_trajectories']:,}, of {summary['num_prompts']:,} prompts"),
-        ("tokens", _tokens(summary)),
-        ("dataset", _dataset(summary)),
-        ("verifier", _spans(summary["verifiers"], "verifier") or "none"),
-        ("config", _spans(summary["config_hashes"], "config_hash")),
-        ("code", _spans(summary["code_versions"], "code_version")),
-        ("writer epoch", _spans(summary["writer_epochs"], "writer_epoch")),
-        ("environment", _environments(summary["numeric_environments"])),
-    ):
-        table.add_row(label, fact)
-    return table
-
-
-def _chain(summary: dict[str, Any]) -> str:
-    chain = f"{summary['weights_hash']}, from genesis {summary['genesis_hash']}"
-    if not summary["chain_breaks"]:
-        return f"{chain} by an unbroken chain"
-    steps = ", ".join(map(str, summary["chain_breaks"]))
-    forks = ", ".join(str(fork["step"]) for fork in summary["forks"]) or "none"
-    return f"{chain}; broken before step {steps} (forks recorded: {forks})"
-
-
-def _tokens(summary: dict[str, Any]) -> str:
-    return f"{summary['num_trained_tokens']:,} trained, {summary['num_masked_tokens']:,} masked"
-
-
-def _dataset(summary: dict[str, Any]) -> str:
-    return (
-        f"{summary['trajectory_watermark']:,} trajectories in the log, Lance version "
-        f"{summary['lance_version']}"
-    )
-
-
-def _spans(records: Sequence[dict[str, Any]], name: str) -> str:
-    """Return values with their steps; the only one needs none."""
-    if len(records) == 1:
-        return str(records[0][name])
-    return "\n".join(f"{r[name]} (steps {r['first_step']} to {r['last_step']})" for r in records)
-
-
-def _environments(records: Sequence[dict[str, Any]]) -> str:
-    shown = [
-        {**record, "text": ", ".join(f"{k} {v}" for k, v in record["numeric_environment"].items())}
-        for record in records
-    ]
-    return _spans(shown, "text")
-
-
-def _steps(lineage: Lineage) -> Table:
-    steps = lineage.steps.iloc[1:]
-    left_out = len(steps) - _LAST_STEPS
-    title = f"the last {_LAST_STEPS} of {len(steps)} steps" if left_out > 0 else "its steps"
-    table = _titled(title)
-    for label in ("step", "from", "reward", "trained", "masked", "loss"):
-        table.add_column(label, justify="right", no_wrap=True)
-    for label in ("weights", "parent", "committed"):
-        table.add_column(label, no_wrap=True)
-    for row in steps.tail(_LAST_STEPS).itertuples():
-        table.add_row(
-            str(row.step),
-            f"v{row.policy_version}",
-            f"{row.reward_mean:.3f}",
-            f"{row.num_trained_tokens:,}",
-            f"{row.num_masked_tokens:,}",
-            f"{row.loss:.4f}",
-            row.weights_hash[:12],
-            row.parent_hash[:12],
-            f"{row.committed_at:%Y-%m-%d %H:%M:%S}",
-        )
-    return table
-
-
-def _policy_versions(lineage: Lineage) -> Table:
-    versions = lineage.policy_versions
-    table = _titled("its tokens by the policy version that sampled them")
-    for label in ("version", "trained", "masked"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=_BARS)
-    most = max([1, *versions.num_trained_tokens])
-    for row in versions.itertuples():
-        bar = "█" * round(_BARS * row.num_trained_tokens / most)
-        table.add_row(
-            str(row.version), f"{row.num_trained_tokens:,}", f"{row.num_masked_tokens:,}", bar
-        )
-    return table
-
-
-def _titled(title: str) -> Table:
-    return Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-
-
-def _print_checks(console: Console, traced: Traced) -> None:
-    console.print()
-    for check in traced.checks:
-        if check.holds:
-            console.print(f"✓ {check.what} has the weights hash of the ledger", style="green")
-        else:
-            console.print(
-                f"✗ {check.what} has weights {check.found}, the ledger {check.expected}",
-                style="bold red",
-            )

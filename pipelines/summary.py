@@ -106,6 +106,8 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     commands = {
         "nox -s ui": "the MLflow UI: metrics and models",
         f'python -c "{read}"': "the trajectories in pandas",
+        f"areal-flow trajectories {layout.name}": "what the policy wrote; --show 1 for one in full",
+        f"areal-flow lineage {model}": "what the model was made from",
         f"areal-flow evaluate {model}": "the model on its held-out prompts",
         f"areal-flow export {model} DIRECTORY": "a plain Hugging Face directory",
     }

@@ -40,7 +40,7 @@ def listing(rows: Sequence[dict[str, Any]], *, width: int, extra: Sequence[str] 
         "tokens",
         "versions",
         "end",
-        "trained in",
+        "fate",
         *extra,
     ]
     widths = [max(len(cell) for cell in column) for column in zip(labels, *cells, strict=True)]

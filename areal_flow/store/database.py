@@ -19,6 +19,7 @@ pushed down, and a derived column costs only the queries that use it.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ def connect(
     """
     connection = duckdb.connect()
     # An open connection with a Python function in it complains when the interpreter ends.
-    atexit.register(connection.close)
+    atexit.register(_close_if_open, weakref.ref(connection))
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins
     # stay as they are written, the small side on the right.
     connection.execute("SET TimeZone = 'UTC'")
@@ -93,3 +94,8 @@ def connect(
     connection.create_function("decode_tokens", decode, ["INTEGER[]"], "VARCHAR", type="arrow")
     connection.execute(_TRAJECTORIES.format(max_staleness=max_staleness))
     return connection
+
+
+def _close_if_open(connection: weakref.ref[duckdb.DuckDBPyConnection]) -> None:
+    if (still_open := connection()) is not None:
+        still_open.close()

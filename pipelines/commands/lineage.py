@@ -32,7 +32,9 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     if known.step is not None and known.model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
     from pipelines import lineage
+    from pipelines.lineage_page import print_lineage
     from pipelines.table_file import refuse_target
+    from pipelines.terminal import make_console
 
     if known.to:
         refuse_target(known.to)
@@ -40,7 +42,7 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     if known.json:
         lineage.print_lineage_json(traced)
     elif not known.to:
-        lineage.print_lineage(traced)
+        print_lineage(make_console(), traced)
     if known.to:
         lineage.export_lineage(traced, known.to)
     return int(not all(check.holds for check in traced.checks))

@@ -21,6 +21,7 @@ from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
 from pipelines.inspection import Inspected, InspectedToken, TrainedBatch, token_texts
+from pipelines.lineage_page import bucketed
 from pipelines.table_file import write_table_file
 from pipelines.terminal import one_line, printable
 from pipelines.trajectory_listing import listing
@@ -225,3 +226,13 @@ def test_half_written_file_has_another_name_and_goes(tmp_path: Path, ending: str
         write_table_file(tmp_path / f"x.{ending}", [table], table.schema)
     if ending == "parquet":
         assert pq.read_table(tmp_path / "x.parquet").num_rows == 4
+
+
+def test_many_versions_are_summed_in_ranges_that_lose_nothing() -> None:
+    assert bucketed([(0, 5, 1), (2, 7, 0)]) == [("0", 5, 1), ("2", 7, 0)]
+    many = bucketed([(version, version, 1) for version in range(90)])
+    assert len(many) <= 12
+    assert many[0][0] == "0 to 7"
+    assert sum(trained for _, trained, _ in many) == sum(range(90))
+    assert sum(masked for _, _, masked in many) == 90
+    assert bucketed([]) == []

@@ -1,0 +1,49 @@
+"""The blocks of docs/cookbook.md as code: a setup, and by title an answer in pandas and in SQL."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+COOKBOOK = Path(__file__).parent.parent / "docs" / "cookbook.md"
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One section; both blocks assign their answer to the same name, last."""
+
+    title: str
+    pandas: str
+    duckdb: str
+
+    @property
+    def answer(self) -> str:
+        names = {_last_assigned(block) for block in (self.pandas, self.duckdb)}
+        assert len(names) == 1, f"{self.title}: the two blocks answer different names: {names}"
+        return names.pop()
+
+
+def setup_block() -> str:
+    """Return what runs before every question."""
+    return _BLOCK.findall(COOKBOOK.read_text().split("\n## ")[0])[0]
+
+
+def questions() -> list[Question]:
+    """Return the sections of the cookbook.
+
+    A section that has not exactly two blocks of code fails.
+    """
+    found = []
+    for section in COOKBOOK.read_text().split("\n## ")[1:]:
+        in_pandas, in_duckdb = _BLOCK.findall(section)
+        found.append(Question(section.splitlines()[0], in_pandas, in_duckdb))
+    return found
+
+
+def _last_assigned(block: str) -> str:
+    target = [node for node in ast.parse(block).body if isinstance(node, ast.Assign)][-1].targets[0]
+    assert isinstance(target, ast.Name)
+    return target.id

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
+
+RNG_STATE = "torch_rng_state"
+"""The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
     return CheckpointState(**json.loads((path / "state.json").read_text()))
 
 
+def set_aside(path: Path) -> Path:
+    """Take a damaged checkpoint out of the list, for somebody to look at; return where it is."""
+    aside = path.with_name(f".damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
 def checkpoint_hashes(root: Path) -> dict[int, str]:
     """Return the weights hash of every complete checkpoint by its step, ascending."""
     return {
@@ -51,12 +62,13 @@ def checkpoint_hashes(root: Path) -> dict[int, str]:
     }
 
 
-def prune_checkpoints(root: Path, *, keep: int) -> list[Path]:
-    """Remove all but step 0 and the newest `keep`; return what was removed.
+def prune_checkpoints(root: Path, *, keep: int, protected: Set[Path] = frozenset()) -> list[Path]:
+    """Remove all but step 0, the newest `keep` and the protected; return what was removed.
 
     Each is renamed first: one that is half removed must not look complete.
     """
-    pruned = [checkpoint_path(root, step) for step in list_checkpoints(root)[1:-keep]]
+    old = [checkpoint_path(root, step) for step in list_checkpoints(root)[1:-keep]]
+    pruned = [path for path in old if path not in protected]
     for path in pruned:
         path.rename(path.with_name(f".pruned-{path.name}"))
     for rest in root.glob(".pruned-*"):

@@ -163,6 +163,7 @@ class ClusterSettings(Settings):
     threads_per_worker: int = Field(1, ge=1)
     num_trainer_threads: int = Field(1, ge=1)
     dashboard_port: int = Field(0, ge=0, le=65535)
+    silent_after_s: float = Field(10.0, ge=1)
     worker_ttl_s: float = Field(60.0, gt=0)
 
 
@@ -219,8 +220,12 @@ class Recipe(Settings):
         return self.controller.batch_size // self.controller.group_size
 
     def digest(self) -> str:
-        """Return the identity of these settings, for the ledger."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Return the identity of these settings, for the ledger.
+
+        How long to train is left out: a resume may change it, and no step depends on it.
+        """
+        settings = self.model_dump_json(exclude={"num_steps", "max_minutes"})
+        return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:

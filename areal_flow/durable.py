@@ -1,4 +1,4 @@
-"""Files that must survive a power failure."""
+"""Files that are whole or absent, and files that survive a power failure."""
 
 from __future__ import annotations
 
@@ -13,3 +13,19 @@ def force_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Give a file new content; a reader sees the old or the new, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def replace_file_durably(path: Path, text: str) -> None:
+    """As `replace_file`; the new content survives a power failure once this returns."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    force_to_disk(partial)
+    partial.replace(path)
+    force_to_disk(path.parent)

@@ -8,11 +8,13 @@ runs/NAME/
     steps.lance            their order
     evaluations.lance      held-out answers
     checkpoints/           snapshots
-    weights/               what generators load
+    weights/00000002/      what the generators of one driver's life load
     forks.jsonl            replayed steps that differed, in another numeric environment
     mlflow-spool.jsonl     metrics on their way to MLflow
     summary.json           written at the end
-    run.lock, state.json   who drives it, and how it last ended
+    writers/               who may write: one claim a driver's life
+    state.json             how it last ended
+    cluster.json           where its scheduler is, while it runs
 """
 
 from __future__ import annotations
@@ -76,6 +78,10 @@ class RunLayout:
     def weights(self) -> Path:
         return self.root / "weights"
 
+    def weights_of(self, writer_epoch: int) -> Path:
+        """Return the weights channel of one driver's life; no other driver's generators look."""
+        return self.weights / f"{writer_epoch:08d}"
+
     @property
     def spool(self) -> Path:
         return self.root / "mlflow-spool.jsonl"
@@ -89,12 +95,16 @@ class RunLayout:
         return self.root / "summary.json"
 
     @property
-    def lock(self) -> Path:
-        return self.root / "run.lock"
+    def writers(self) -> Path:
+        return self.root / "writers"
 
     @property
     def state(self) -> Path:
         return self.root / "state.json"
+
+    @property
+    def cluster(self) -> Path:
+        return self.root / "cluster.json"
 
 
 def run_layout(runs: Path, name: str) -> RunLayout:

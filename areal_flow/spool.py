@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from areal_flow.durable import replace_file
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,9 +57,7 @@ class Spool:
 
     def confirm(self, offset: int) -> None:
         """Remember that everything before `offset` was delivered."""
-        partial = self._offset_path.with_suffix(".partial")
-        partial.write_text(str(offset))
-        partial.replace(self._offset_path)
+        replace_file(self._offset_path, str(offset))
 
     def _delivered(self) -> int:
         return int(self._offset_path.read_text()) if self._offset_path.exists() else 0

@@ -304,6 +304,7 @@ class MemoryTracker:
     """A `Tracker` that remembers."""
 
     run_id: str | None = "memory"
+    protected: frozenset[Path] = frozenset()
 
     def __init__(self) -> None:
         self.metrics: dict[str, dict[int, float]] = {}

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ _FAST_FAILURE = {
 
 class Tracker(Protocol):
     """Where a run's numbers go. Nothing here blocks on a network or raises for one."""
+
+    protected: frozenset[Path]
+    """Checkpoints that somebody refers to by an alias other than `current`: not to be pruned."""
 
     def log_parameters(self, parameters: dict[str, Any]) -> None: ...
 
@@ -55,7 +59,7 @@ class Tracker(Protocol):
 
 
 class MlflowTracker:
-    """A `Tracker` over MLflow; `run_id` and `model_version` are known once it has delivered."""
+    """A `Tracker` over MLflow; what it knows of the server is as of its last checkpoint."""
 
     def __init__(
         self, spool_path: Path, *, uri: str, experiment: str, run_name: str, registered_model: str
@@ -63,6 +67,7 @@ class MlflowTracker:
         self.uri = uri
         self.run_id: str | None = None
         self.model_version: str | None = None
+        self.protected: frozenset[Path] = frozenset()
         self._experiment = experiment
         self._run_name = run_name
         self._model = registered_model
@@ -182,6 +187,17 @@ class MlflowTracker:
             ).version
         self._client.set_registered_model_alias(self._model, "current", version)
         self.model_version = str(version)
+        self.protected = self._aliased()
+
+    def _aliased(self) -> frozenset[Path]:
+        """Return the checkpoints that people gave an alias of their own."""
+        aliases = self._client.get_registered_model(self._model).aliases
+        versions = {str(version) for alias, version in aliases.items() if alias != "current"}
+        return frozenset(
+            Path(found.source.removeprefix("file://"))
+            for found in self._client.search_model_versions(f"run_id = '{self.run_id}'")
+            if str(found.version) in versions
+        )
 
     def _deliver_forget(self, path: str) -> None:
         if (version := self._find_model_version(path)) is not None:
@@ -215,6 +231,7 @@ class MlflowTracker:
 class NullTracker:
     """A `Tracker` that keeps nothing, for `tracking.enabled = false`."""
 
+    protected: frozenset[Path] = frozenset()
     run_id: str | None = None
     model_version: str | None = None
 
@@ -231,8 +248,23 @@ class NullTracker:
     def close(self, status: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RegisteredVersion:
+    """A model version as the registry has it."""
+
+    name: str
+    version: str
+    source: Path
+    tags: dict[str, str]
+
+
 def model_source(uri: str, reference: str) -> Path:
-    """Return the directory behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+    """Return the directory behind a reference; errors as `registered_version`."""
+    return registered_version(uri, reference).source
+
+
+def registered_version(uri: str, reference: str) -> RegisteredVersion:
+    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     Raises:
         ModelError: the registry does not know it.
@@ -254,4 +286,9 @@ def model_source(uri: str, reference: str) -> Path:
             f"expected models:/NAME@ALIAS or models:/NAME/VERSION in the registry {uri}, found "
             f"{reference!r}: {error}"
         ) from error
-    return Path(str(version.source).removeprefix("file://"))
+    return RegisteredVersion(
+        name=version.name,
+        version=str(version.version),
+        source=Path(str(version.source).removeprefix("file://")),
+        tags=dict(version.tags),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,44 @@ from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
+from pipelines.checkpointing import Checkpoints
 from pipelines.progress import Progress
 
 
+class Upkeep:
+    """Has a dataset maintained beside its writer, one round at a time."""
+
+    def __init__(self, dataset: TrajectoryCommitter | Ledger) -> None:
+        self._dataset = dataset
+        self._round: asyncio.Task[None] | None = None
+
+    def after_write(self) -> None:
+        """Begin a round if one is due and none is running."""
+        idle = self._round is None or self._round.done()
+        if idle and self._dataset.maintenance_is_due:
+            self._round = asyncio.create_task(asyncio.to_thread(self._dataset.maintain))
+
+    async def close(self) -> None:
+        """Return when no round is running."""
+        if self._round is not None:
+            await asyncio.gather(self._round, return_exceptions=True)
+
+
 class CommittedLog:
-    """A `TrajectoryLog` over Lance; maintenance runs beside it."""
+    """A `TrajectoryLog` over Lance."""
 
     def __init__(self, committer: TrajectoryCommitter) -> None:
         self._committer = committer
-        self._maintenance: asyncio.Task[None] | None = None
+        self._upkeep = Upkeep(committer)
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         head = await asyncio.to_thread(self._committer.commit, receipts)
-        idle = self._maintenance is None or self._maintenance.done()
-        if idle and self._committer.maintenance_is_due:
-            self._maintenance = asyncio.create_task(asyncio.to_thread(self._committer.maintain))
+        self._upkeep.after_write()
         return head
 
     async def close(self) -> None:
-        """Return when no maintenance is running."""
-        if self._maintenance is not None:
-            await asyncio.gather(self._maintenance, return_exceptions=True)
+        """Return when nothing is written any more."""
+        await self._upkeep.close()
 
 
 class CommittedLedger:
@@ -41,9 +58,15 @@ class CommittedLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._upkeep = Upkeep(ledger)
 
     async def append(self, row: dict[str, Any]) -> None:
         await asyncio.to_thread(self._ledger.append, row)
+        self._upkeep.after_write()
+
+    async def close(self) -> None:
+        """Return when nothing is written any more."""
+        await self._upkeep.close()
 
 
 class RunObserver:
@@ -54,19 +77,16 @@ class RunObserver:
         *,
         progress: Progress,
         tracker: MlflowTracker | NullTracker,
-        checkpoint: Callable[[int], Awaitable[None]],
-        checkpoint_every_steps: int,
+        checkpoints: Checkpoints,
     ) -> None:
         self._progress = progress
         self._tracker = tracker
-        self._checkpoint = checkpoint
-        self._checkpoint_every_steps = checkpoint_every_steps
+        self._checkpoints = checkpoints
 
     async def on_step(self, row: dict[str, Any]) -> None:
         self._progress.step(row)
         self._tracker.log_metrics(row["step"], step_metrics(row))
-        if row["step"] % self._checkpoint_every_steps == 0:
-            await self._checkpoint(row["step"])
+        await self._checkpoints.after_step(row)
 
 
 _METRICS = {

@@ -15,7 +15,7 @@ from typing import Any
 
 from distributed import Client
 
-from areal_flow.checkpoints import checkpoint_hashes
+from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import on_trainer
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
@@ -82,9 +82,8 @@ async def restore_policy(
         RunError: there is no usable checkpoint.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
-    rows = ledger.rows()
-    checkpoint, hashes = await _restore_checkpoint(client, layout, rows)
-    for row in rows[checkpoint + 1 :]:
+    checkpoint, hashes = await _restore_checkpoint(client, layout, ledger.rows(["weights_hash"]))
+    for row in ledger.rows(since=checkpoint + 1):
         request = request_from_row(
             row,
             parent_hash=hashes.weights_hash,
@@ -93,8 +92,8 @@ async def restore_policy(
         replayed: StepResult = await on_trainer(client, tasks.train_step, request)
         note_fork(layout, row, replayed)
         hashes = replayed.hashes
-    channel.publish(len(rows) - 1)
-    return Restored(hashes.weights_hash, num_replayed=len(rows) - 1 - checkpoint)
+    channel.publish(ledger.head)
+    return Restored(hashes.weights_hash, num_replayed=ledger.head - checkpoint)
 
 
 async def _restore_checkpoint(
@@ -107,7 +106,8 @@ async def _restore_checkpoint(
         except TrainerLost:
             raise
         except TrainingError as error:
-            logger.warning("%s; trying an older checkpoint", error)
+            aside = set_aside(checkpoint_path(layout.checkpoints, checkpoint))
+            logger.warning("%s; moved to %s, trying an older one", error, aside)
             del usable[checkpoint]
     raise RunError(
         f"{layout.name} has no complete checkpoint that its ledger knows: it stopped before "

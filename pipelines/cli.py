@@ -16,11 +16,25 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.commands import doctor, evaluate, export, replay, runs, train
+from pipelines.commands import (
+    check,
+    doctor,
+    evaluate,
+    export,
+    lineage,
+    replay,
+    runs,
+    train,
+    trajectories,
+    workers,
+)
 from pipelines.commands.settings import split_dotted
 from pipelines.commands.train import EXIT_CODES
 
-COMMANDS = (train, evaluate, export, replay, doctor, runs)
+COMMANDS = (
+    *(train, evaluate, export, trajectories, lineage, replay, check),
+    *(workers, doctor, runs),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

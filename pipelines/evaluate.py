@@ -41,7 +41,7 @@ def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))
         copy_model_description(directory, layout.model)
-        publish_model_directory(directory, layout.weights)
+        publish_model_directory(directory, layout.weights_of(0))
         if prompts is None:
             assert run is not None
             table = PromptTable(run.held_out_prompts, seed=recipe.seed)
@@ -67,9 +67,11 @@ async def _answer(
     layout: RunLayout, recipe: Recipe, table: PromptTable, limit: int | None
 ) -> EvaluationTable:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root)) as cluster:
-        rows = await answer_held_out(
-            cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
+    async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
+        rows = await cluster.fleet.guard(
+            answer_held_out(
+                cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
+            )
         )
     return tabulate(rows)
 

@@ -20,7 +20,7 @@ from areal_flow.controller.comparison import ComparedStep, result_from_row
 from areal_flow.controller.recovery import choose_checkpoint, request_from_row
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.store.ledger import Ledger
+from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.training_rows import TrainingRows
 from areal_flow.trainer.inspection import (
     ClipWatch,
@@ -51,10 +51,10 @@ class ReplayWalk:
     def __init__(
         self, layout: RunLayout, *, step: int | None = None, from_checkpoint: int | None = None
     ) -> None:
-        self._rows = Ledger(layout.steps).rows()
+        self._rows = LedgerReader(layout.steps, layout.writers).rows()
         self.last_step = _checked_step(layout, step, head=len(self._rows) - 1)
         self._recipe = on_this_machine(load_recipe(layout.config))
-        self._read_rows = TrainingRows(layout.trajectories)
+        self._read_rows = TrainingRows(layout.trajectories, layout.writers)
         self._rank = TrainerRank(
             layout, self._recipe, channel=HashingStage(), read_rows=self._read_rows
         )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
-
 from areal_flow.config import Recipe, dump_recipe
+from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.writers import Writer, claim_run, is_held, newest_claim
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +23,10 @@ State = Literal["running", "finished", "stopped", "failed", "crashed"]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Who drives a run, since when, and how it stands."""
+    """How a run stands, as its last driver recorded it; `writers/` says who that was."""
 
     state: State = "running"
     writer_epoch: int = 0
-    pid: int = 0
-    since: str = ""
     reason: str = ""
     seconds_driven: float = 0.0
     """Wall time of earlier drivers' lives, as far as they could record it."""
@@ -64,39 +60,46 @@ def existing_run(runs: Path, name: str) -> RunLayout:
     return layout
 
 
+def find_run(runs: Path, reference: str) -> RunLayout:
+    """Return the layout of a run by its directory, or by its name in `runs`.
+
+    Raises:
+        RunError: there is none; says which there are.
+    """
+    directory = Path(reference)
+    if (directory / "config.toml").is_file():
+        return RunLayout(directory.resolve())
+    return existing_run(runs, reference)
+
+
 @contextmanager
-def hold_run(layout: RunLayout) -> Iterator[int]:
-    """Be the one driver of a run; yield this life's writer epoch.
+def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
+    """Be the one driver of a run.
+
+    Args:
+        take_over: even if another driver is alive; it hangs, or it will find itself refused.
 
     Raises:
         RunError: another driver holds it; says which and since when.
     """
-    lock = FileLock(str(layout.lock))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        holder = read_state(layout)
-        raise RunError(
-            f"run {layout.name!r} is held by process {holder.pid} since {holder.since}: wait for "
-            "it, or stop it first"
-        ) from None
-    try:
+    with claim_run(layout.writers, take_over=take_over) as writer:
         before = read_state(layout)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        held = RunState("running", before.writer_epoch + 1, os.getpid(), since)
-        _write_state(layout, replace(held, seconds_driven=before.seconds_driven))
-        yield held.writer_epoch
-    finally:
-        lock.release()
+        held = RunState("running", writer.writer_epoch, seconds_driven=before.seconds_driven)
+        _write_state(layout, held)
+        yield writer
 
 
-def leave_run(layout: RunLayout, state: State, *, seconds: float, reason: str = "") -> None:
+def leave_run(
+    layout: RunLayout, writer: Writer, state: State, *, seconds: float, reason: str = ""
+) -> None:
     """Record how a run ended and how long this driver had it; a full disk cannot keep it from it.
 
     Args:
         seconds: wall time of this driver's life.
     """
     before = read_state(layout)
+    if before.writer_epoch != writer.writer_epoch:
+        return  # taken over: the state is another driver's
     driven = before.seconds_driven + seconds
     try:
         _write_state(layout, replace(before, state=state, reason=reason, seconds_driven=driven))
@@ -117,19 +120,14 @@ def observed_state(layout: RunLayout) -> RunState:
     recorded = read_state(layout)
     if recorded.state != "running":
         return recorded
-    lock = FileLock(str(layout.lock))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    claim = newest_claim(layout.writers)
+    if claim and is_held(layout.writers, claim.writer_epoch):
         return recorded
-    lock.release()
     return replace(recorded, state="crashed")
 
 
 def _write_state(layout: RunLayout, state: RunState) -> None:
-    partial = layout.state.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(state)))
-    partial.replace(layout.state)
+    replace_file(layout.state, json.dumps(asdict(state)))
 
 
 def list_runs(runs: Path) -> list[RunLayout]:

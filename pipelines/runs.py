@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.layout import RunLayout
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.queries import open_run
+from areal_flow.writers import newest_claim
 from pipelines.run_directory import list_runs, observed_state
 
 
@@ -25,7 +26,12 @@ def print_runs(runs: Path) -> None:
     for layout in found:
         state = observed_state(layout)
         table.add_row(
-            layout.name, state.state, _num_steps(layout), _rates(layout), state.since, state.reason
+            layout.name,
+            state.state,
+            _num_steps(layout),
+            _rates(layout),
+            _since(layout),
+            state.reason,
         )
     Console().print(table, markup=False, highlight=False)
 
@@ -33,7 +39,12 @@ def print_runs(runs: Path) -> None:
 def _num_steps(layout: RunLayout) -> str:
     if not layout.steps.is_dir():
         return "-"
-    return str(max(0, open_dataset(layout.steps).count_rows() - 1))
+    return str(max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1))
+
+
+def _since(layout: RunLayout) -> str:
+    claim = newest_claim(layout.writers)
+    return claim.since if claim else "-"
 
 
 def _rates(layout: RunLayout) -> str:

@@ -7,13 +7,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
-from distributed import Client
-
 from areal_flow import __version__
-from areal_flow.checkpoints import checkpoint_path, list_checkpoints, prune_checkpoints
 from areal_flow.cluster import tasks
 from areal_flow.cluster.adapters import (
     DaskRollouts,
@@ -21,14 +19,14 @@ from areal_flow.cluster.adapters import (
     DaskWeights,
     generator_addresses,
 )
-from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.plugins import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance
-from areal_flow.controller.recovery import plan_flow_start
+from areal_flow.controller.recovery import PLAN_COLUMNS, plan_flow_start
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.directory import (
@@ -40,30 +38,27 @@ from areal_flow.modeling.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.loading import load_verifier
-from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.writers import Writer
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
+from pipelines.checkpointing import Checkpoints
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.progress import Progress, make_progress
 from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
+from pipelines.succession import succeed
 from pipelines.summary import Findings, print_summary, summarise, write_summary
+from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT_COLUMNS = [
-    "weights_hash",
-    "next_submission_index",
-    "lance_version",
-    "trajectory_watermark",
-]
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
@@ -96,31 +91,34 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
 
 
 async def run_training(
-    layout: RunLayout, recipe: Recipe, *, writer_epoch: int, resume: bool, began: float
+    layout: RunLayout, recipe: Recipe, *, writer: Writer, resume: bool, began: float
 ) -> Outcome:
     """Start the cluster, begin or restore the policy, train, evaluate, summarise.
 
     Args:
-        writer_epoch: of this driver's life.
+        writer: this driver's right to write the run.
         resume: whether the run has a past.
         began: `monotonic()` when the program began, for the summary and `max_minutes`.
     """
     progress = make_progress(
         num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
     )
+    if resume:
+        succeed(layout, writer)
     tracker = make_tracker(recipe, layout)
     status = "FAILED"
     signals = StopSignals()
     try:
         with signals:
             async with local_cluster(
-                place_workers(recipe), recipe.cluster, RunPlugin(layout.root)
+                place_workers(recipe),
+                recipe.cluster,
+                RunPlugin(layout.root, writer.writer_epoch),
             ) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
-                session = Session(
-                    layout, recipe, cluster.client, progress, tracker, signals, writer_epoch
-                )
-                outcome = await session.run(resume=resume, began=began)
+                session = Session(layout, recipe, cluster, progress, tracker, signals, writer)
+                with reachable(layout, cluster):
+                    outcome = await cluster.fleet.guard(session.run(resume=resume, began=began))
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
@@ -138,25 +136,37 @@ class Session:
         self,
         layout: RunLayout,
         recipe: Recipe,
-        client: Client,
+        cluster: RunningCluster,
         progress: Progress,
         tracker: MlflowTracker | NullTracker,
         signals: StopSignals,
-        writer_epoch: int,
+        writer: Writer,
     ) -> None:
         self.layout = layout
         self.recipe = recipe
-        self.client = client
+        self.cluster = cluster
+        self.client = client = cluster.client
         self.progress = progress
         self.tracker = tracker
         self.signals = signals
         self.findings = Findings()
-        self.provenance = Provenance(writer_epoch, recipe.digest(), f"areal-flow {__version__}")
-        self.channel = DirectoryChannel(layout.weights)
-        self.ledger = Ledger(layout.steps)
-        self.committer = TrajectoryCommitter(layout.trajectories)
+        epoch = writer.writer_epoch
+        self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
+        self.channel = DirectoryChannel(layout.weights_of(epoch))
+        self.ledger = Ledger(layout.steps, writer)
+        self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
+        self.committed_ledger = CommittedLedger(self.ledger)
         self.trainer = DaskTrainer(client, self._restore_trainer)
+        self.checkpoints = Checkpoints(
+            layout,
+            recipe.trainer,
+            ledger=self.ledger,
+            committer=self.committer,
+            trainer=self.trainer,
+            tracker=tracker,
+            writer=writer,
+        )
 
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
@@ -167,6 +177,7 @@ class Session:
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
         self.signals.training(flow)
+        self.cluster.fleet.follow(partial(self._follow_generators, flow))
         with self._deadline(flow, began):
             try:
                 await SCHEDULES[self.recipe.schedule](flow)
@@ -174,11 +185,17 @@ class Session:
                 self.signals.training(None)
                 await flow.close()
                 await self.log.close()
-        await self._checkpoint(flow.policy_version)
+                await self.committed_ledger.close()
+                await self.checkpoints.settle()
+        if flow.policy_version > start.policy_version:
+            await self.checkpoints.complete()
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
         self.findings.after = await self._evaluate("after", flow.policy_version)
         return Outcome(True)
+
+    def _follow_generators(self, flow: Flow, num_generators: int) -> None:
+        flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
 
     async def _begin(self) -> FlowStart:
         self.progress.phase("Making the first policy")
@@ -190,24 +207,26 @@ class Session:
         )
         seconds = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
-        await self._checkpoint(0)
-        return plan_flow_start(self.ledger.rows(), (), self.committer.head)
+        await self.checkpoints.complete()
+        return self._plan()
 
     async def _restore(self) -> FlowStart:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
         weights_hash = await self._restore_trainer()
-        rows = self.ledger.rows()
-        stored = receipts(
-            open_dataset(self.layout.trajectories).to_table(columns=list(RECEIPT_COLUMNS))
-        )
-        start = replace(
-            plan_flow_start(rows, stored, self.committer.head), weights_hash=weights_hash
-        )
+        start = replace(self._plan(), weights_hash=weights_hash)
         self.progress.phase(
             f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "
             f"{len(start.resubmit)} submitted again"
         )
         return start
+
+    def _plan(self) -> FlowStart:
+        unconsumed, committed = read_unconsumed(
+            self.layout.trajectories, self.layout.writers, self.ledger
+        )
+        return plan_flow_start(
+            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head
+        )
 
     async def _restore_trainer(self) -> str:
         restored = await restore_policy(
@@ -221,7 +240,9 @@ class Session:
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
         generators = await generator_addresses(self.client)
-        results: dict[str, Any] = await self.client.run(function, workers=generators)
+        results: dict[str, Any] = await self.client.run(
+            function, workers=generators, on_error="ignore"
+        )
         return results
 
     def _flow(self, start: FlowStart) -> Flow:
@@ -231,7 +252,9 @@ class Session:
             batch_size=controller.batch_size,
             group_size=controller.group_size,
             max_staleness=controller.max_staleness,
-            max_running=max_running_trajectories(recipe),
+            max_running=max_running_trajectories(
+                recipe, num_generators=recipe.cluster.num_generators
+            ),
             num_steps=recipe.num_steps,
             run_seed=recipe.seed,
             max_attempts=controller.max_attempts,
@@ -241,45 +264,16 @@ class Session:
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=DaskRollouts(self.client, self.channel),
             log=self.log,
-            ledger=CommittedLedger(self.ledger),
+            ledger=self.committed_ledger,
             trainer=self.trainer,
-            weights=DaskWeights(self.client, self.channel),
+            weights=DaskWeights(self.client, self.channel, self.cluster.watch),
             observer=RunObserver(
                 progress=self.progress,
                 tracker=self.tracker,
-                checkpoint=self._checkpoint,
-                checkpoint_every_steps=recipe.trainer.checkpoint_every_steps,
+                checkpoints=self.checkpoints,
             ),
         )
         return Flow(limits, parts, start, self.provenance)
-
-    async def _checkpoint(self, step: int) -> None:
-        """Force log and ledger to disk, then have the trainer write what stands on them."""
-        await asyncio.to_thread(self.committer.sync)
-        await asyncio.to_thread(self.ledger.sync)
-        head = await asyncio.to_thread(self.ledger.head, _CHECKPOINT_COLUMNS)
-        path = checkpoint_path(self.layout.checkpoints, step)
-        if step not in list_checkpoints(self.layout.checkpoints):
-            await self.trainer.checkpoint(
-                weights_hash=head["weights_hash"],
-                next_submission_index=head["next_submission_index"],
-            )
-        tags = {
-            "step": str(step),
-            "run": self.layout.name,
-            "weights_hash": head["weights_hash"],
-            "trajectories_version": str(head["lance_version"]),
-            "trajectories_watermark": str(head["trajectory_watermark"]),
-        }
-        self.tracker.register_checkpoint(path, tags)
-        keep = self.recipe.trainer.keep_checkpoints
-        for pruned in prune_checkpoints(self.layout.checkpoints, keep=keep):
-            self.tracker.forget_checkpoint(pruned)
-        self.tracker.log_dataset(
-            self.layout.trajectories,
-            version=head["lance_version"],
-            num_rows=head["trajectory_watermark"],
-        )
 
     async def _evaluate(self, name: str, version: int) -> EvaluationTable | None:
         if not self.recipe.prompts.num_held_out:

@@ -5,7 +5,7 @@ from schemas.evaluations import EvaluationRow
 from schemas.prompts import PromptRow
 from schemas.steps import StepRow
 from schemas.trajectories import TrajectoryRow
-from schemas.validation import validate
+from schemas.validation import validate, violations
 
 __all__ = [
     "EvaluationRow",
@@ -14,4 +14,5 @@ __all__ = [
     "TrajectoryRow",
     "arrow_schema",
     "validate",
+    "violations",
 ]

@@ -6,27 +6,20 @@ import pandera.polars as pa_polars
 import polars as pl
 import pyarrow as pa
 
-PRIMARY_KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 
-
-def arrow_schema(
-    model: type[pa_polars.DataFrameModel], primary_key: str | None = None
-) -> pa.Schema:
+def arrow_schema(model: type[pa_polars.DataFrameModel]) -> pa.Schema:
     """Return the Arrow schema of a pandera model, columns in the model's order.
 
     Polars speaks `large_*` types and drops metadata, so the store casts to this schema on write.
-    `primary_key` names the column that `merge_insert` deduplicates on, across writers.
     """
     columns = model.to_schema().columns
     empty = pl.DataFrame(schema={name: column.dtype.type for name, column in columns.items()})
-    fields = []
-    for field in empty.to_arrow().schema:
-        is_key = field.name == primary_key
-        nullable = bool(columns[field.name].nullable)
-        fields.append(
-            pa.field(field.name, _small(field.type), nullable, PRIMARY_KEY if is_key else None)
-        )
-    return pa.schema(fields)
+    return pa.schema(
+        [
+            pa.field(field.name, _small(field.type), bool(columns[field.name].nullable))
+            for field in empty.to_arrow().schema
+        ]
+    )
 
 
 def _small(arrow_type: pa.DataType) -> pa.DataType:

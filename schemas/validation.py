@@ -16,21 +16,29 @@ def validate(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> pa.Table
     Raises:
         SchemaError: naming each column and rule that failed, with how many rows failed it.
     """
+    if broken := violations(table, model):
+        raise SchemaError(
+            f"rows do not satisfy {model.__name__}: {'; '.join(broken)}. Nothing was written."
+        )
+    return table
+
+
+def violations(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> list[str]:
+    """Return each column and rule that rows fail, with how many do; never their values."""
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     try:
         model.validate(frame, lazy=True)
     except pandera.errors.SchemaErrors as errors:
-        raise SchemaError(_explain(errors, model.__name__)) from None
-    return table
+        return _broken_rules(errors)
+    return []
 
 
-def _explain(errors: pandera.errors.SchemaErrors, name: str) -> str:
+def _broken_rules(errors: pandera.errors.SchemaErrors) -> list[str]:
     failures: dict[tuple[str, str], int] = {}
     for error in errors.schema_errors:
         column = getattr(error.schema, "name", None) or "row"
         rule = str(getattr(error.check, "name", None) or error.check or error.reason_code)
         cases = error.failure_cases
         failures[(str(column), rule)] = len(cases) if isinstance(cases, pl.DataFrame) else 1
-    rules = "; ".join(f"{column}: {rule} ({n} rows)" for (column, rule), n in failures.items())
-    return f"rows do not satisfy {name}: {rules}. Nothing was written."
+    return [f"{column}: {rule} ({n} rows)" for (column, rule), n in failures.items()]

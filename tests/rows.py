@@ -15,12 +15,17 @@ from areal_flow.types import Completion, Episode, GroupReceipt, Prompt, Score, V
 
 
 def group_table(
-    index: int, *, version: int = 0, rewards: Sequence[float | None] = (1.0, 0.0), length: int = 3
+    index: int,
+    *,
+    version: int = 0,
+    rewards: Sequence[float | None] = (1.0, 0.0),
+    length: int = 3,
+    writer_epoch: int = 1,
 ) -> pa.Table:
     """Return one scored group's rows."""
     prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, (4, 5))
     seeds = group_seeds(0, index, len(rewards))
-    episode = Episode(index, prompt, seeds, 0, 1, datetime.now(UTC))
+    episode = Episode(index, prompt, seeds, 0, writer_epoch, datetime.now(UTC))
     completions = [
         Completion((7,) * length, (-0.5,) * length, (VersionSpan(version, length),), "stop")
         for _ in rewards

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from distributed import Client, Future, KilledWorker, wait
 
 from areal_flow.cluster import tasks
-from areal_flow.errors import ArealFlowError, EngineError, SchemaError, TrainerLost
+from areal_flow.errors import (
+    ArealFlowError,
+    EngineError,
+    SchemaError,
+    TrainerLost,
+    TrainingError,
+)
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsChannel
 
@@ -19,6 +24,14 @@ logger = logging.getLogger(__name__)
 
 ACKNOWLEDGE_TIMEOUT_S = 30.0
 """How long a generator may take to load weights before it is replaced and its tasks run again."""
+
+SILENT_S = 3.0
+"""A generator that has not been heard for longer is not waited for."""
+
+LISTEN_EVERY_S = 0.5
+
+MAX_RESTORATIONS = 3
+"""How often the trainer may be lost over one request."""
 
 
 class DaskRollouts:
@@ -108,45 +121,107 @@ class DaskTrainer:
         result: StepResult = await self._run(tasks.train_step, request)
         return result
 
-    async def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
-        """Write the state with these weights as a checkpoint; return its directory."""
-        path: Path = await self._run(tasks.write_checkpoint, weights_hash, next_submission_index)
-        return path
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the state with these weights, between two steps, for `write_snapshot`."""
+        await self._run(tasks.take_snapshot, weights_hash, next_submission_index)
+
+    async def write_snapshot(self, step: int) -> None:
+        """Write the snapshot of a step as a checkpoint, beside the steps that follow.
+
+        Raises:
+            TrainerLost: the trainer died with it.
+            RunError, StorageError: nothing was written.
+        """
+        trainers = await worker_addresses(self._client, "trainer")
+        try:
+            written = await self._client.run(tasks.write_snapshot, step, workers=trainers)
+        except OSError as error:
+            raise TrainerLost(f"the trainer died while it wrote step {step}: {error}") from error
+        if not written:
+            raise TrainerLost(f"no trainer is there to write the snapshot of step {step}")
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return await on_trainer(self._client, function, *arguments)
-        except TrainerLost as lost:
-            logger.warning("%s; restoring it from checkpoint and ledger", lost)
-            await self._restore()
-            return await on_trainer(self._client, function, *arguments)
+        """Run on the trainer, restored first where that is needed: it may be lost again meanwhile.
+
+        Raises:
+            TrainingError: it was lost once too often; the message is the last loss.
+        """
+        for num_restored in range(MAX_RESTORATIONS + 1):
+            try:
+                if num_restored:
+                    await self._restore()
+                return await on_trainer(self._client, function, *arguments)
+            except TrainerLost as lost:
+                logger.warning("%s; restoring it from checkpoint and ledger", lost)
+                last = lost
+        raise TrainingError(
+            f"the trainer was restored {MAX_RESTORATIONS} times and lost again: {last}. See what "
+            "ends its process, then resume"
+        )
+
+
+class LiveGenerators(Protocol):
+    """What announcing weights has to know of generators; `Watch` is one."""
+
+    def generators(self) -> list[str]:
+        """Return the addresses of those that take work."""
+        ...
+
+    def silence_s(self, address: str) -> float:
+        """Return for how long one has not been heard."""
+        ...
+
+    async def replace(self, address: str, *, why: str) -> None:
+        """Give one up and start another in its place."""
+        ...
 
 
 class DaskWeights:
     """Publishes in the channel, then asks every generator to load."""
 
-    def __init__(self, client: Client, channel: WeightsChannel) -> None:
+    def __init__(self, client: Client, channel: WeightsChannel, live: LiveGenerators) -> None:
         self._client = client
         self._channel = channel
+        self._live = live
 
     async def publish(self, version: int) -> None:
         self._channel.publish(version)
 
     async def load_everywhere(self, version: int) -> None:
-        generators = await generator_addresses(self._client)
-        if not generators:
-            return
+        """Return when all have loaded but those that are silent; see `LiveGenerators`.
+
+        A silent one is the watch's to replace. It loads what is newest before its next rollout.
+        """
         loads = {
             address: asyncio.ensure_future(
                 self._client.run(tasks.load_weights, version, workers=[address], on_error="return")
             )
-            for address in generators
+            for address in self._live.generators()
         }
-        await asyncio.wait(loads.values(), timeout=ACKNOWLEDGE_TIMEOUT_S)
-        failed = [address for address, load in loads.items() if not _acknowledged(load)]
-        if failed:
-            logger.warning("replacing %s: version %d was not loaded", ", ".join(failed), version)
-            await self._client.restart_workers(failed, raise_for_error=False)
+        await self._wait_for_audible(loads)
+        failed = [
+            address
+            for address, load in loads.items()
+            if not _acknowledged(load) and not self._is_silent(address)
+        ]
+        for address in failed:
+            await self._live.replace(address, why=f"version {version} was not loaded")
+
+    async def _wait_for_audible(self, loads: Mapping[str, asyncio.Future[Any]]) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
+        while clock() < deadline:
+            awaited = [
+                load
+                for address, load in loads.items()
+                if not load.done() and not self._is_silent(address)
+            ]
+            if not awaited:
+                return
+            await asyncio.wait(awaited, timeout=LISTEN_EVERY_S)
+
+    def _is_silent(self, address: str) -> bool:
+        return self._live.silence_s(address) > SILENT_S
 
 
 def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
@@ -156,19 +231,23 @@ def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
         return False
     if load.exception() is not None:
         return True
-    errors = [result for result in load.result().values() if isinstance(result, BaseException)]
+    results = load.result().values()
+    errors = [r for r in results if isinstance(r, BaseException) and not isinstance(r, OSError)]
     for error in errors:
         logger.warning("a generator could not load weights: %s", error)
-    return not errors or all(isinstance(error, OSError) for error in errors)
+    return not errors
 
 
 async def generator_addresses(client: Client) -> list[str]:
     """Return the addresses of live generators."""
+    return await worker_addresses(client, "generator")
+
+
+async def worker_addresses(client: Client, role: str) -> list[str]:
+    """Return the addresses of live workers of a role."""
     identity: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
     return [
-        address
-        for address, worker in identity["workers"].items()
-        if "generator" in worker["resources"]
+        address for address, worker in identity["workers"].items() if role in worker["resources"]
     ]
 
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class GeneratorHost:
     """A generator worker's engine: made on first use, brought to the newest weights on demand."""
 
-    def __init__(self, run_directory: Path, name: str) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int, name: str) -> None:
         self.name = name
         self._layout = RunLayout(run_directory)
         self._recipe = load_recipe(self._layout.config)
-        self._channel = DirectoryChannel(self._layout.weights)
+        self._channel = DirectoryChannel(self._layout.weights_of(writer_epoch))
         self._loading = asyncio.Lock()
         self._engine: EngineLoop | None = None
         generation = self._recipe.generation
@@ -42,8 +42,17 @@ class GeneratorHost:
             stop_token_ids=stop_token_ids(self._layout.model),
         )
 
+    @property
+    def policy_version(self) -> int | None:
+        return self._engine.version if self._engine else None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine; one that is being made will load what is newest then."""
+        return self._engine is not None and not self._engine.broken
+
     async def serve(self, version: int) -> EngineLoop:
-        """Return the engine once it serves `version` or a later one.
+        """Return the engine once it serves `version` or a later one; a new one, the newest.
 
         Raises:
             WeightsError: the published weights are not what was published.
@@ -51,6 +60,7 @@ class GeneratorHost:
         async with self._loading:
             if self._engine is None or self._engine.broken:
                 self._engine = await self._make_engine()
+                version = max(version, self._channel.newest())
             if self._engine.version < version:
                 newest = self._channel.newest()
                 tensors = await asyncio.to_thread(self._channel.load, newest)
@@ -119,7 +129,7 @@ class RewardHost:
         )
 
 
-def make_trainer_rank(run_directory: Path) -> TrainerRank:
+def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     """Assemble the trainer of a run; it holds no policy until it is given one."""
     from areal_flow.store.training_rows import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
@@ -128,8 +138,8 @@ def make_trainer_rank(run_directory: Path) -> TrainerRank:
     return TrainerRank(
         layout,
         recipe_of(run_directory),
-        channel=DirectoryChannel(layout.weights),
-        read_rows=TrainingRows(layout.trajectories),
+        channel=DirectoryChannel(layout.weights_of(writer_epoch)),
+        read_rows=TrainingRows(layout.trajectories, layout.writers),
     )
 
 

@@ -9,24 +9,28 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client, Scheduler, SpecCluster
 
+from areal_flow.cluster.fleet import Fleet, FleetPlugin
+from areal_flow.cluster.nannies import HOST
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.plugins import RunPlugin
+from areal_flow.cluster.remote import serve_fleet
+from areal_flow.cluster.watch import Watch
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
-
-HOST = "127.0.0.1"
-"""A scheduler's port is remote code execution: nothing listens beyond this machine."""
 
 START_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A client and where to watch."""
+    """A client, the workers, who looks after them, and where to watch."""
 
     client: Client
+    fleet: Fleet
+    watch: Watch
+    scheduler: str
     dashboard: str
 
 
@@ -41,7 +45,9 @@ async def local_cluster(
     """
     _refuse_busy_port(settings.dashboard_port)
     _quieten_dask()
-    with dask.config.set(_dask_settings(settings)):
+    fleet = Fleet(placements)
+    watch = Watch(fleet, settings)
+    with dask.config.set(_dask_settings()):
         async with (
             SpecCluster(
                 scheduler={
@@ -50,24 +56,34 @@ async def local_cluster(
                         "host": HOST,
                         "port": 0,
                         "dashboard_address": f"{HOST}:{settings.dashboard_port}",
+                        "plugins": (FleetPlugin(fleet),),
                     },
                 },
-                workers={placement.name: _nanny(placement) for placement in placements},
+                workers=fleet.specification(),
                 asynchronous=True,
                 silence_logs=False,
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
+            fleet.attach(cluster)
+            serve_fleet(fleet, watch)
             await client.wait_for_workers(len(placements), timeout=START_TIMEOUT_S)
             await client.register_plugin(plugin)
-            yield RunningCluster(client, cluster.dashboard_link)
+            async with watch.watching():
+                try:
+                    yield RunningCluster(
+                        client, fleet, watch, cluster.scheduler_address, cluster.dashboard_link
+                    )
+                finally:
+                    fleet.close()
 
 
-def _dask_settings(settings: ClusterSettings) -> dict[str, object]:
+def _dask_settings() -> dict[str, object]:
     return {
         "distributed.worker.daemon": False,
         "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
-        "distributed.scheduler.worker-ttl": f"{settings.worker_ttl_s} s",
+        "distributed.scheduler.worker-ttl": None,  # see `watch`
+        "distributed.deploy.lost-worker-timeout": "1 day",  # or slow restarts would be the last
         "distributed.scheduler.allowed-failures": 3,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.system-monitor.gil.enabled": False,
@@ -79,21 +95,6 @@ def _quieten_dask() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in ("distributed", "bokeh", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _nanny(placement: WorkerPlacement) -> dict[str, object]:
-    return {
-        "cls": Nanny,
-        "options": {
-            "nthreads": placement.num_threads,
-            "resources": {placement.role: placement.num_slots},
-            "env": placement.environment,
-            "memory_limit": 0,
-            "host": HOST,
-            "dashboard": False,
-            "preload": ["areal_flow.cluster.preload"],
-        },
-    }
 
 
 def _refuse_busy_port(port: int) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from areal_flow.config import Recipe
 
+ROLES = ("generator", "reward", "trainer")
+
 CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
@@ -51,12 +53,12 @@ def groups_in_flight(recipe: Recipe) -> int:
     return -(-recipe.generation.num_slots // recipe.controller.group_size) + 2
 
 
-def max_running_trajectories(recipe: Recipe) -> int:
+def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:
     """Return how many trajectories may be on the cluster: what runs, and as much queued behind it.
 
     A queued group ages no tokens, and its generator starts it without asking the scheduler.
     """
-    groups = 2 * groups_in_flight(recipe) * recipe.cluster.num_generators
+    groups = 2 * groups_in_flight(recipe) * max(1, num_generators)
     return groups * recipe.controller.group_size
 
 

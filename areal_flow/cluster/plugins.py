@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from distributed import Worker, WorkerPlugin, get_worker
 
 PLUGIN_NAME = "areal-flow"
+VERSION_METRIC = "areal_flow_policy_version"
 
 Part = TypeVar("Part")
 
@@ -22,8 +23,9 @@ Part = TypeVar("Part")
 class Holder:
     """A worker's parts by kind, each made once, on first use, by whichever task comes first."""
 
-    def __init__(self, run_directory: Path, worker_name: str) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int, worker_name: str) -> None:
         self.run_directory = run_directory
+        self.writer_epoch = writer_epoch
         self.worker_name = worker_name
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
@@ -39,6 +41,11 @@ class Holder:
                 self._parts[kind] = make()
             return self._parts[kind]  # type: ignore[no-any-return]
 
+    def policy_version(self) -> int | None:
+        """Return the version that this worker serves, if it serves one."""
+        versions = (getattr(part, "policy_version", None) for part in list(self._parts.values()))
+        return next((version for version in versions if version is not None), None)
+
     def drop(self, kind: type) -> None:
         """Forget a part that is no longer needed."""
         self._parts.pop(kind, None)
@@ -49,12 +56,18 @@ class RunPlugin(WorkerPlugin):
 
     name = PLUGIN_NAME
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, writer_epoch: int) -> None:
         self.run_directory = run_directory
+        self.writer_epoch = writer_epoch
         self.holder: Holder | None = None
 
     def setup(self, worker: Worker) -> None:
-        self.holder = Holder(self.run_directory, str(worker.name))
+        self.holder = Holder(self.run_directory, self.writer_epoch, str(worker.name))
+        worker.metrics[VERSION_METRIC] = self._policy_version
+
+    def _policy_version(self, worker: Worker) -> int | None:
+        """Return the version that this worker serves: every heartbeat carries it."""
+        return self.holder.policy_version() if self.holder else None
 
 
 def holder(worker: Worker | None = None) -> Holder:

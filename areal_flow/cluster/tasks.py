@@ -21,7 +21,7 @@ from distributed import Worker
 from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
 from areal_flow.cluster.plugins import Holder, holder
 from areal_flow.controller.seeds import member_seed
-from areal_flow.errors import SchemaError
+from areal_flow.errors import SchemaError, TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
 from areal_flow.types import (
@@ -33,6 +33,7 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
+from areal_flow.writers import Writer
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
@@ -157,18 +158,24 @@ def grade(
 
 
 async def load_weights(version: int, dask_worker: Worker) -> None:
-    """Bring this generator to `version`; one that holds no engine yet will load the newest itself.
+    """Bring this generator to `version`; an engine that is yet to be made loads the newest itself.
+
+    To make one takes half a minute on a busy machine, which nobody should wait for.
 
     For `client.run`, which goes past the queue of rollouts.
     """
     host = holder(dask_worker).get(GeneratorHost)
-    if host is not None:
+    if host is not None and host.is_serving:
         await host.serve(version)
 
 
-def import_engine(dask_worker: Worker) -> None:
-    """Import what the engine needs, while there are no weights to load yet; for `client.run`."""
-    importlib.import_module("areal_flow.generation.torch_engine")
+async def import_engine(dask_worker: Worker) -> None:
+    """Import what the engine needs, while there are no weights to load yet; for `client.run`.
+
+    In a thread: on the event loop it would silence a healthy worker for as long as it takes, which
+    was more than a minute on a machine with four busy processes a core.
+    """
+    await asyncio.to_thread(importlib.import_module, "areal_flow.generation.torch_engine")
 
 
 async def prepare_generator(dask_worker: Worker) -> None:
@@ -194,11 +201,21 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
     return rank.genesis()
 
 
-def write_checkpoint(weights_hash: str, next_submission_index: int) -> Path:
-    """Write this trainer's state as a checkpoint, if it is the one with these weights."""
-    return trainer_rank().checkpoint(
-        weights_hash=weights_hash, next_submission_index=next_submission_index
-    )
+def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
+    """Copy this trainer's state for a checkpoint, if it is the one with these weights."""
+    trainer_rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
+
+
+async def write_snapshot(step: int, dask_worker: Worker) -> Path:
+    """Write this trainer's snapshot as a checkpoint while it trains on; for `client.run`."""
+    from areal_flow.trainer.rank import TrainerRank
+
+    of = holder(dask_worker)
+    rank = of.get(TrainerRank)
+    if rank is None:
+        raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
+    writer = Writer(RunLayout(of.run_directory).writers, of.writer_epoch)
+    return await asyncio.to_thread(rank.write_snapshot, step, writer)
 
 
 def restore_trainer(checkpoint_step: int) -> PolicyHashes:
@@ -207,7 +224,9 @@ def restore_trainer(checkpoint_step: int) -> PolicyHashes:
 
 
 def _generator(of: Holder) -> GeneratorHost:
-    return of.ensure(GeneratorHost, lambda: GeneratorHost(of.run_directory, of.worker_name))
+    return of.ensure(
+        GeneratorHost, lambda: GeneratorHost(of.run_directory, of.writer_epoch, of.worker_name)
+    )
 
 
 def _rewards(of: Holder) -> RewardHost:
@@ -219,4 +238,4 @@ def trainer_rank() -> TrainerRank:
     from areal_flow.trainer.rank import TrainerRank
 
     of = holder()
-    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory))
+    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory, of.writer_epoch))

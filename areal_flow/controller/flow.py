@@ -106,6 +106,11 @@ class Flow:
         self.stop_requested = True
         self.pulse.beat()
 
+    def set_max_running(self, num_trajectories: int) -> None:
+        """Follow the number of generators: how much may be on the cluster from here on."""
+        self.gate.max_running = num_trajectories
+        self.pulse.beat()
+
     async def wait_for_change(self, seen: int) -> None:
         """Return once the pulse is beyond `seen`; raise what ended the run, if something did.
 

@@ -6,7 +6,8 @@ be submitted again under the same index, so with the same prompt, seeds and ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from areal_flow.controller.books import Books, Entries
@@ -19,6 +20,24 @@ from areal_flow.types import (
     TrajectoryReceipt,
     submission_index_of,
 )
+
+PLAN_COLUMNS = [
+    "weights_hash",
+    "next_submission_index",
+    "failed_submissions",
+    "num_generated_tokens",
+    "num_trained_tokens",
+    "num_masked_tokens",
+    "num_discarded_tokens",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedGroups:
+    """The account of everything in the trajectory log."""
+
+    submission_indices: Set[int] = frozenset()
+    num_tokens: int = 0
 
 
 def choose_checkpoint(
@@ -58,45 +77,49 @@ def request_from_row(
 
 def plan_flow_start(
     ledger: Sequence[Mapping[str, Any]],
-    stored: Sequence[TrajectoryReceipt],
+    unconsumed: Sequence[TrajectoryReceipt],
+    committed: CommittedGroups,
     log_head: LogHead,
 ) -> FlowStart:
-    """Return where the flow goes on, from the ledger's rows and the committed trajectories."""
+    """Return where the flow goes on.
+
+    Args:
+        ledger: `PLAN_COLUMNS` of every row, by step.
+        unconsumed: committed trajectories that no row trained or discarded.
+        committed: the account of all committed ones.
+        log_head: how far the trajectory log is.
+    """
     head = ledger[-1]
-    trained = {identifier for row in ledger for identifier in row["trajectory_ids"]}
-    discarded = {d["trajectory_id"] for row in ledger for d in row["discarded"]}
     given_up = {index for row in ledger for index in row["failed_submissions"]}
     waiting: dict[int, list[TrajectoryReceipt]] = {}
     discards: list[Discard] = []
-    for trajectory in stored:
-        identifier = trajectory.trajectory_id
-        if identifier in trained or identifier in discarded:
-            continue
+    for trajectory in unconsumed:
         if trajectory.newest_version > head["step"]:
-            discards.append(Discard(identifier, trajectory.num_tokens, "beyond_head"))
-            continue
-        waiting.setdefault(submission_index_of(identifier), []).append(trajectory)
-    committed = {submission_index_of(t.trajectory_id) for t in stored}
-    cursor = max([head["next_submission_index"], *(index + 1 for index in committed)])
+            lost = Discard(trajectory.trajectory_id, trajectory.num_tokens, "beyond_head")
+            discards.append(lost)
+        else:
+            index = submission_index_of(trajectory.trajectory_id)
+            waiting.setdefault(index, []).append(trajectory)
+    indices = committed.submission_indices
+    cursor = max([head["next_submission_index"], *(index + 1 for index in indices)])
     return FlowStart(
         policy_version=head["step"],
         weights_hash=head["weights_hash"],
         next_submission_index=cursor,
-        resubmit=tuple(i for i in range(cursor) if i not in committed and i not in given_up),
+        resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
         discards=tuple(discards),
         log_head=log_head,
-        books=_books(ledger, stored),
+        books=_books(ledger, committed),
     )
 
 
-def _books(ledger: Sequence[Mapping[str, Any]], stored: Sequence[TrajectoryReceipt]) -> Books:
-    committed = sum(trajectory.num_tokens for trajectory in stored)
+def _books(ledger: Sequence[Mapping[str, Any]], committed: CommittedGroups) -> Books:
     in_ledger = sum(row["num_generated_tokens"] for row in ledger)
     return Books(
-        committed=committed,
+        committed=committed.num_tokens,
         trained=sum(row["num_trained_tokens"] for row in ledger),
         masked=sum(row["num_masked_tokens"] for row in ledger),
         discarded=sum(row["num_discarded_tokens"] for row in ledger),
-        entries=Entries(num_generated_tokens=committed - in_ledger),
+        entries=Entries(num_generated_tokens=committed.num_tokens - in_ledger),
     )

@@ -1,11 +1,14 @@
-"""Named tensors in, one hash out: the identity of weights and of optimizer states."""
+"""Named tensors or a file of them in, one hash out: the identity of weights and optimizers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 
@@ -17,3 +20,32 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
+
+
+def hash_file(path: Path, *, without: Collection[str] = ()) -> str:
+    """Return `hash_tensors` of a safetensors file, of which one tensor at a time is in memory.
+
+    Args:
+        without: names that do not count.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read.
+    """
+    with safe_open(path, framework="pt") as file:
+        return hash_tensors(_StoredTensors(file, without))
+
+
+class _StoredTensors(Mapping[str, Tensor]):
+    def __init__(self, file: Any, without: Collection[str]) -> None:
+        self._file = file
+        self._names = sorted(set(file.keys()) - set(without))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

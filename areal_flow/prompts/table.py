@@ -6,6 +6,7 @@ from the run's seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,8 +36,12 @@ class PromptTable:
 
     def prompt_at(self, submission_index: int) -> Prompt:
         """Return the prompt of a submission: position `index mod n` of epoch `index div n`."""
-        epoch, position = divmod(submission_index, len(self))
-        return self.row(int(self._permutation(epoch)[position]))
+        return self.row(self._place_of(submission_index))
+
+    def rows_at(self, submission_indices: Sequence[int]) -> pa.Table:
+        """Return the prompts of several submissions, one row each, in the file's columns."""
+        places = [self._place_of(submission_index) for submission_index in submission_indices]
+        return self._table.take(pa.array(places, pa.int64()))
 
     def row(self, index: int) -> Prompt:
         """Return one prompt by its place in the file."""
@@ -52,6 +57,10 @@ class PromptTable:
     def rows(self, limit: int | None = None) -> list[Prompt]:
         """Return the first `limit` prompts, or all, in the file's order."""
         return [self.row(index) for index in range(len(self))[:limit]]
+
+    def _place_of(self, submission_index: int) -> int:
+        epoch, position = divmod(submission_index, len(self))
+        return int(self._permutation(epoch)[position])
 
     def _make_permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self))

@@ -6,26 +6,31 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import lance
 import pyarrow as pa
 
 from areal_flow.durable import force_to_disk
-from areal_flow.errors import RunError, StorageError
+from areal_flow.errors import ArealFlowError, RunError, StorageError
 
 FORMAT_VERSION = "2.2"
 ROWS_PER_FRAGMENT = 1024
 COMMIT_ORDER = "_rowid"
 """Lance's stable row id: 0, 1, 2, ... as rows were committed. A scan's order is not that: a
 compaction beside an append puts its older rows behind the newer ones."""
-OLDEST_READER = timedelta(minutes=30)
-"""Versions younger than this stay, for readers that are pinned to them."""
+LEAST_VERSIONS = 64
+"""Versions that stay at least, for readers that are pinned to them."""
 
 
-def create_dataset(path: Path, schema: pa.Schema) -> lance.LanceDataset:
-    """Create an empty dataset with stable row ids.
+def create_dataset(
+    path: Path, schema: pa.Schema, *, stable_row_ids: bool = False
+) -> lance.LanceDataset:
+    """Create an empty dataset.
+
+    Args:
+        stable_row_ids: number rows in the order of their commits (`COMMIT_ORDER`). Each commit then
+            costs every later manifest some 25 bytes.
 
     Raises:
         RunError: something is there already.
@@ -38,10 +43,10 @@ def create_dataset(path: Path, schema: pa.Schema) -> lance.LanceDataset:
             schema.empty_table(),
             str(path),
             schema=schema,
-            enable_stable_row_ids=True,
+            enable_stable_row_ids=stable_row_ids,
             data_storage_version=FORMAT_VERSION,
         )
-    assert dataset.has_stable_row_ids, "delta() is silently empty without stable row ids"
+    assert dataset.has_stable_row_ids == stable_row_ids
     return dataset
 
 
@@ -71,10 +76,44 @@ def storage_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn whatever Lance raises on damaged files into one error; a panic is no `Exception`."""
+    try:
+        yield
+    except (ArealFlowError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StorageError(f"{path} cannot be read: {cause}") from error
+
+
 def compact(dataset: lance.LanceDataset) -> None:
-    """Merge small fragments and drop versions that nobody reads any more."""
+    """Merge small fragments and drop old versions; safe beside commits and readers.
+
+    Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
+    opened for as long as the space allows: with the defaults of Lance they would take everything.
+    """
     dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
-    dataset.cleanup_old_versions(older_than=OLDEST_READER, error_if_tagged_old_versions=False)
+    root = Path(dataset.uri)
+    manifests = [entry.stat().st_size for entry in os.scandir(root / "_versions")]
+    data_bytes = sum(entry.stat().st_size for entry in os.scandir(root / "data"))
+    affordable = data_bytes // (4 * max(1, *manifests))
+    dataset.cleanup_old_versions(
+        retain_versions=max(LEAST_VERSIONS, affordable), error_if_tagged_old_versions=False
+    )
+
+
+def remove_orphans(dataset: lance.LanceDataset) -> int:
+    """Remove files that no version names, as a killed writer leaves them; return their bytes.
+
+    Only for the sole writer of a run, and before its workers write: Lance cannot tell an orphan
+    from a fragment that is about to be committed.
+    """
+    stats = dataset.cleanup_old_versions(
+        retain_versions=LEAST_VERSIONS, delete_unverified=True, error_if_tagged_old_versions=False
+    )
+    return int(stats.bytes_removed)
 
 
 class DurableDirectory:

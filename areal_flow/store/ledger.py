@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lance
 import pyarrow as pa
 
-from areal_flow.errors import RunError, StorageError
+from areal_flow.errors import StorageError
 from areal_flow.store.dataset import (
     DurableDirectory,
     compact,
@@ -15,9 +16,11 @@ from areal_flow.store.dataset import (
     open_dataset,
     storage_errors,
 )
+from areal_flow.store.visibility import both, steps_that_count
+from areal_flow.writers import Writer
 from schemas import StepRow, arrow_schema
 
-STEPS = arrow_schema(StepRow, primary_key="step")
+STEPS = arrow_schema(StepRow)
 APPENDS_BETWEEN_MAINTENANCE = 50
 
 
@@ -26,16 +29,52 @@ def create_ledger(path: Path) -> None:
     create_dataset(path, STEPS)
 
 
-class Ledger:
-    """Appends and reads step rows.
+class LedgerReader:
+    """Reads step rows, those that count, as of when it was opened."""
+
+    def __init__(self, path: Path, writers: Path) -> None:
+        self._path = path
+        self._counted = steps_that_count(writers)
+        self._dataset = open_dataset(path)
+        self._head = max(self.table(["step"])["step"].to_pylist(), default=-1)
+
+    @property
+    def head(self) -> int:
+        """The newest step, -1 before the genesis."""
+        return self._head
+
+    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the rows from step `since` on, by step.
+
+        Raises:
+            StorageError: a step is missing, or is there twice.
+        """
+        table = self.table(columns if columns is None else ["step", *columns], since=since)
+        rows: list[dict[str, Any]] = table.to_pylist()
+        rows.sort(key=lambda row: row["step"])
+        if [row["step"] for row in rows] != list(range(since, self._head + 1)):
+            raise StorageError(
+                f"expected each of the steps {since} to {self._head} once in {self._path}"
+            )
+        return rows
+
+    def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
+        """Return columns of the rows from step `since` on, in any order."""
+        return self._dataset.to_table(
+            columns=columns, filter=both(f"step >= {since}", self._counted)
+        )
+
+
+class Ledger(LedgerReader):
+    """Appends step rows, too: for the driver that holds the run.
 
     Rows are ours, one a step, and checked against the Arrow schema on their way in; pandera's check
     of the whole table costs more than a small step and belongs to tests and audits.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._dataset = open_dataset(path)
+    def __init__(self, path: Path, writer: Writer) -> None:
+        super().__init__(path, writer.root)
+        self._writer = writer
         self._durable = DurableDirectory(path)
         self._num_appends = 0
 
@@ -43,39 +82,25 @@ class Ledger:
         """Commit one row.
 
         Raises:
-            RunError: another writer committed this step first; this one must end.
+            RunError: another driver took over; this one must end.
             StorageError: nothing was written.
         """
+        assert row["step"] == self._head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
+        self._writer.require()
         with storage_errors(self._path):
-            counts = self._dataset.merge_insert("step").when_not_matched_insert_all().execute(table)
-        if counts["num_inserted_rows"] != 1:
-            raise RunError(
-                f"step {row['step']} is in the ledger already: another driver wrote it, "
-                "and this one must stop"
-            )
+            self._dataset = lance.write_dataset(table, self._dataset, mode="append")
+        self._head = row["step"]
         self._num_appends += 1
-        if self._num_appends % APPENDS_BETWEEN_MAINTENANCE == 0:
-            compact(self._dataset)
 
-    def rows(self, columns: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the rows, by step.
+    @property
+    def maintenance_is_due(self) -> bool:
+        return self._num_appends >= APPENDS_BETWEEN_MAINTENANCE
 
-        Raises:
-            StorageError: a step is missing between the first and the last.
-        """
-        self._dataset.checkout_latest()
-        rows: list[dict[str, Any]] = self._dataset.to_table(columns=columns).to_pylist()
-        if columns is None or "step" in columns:
-            rows.sort(key=lambda row: row["step"])
-            steps = [row["step"] for row in rows]
-            if steps != list(range(len(steps))):
-                raise StorageError(f"expected steps 0 to {len(steps) - 1} in {self._path}")
-        return rows
-
-    def head(self, columns: list[str]) -> dict[str, Any]:
-        """Return these columns of the newest row."""
-        return self.rows(["step", *columns])[-1]
+    def maintain(self) -> None:
+        """Compact and clean up; safe beside appends and readers."""
+        self._num_appends = 0
+        compact(open_dataset(self._path))
 
     def sync(self) -> None:
         """Force everything committed to disk."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
+from areal_flow.store.lineage import Lineage
+from areal_flow.store.scans import Piece, scan
+from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -23,6 +28,7 @@ class Run:
         self.layout = RunLayout(Path(path).resolve())
         if not self.layout.config.is_file():
             raise RunError(f"expected a run directory at {path}, found no config.toml there")
+        self._tokenizer: Any = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.layout.root)!r})"
@@ -47,12 +53,10 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        conditions = [f"({where})"] if where else []
+        counted = trajectories_that_count(self.layout.writers)
         if at is not None:
-            conditions.append(f"{COMMIT_ORDER} < {self._watermark(at)}")
-        return self._table(
-            self.layout.trajectories, format, columns, " AND ".join(conditions) or None
-        )
+            counted = both(counted, f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._table(self.layout.trajectories, format, columns, where, counted)
 
     def steps(
         self,
@@ -62,7 +66,8 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return the step ledger, row 0 the genesis; arguments as `trajectories`."""
-        return self._table(self.layout.steps, format, columns, where)
+        counted = steps_that_count(self.layout.writers)
+        return self._table(self.layout.steps, format, columns, where, counted)
 
     def evaluations(
         self,
@@ -73,6 +78,91 @@ class Run:
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
         return self._table(self.layout.evaluations, format, columns, where)
+
+    def scan_trajectories(self) -> Iterator[Piece]:
+        """Yield all trajectories, some at a time, with their commit order as `_rowid`.
+
+        What cannot be read comes as a piece without rows, which says why.
+        """
+        return scan(self.layout.trajectories, trajectories_that_count(self.layout.writers))
+
+    def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
+        """Return what became of every trajectory: trained, discarded or waiting.
+
+        Columns are `trajectory_id`, `writer_epoch`, `fate`, `step` (whose row says so),
+        `policy_version` (that the step started from) and `reason` (of a discard).
+
+        Args:
+            at: as it stood when this step's row was written.
+
+        Raises:
+            RunError: there is no step `at`.
+        """
+        steps = self.steps(
+            "arrow", columns=LEDGER_COLUMNS, where=None if at is None else f"step <= {at}"
+        )
+        log = self.trajectories("arrow", columns=LOG_COLUMNS, at=at)
+        return convert(consumption_table(steps, log), format)
+
+    def trajectory(self, trajectory_id: str) -> dict[str, Any]:
+        """Return one trajectory: every column of `database`'s view.
+
+        Raises:
+            RunError: it is not in the log.
+        """
+        with self.database() as database:
+            found = database.sql(
+                "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
+            )
+            rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+        if not rows:
+            raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
+        return rows[0]
+
+    def lineage(self, version: int) -> Lineage:
+        """Return everything that a policy version was made from; a version is a step.
+
+        Raises:
+            RunError: there is no such step.
+        """
+        self._watermark(version)
+        return Lineage(self, version)
+
+    def database(self, *, at: int | None = None) -> Any:
+        """Return a DuckDB connection: `trajectories` with derived columns, `steps`, and the rest.
+
+        `areal_flow.store.database` lists the columns; `docs/cookbook.md` has examples.
+
+        Args:
+            at: time travel, as in `trajectories`; of the ledger, rows up to this step.
+        """
+        from areal_flow.store.database import connect
+
+        tables = {
+            "stored": open_dataset(self.layout.trajectories),
+            "consumption": self.consumption("arrow", at=at),
+            "steps": self.steps("arrow", where=None if at is None else f"step <= {at}"),
+        }
+        if self.layout.evaluations.is_dir():
+            tables["evaluations"] = open_dataset(self.layout.evaluations)
+        if self.layout.train_prompts.is_file():
+            prompts = pa.memory_map(str(self.layout.train_prompts))
+            tables["prompts"] = pa.ipc.open_file(prompts).read_all()
+        return connect(tables, decode=self.decode, max_staleness=self.max_staleness)
+
+    @property
+    def max_staleness(self) -> int:
+        """The recipe's bound: how many versions old a token may be when it is trained."""
+        return load_recipe(self.layout.config).controller.max_staleness
+
+    def decode(self, tokens: Any) -> pa.Array:
+        """Return the texts of a column of token ids, without special tokens."""
+        from tokenizers import Tokenizer
+
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self.layout.model / "tokenizer.json"))
+        lists = tokens.to_pylist() if hasattr(tokens, "to_pylist") else [list(t) for t in tokens]
+        return pa.array(self._tokenizer.decode_batch(lists), pa.string())
 
     def summary(self) -> dict[str, Any]:
         """Return what the run printed at its end.
@@ -92,13 +182,18 @@ class Run:
         return int(found["trajectory_watermark"][0].as_py())
 
     def _table(
-        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
+        self,
+        path: Path,
+        format: TableFormat,
+        columns: Sequence[str] | None,
+        where: str | None,
+        counted: str | None = None,
     ) -> Any:
         dataset = open_dataset(path)
         names = list(columns) if columns is not None else None
-        if format == "duckdb" and COMMIT_ORDER not in (where or ""):
+        if format == "duckdb" and counted is None:
             return _duckdb_relation(dataset, names, where)
-        return _convert(dataset.to_table(columns=names, filter=where), format)
+        return convert(dataset.to_table(columns=names, filter=both(where, counted)), format)
 
 
 def open_run(path: Path | str) -> Run:
@@ -110,7 +205,8 @@ def open_run(path: Path | str) -> Run:
     return Run(path)
 
 
-def _convert(table: pa.Table, format: TableFormat) -> Any:
+def convert(table: pa.Table, format: TableFormat) -> Any:
+    """Return an Arrow table in the format that was asked for."""
     match format:
         case "arrow":
             return table

@@ -22,12 +22,12 @@ class TrainingRows:
         "reward",
     )
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, trajectories: Path, writers: Path) -> None:
+        self._paths = trajectories, writers
         self._reader: TrajectoryReader | None = None
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         if self._reader is None:
-            self._reader = TrajectoryReader(self._path)
+            self._reader = TrajectoryReader(*self._paths)
         rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
         return rows

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-import lance
 import pyarrow as pa
+import pyarrow.compute as pc
 from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata, write_fragments
 
@@ -23,7 +24,9 @@ from areal_flow.store.dataset import (
     open_dataset,
     storage_errors,
 )
+from areal_flow.store.visibility import both, trajectories_that_count
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
+from areal_flow.writers import Writer
 from schemas import TrajectoryRow, validate
 
 COMMITS_BETWEEN_MAINTENANCE = 50
@@ -31,7 +34,7 @@ COMMITS_BETWEEN_MAINTENANCE = 50
 
 def create_trajectories(path: Path) -> None:
     """Create the empty dataset of a new run."""
-    create_dataset(path, TRAJECTORIES)
+    create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
 def validate_groups(tables: Iterable[pa.Table]) -> None:
@@ -63,23 +66,32 @@ def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:
 class TrajectoryCommitter:
     """The one writer of versions. Not for concurrent use: the controller commits one at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: Writer) -> None:
         self._path = path
+        self._writer = writer
         self._dataset = open_dataset(path)
         self._durable = DurableDirectory(path)
         self._num_commits = 0
-        indices = self._dataset.to_table(columns=["submission_index"])["submission_index"]
-        self._committed: set[int] = set(indices.to_pylist())
-        self._watermark = len(indices)
+        self._committed = bytearray()
+        indices = self._dataset.to_table(
+            columns=["submission_index"], filter=trajectories_that_count(writer.root)
+        )["submission_index"]
+        for index in pc.unique(indices).to_pylist():
+            self._mark(index)
 
     @property
     def head(self) -> LogHead:
-        """How far the log is."""
-        return LogHead(self._watermark, int(self._dataset.version))
+        """How far the log is; the watermark counts rows that were superseded, too."""
+        return LogHead(self._dataset.count_rows(), int(self._dataset.version))
 
     def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
-        """Append the groups' fragments in one version; skip groups that are there already."""
-        new = [r for r in receipts if r.submission_index not in self._committed]
+        """Append the groups' fragments in one version; skip groups that are there already.
+
+        Raises:
+            RunError: another driver took over; this one must end.
+            StorageError: nothing was written.
+        """
+        new = [r for r in receipts if not self._is_committed(r.submission_index)]
         fragments = [
             FragmentMetadata.from_json(fragment)
             for receipt in new
@@ -87,16 +99,35 @@ class TrajectoryCommitter:
         ]
         if not fragments:
             return self.head
+        self._writer.require()
         with storage_errors(self._path):
             self._dataset = LanceDataset.commit(
                 str(self._path),
                 LanceOperation.Append(fragments),
                 read_version=self._dataset.version,
             )
-        self._committed |= {receipt.submission_index for receipt in new}
-        self._watermark += sum(len(receipt.trajectories) for receipt in new)
+        for receipt in new:
+            self._mark(receipt.submission_index)
         self._num_commits += 1
         return self.head
+
+    def _is_committed(self, submission_index: int) -> bool:
+        return submission_index < len(self._committed) and bool(self._committed[submission_index])
+
+    def _mark(self, submission_index: int) -> None:
+        """Remember a group: a byte each, since a long run has millions."""
+        self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
+        self._committed[submission_index] = 1
+
+    def tag(self, name: str, version: int) -> None:
+        """Keep a version for as long as its tag; without it the version goes with time."""
+        with suppress(OSError, ValueError):  # cleanup was faster: the watermark still names it
+            self._dataset.tags.create(name, version)
+
+    def untag(self, name: str) -> None:
+        """Let a version go; one that has no tag is gone already."""
+        with suppress(OSError, ValueError):
+            self._dataset.tags.delete(name)
 
     @property
     def maintenance_is_due(self) -> bool:
@@ -105,7 +136,7 @@ class TrajectoryCommitter:
     def maintain(self) -> None:
         """Compact and clean up; safe beside commits and readers."""
         self._num_commits = 0
-        compact(lance.dataset(str(self._path)))
+        compact(open_dataset(self._path))
 
     def sync(self) -> None:
         """Force everything committed to disk."""
@@ -115,8 +146,9 @@ class TrajectoryCommitter:
 class TrajectoryReader:
     """Reads trajectories by id, for training and replay."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writers: Path) -> None:
         self._dataset = open_dataset(path)
+        self._counted = trajectories_that_count(writers)
 
     def read(self, trajectory_ids: Sequence[str], columns: Iterable[str]) -> pa.Table:
         """Return exactly these rows, in this order.
@@ -128,7 +160,8 @@ class TrajectoryReader:
         indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
         names = ["trajectory_id", *(name for name in columns if name != "trajectory_id")]
         found = self._dataset.to_table(
-            columns=names, filter=f"submission_index IN ({', '.join(map(str, indices))})"
+            columns=names,
+            filter=both(f"submission_index IN ({', '.join(map(str, indices))})", self._counted),
         )
         rows: dict[str, int] = {}
         for row, identifier in enumerate(found["trajectory_id"].to_pylist()):

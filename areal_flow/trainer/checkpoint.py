@@ -10,47 +10,71 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from areal_flow.checkpoints import CheckpointState, checkpoint_path, read_checkpoint_state
+from areal_flow.checkpoints import (
+    RNG_STATE,
+    CheckpointState,
+    checkpoint_path,
+    read_checkpoint_state,
+    set_aside,
+)
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.modeling.policy import assign_tensors
 from areal_flow.trainer.state import TrainerState
 from areal_flow.types import PolicyHashes
+from areal_flow.writers import Writer
 
-_RNG = "torch_rng_state"
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of a trainer's state, to be written while the trainer goes on."""
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    description: CheckpointState
 
 
-def write_checkpoint(
-    root: Path, model_directory: Path, state: TrainerState, description: CheckpointState
-) -> Path:
+def take_snapshot(state: TrainerState, description: CheckpointState) -> Snapshot:
+    """Copy what a checkpoint holds to the CPU's memory."""
+    optimizer = {**state.optimizer_tensors(), RNG_STATE: torch.get_rng_state()}
+    return Snapshot(_copies(state.tensors()), _copies(optimizer), description)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
+
+
+def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
     """Write a checkpoint aside, force it to disk, rename it into place.
 
     Raises:
+        RunError: another driver took over.
         StorageError: the disk refused; older checkpoints are intact.
     """
-    target = checkpoint_path(root, description.step)
-    partial = root / f".partial-{target.name}"
+    target = checkpoint_path(root, snapshot.description.step)
+    partial = root / f".partial-{target.name}-{writer.writer_epoch}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(model_directory, partial)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in state.tensors().items()},
-            partial / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        optimizer = {name: t.contiguous() for name, t in state.optimizer_tensors().items()}
-        save_file({**optimizer, _RNG: torch.get_rng_state()}, partial / "optimizer.safetensors")
-        (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
+        save_file(snapshot.tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        save_file(snapshot.optimizer, partial / "optimizer.safetensors")
+        (partial / "state.json").write_text(json.dumps(asdict(snapshot.description), indent=2))
         for file in partial.iterdir():
             force_to_disk(file)
-        shutil.rmtree(target, ignore_errors=True)
+        writer.require()
+        if target.exists():
+            shutil.rmtree(set_aside(target))
         partial.rename(target)
         force_to_disk(root)
     except (OSError, SafetensorError) as error:
@@ -73,7 +97,7 @@ def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
-    torch.set_rng_state(optimizer.pop(_RNG))
+    torch.set_rng_state(optimizer.pop(RNG_STATE))
     assign_tensors(state.policy, tensors)
     state.load_optimizer_tensors(optimizer)
     found = (state.weights_hash(), state.optimizer_hash())

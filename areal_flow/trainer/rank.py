@@ -19,7 +19,13 @@ from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.modeling.policy import DTYPES, empty_policy, load_policy
-from areal_flow.trainer.checkpoint import describe, read_checkpoint, write_checkpoint
+from areal_flow.trainer.checkpoint import (
+    Snapshot,
+    describe,
+    read_checkpoint,
+    take_snapshot,
+    write_checkpoint,
+)
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -30,6 +36,7 @@ from areal_flow.trainer.state import TrainerState, numeric_environment
 from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsStage
+from areal_flow.writers import Writer
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Trajectory ids in, their rows out, in the same order."""
@@ -51,6 +58,7 @@ class TrainerRank:
         self._recipe = recipe
         self._channel = channel
         self._read_rows = read_rows
+        self._snapshot: Snapshot | None = None
         self.loss = loss
         self._last: tuple[StepRequest, StepResult] | None = None
         self._hashes: PolicyHashes | None = None
@@ -117,12 +125,11 @@ class TrainerRank:
         self._step, self._last = request.step, (request, result)
         return result
 
-    def checkpoint(self, *, weights_hash: str, next_submission_index: int) -> Path:
-        """Write the state with these weights as a checkpoint; return its directory.
+    def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
 
         Raises:
             TrainerLost: this rank holds other weights.
-            StorageError: the disk refused; older checkpoints are intact.
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         assert self.state is not None
@@ -133,9 +140,21 @@ class TrainerRank:
             next_submission_index=next_submission_index,
             config_hash=self._recipe.digest(),
         )
-        return write_checkpoint(
-            self._layout.checkpoints, self._layout.model, self.state, description
-        )
+        self._snapshot = take_snapshot(self.state, description)
+
+    def write_snapshot(self, step: int, writer: Writer) -> Path:
+        """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
+
+        Raises:
+            TrainerLost: this rank was started after the snapshot was taken.
+            RunError: another driver took over.
+            StorageError: the disk refused; older checkpoints are intact.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.description.step != step:
+            raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
+        self._snapshot = None
+        return write_checkpoint(self._layout.checkpoints, self._layout.model, snapshot, writer)
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""

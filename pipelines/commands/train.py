@@ -15,6 +15,7 @@ from areal_flow.checkpoints import list_checkpoints
 from areal_flow.config import Recipe, build_recipe, load_recipe, parse_overrides
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.writers import Writer
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
@@ -32,6 +33,9 @@ def add_to(commands: Any) -> None:
     train.add_argument("recipe", nargs="?", type=Path, help="a TOML recipe (default: arithmetic)")
     train.add_argument("--name", help="of the run's directory (default: recipe and time)")
     train.add_argument("--resume", metavar="NAME", help="continue a run from its log")
+    train.add_argument(
+        "--take-over", action="store_true", help="with --resume: even if its driver hangs"
+    )
     train.add_argument("--model", help="'tiny', a model directory or a hub name")
     train.add_argument("--num-steps", type=int)
     train.add_argument("--seed", type=int)
@@ -49,18 +53,18 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     if known.resume:
         layout = existing_run(known.runs, known.resume)
         recipe = _resumed_recipe(known, dotted, layout)
-        with hold_run(layout) as epoch:
-            return _drive(layout, recipe, epoch, resume=True, began=began)
+        with hold_run(layout, take_over=known.take_over) as writer:
+            return _drive(layout, recipe, writer, resume=True, began=began)
     recipe_path = known.recipe or DEFAULT_RECIPE
     recipe = load_recipe(recipe_path, _overrides(known, dotted))
     name = known.name or f"{recipe_path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     layout = run_layout(known.runs, name)
     create_run(layout, recipe)
-    with hold_run(layout) as epoch:
-        return _drive(layout, recipe, epoch, resume=False, began=began)
+    with hold_run(layout) as writer:
+        return _drive(layout, recipe, writer, resume=False, began=began)
 
 
-def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began: float) -> int:
+def _drive(layout: RunLayout, recipe: Recipe, writer: Writer, *, resume: bool, began: float) -> int:
     from pipelines.run_directory import leave_run
     from pipelines.train import run_training
 
@@ -69,12 +73,13 @@ def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began
         _prepare(layout, recipe)
     try:
         outcome = asyncio.run(
-            run_training(layout, recipe, writer_epoch=epoch, resume=resume, began=began)
+            run_training(layout, recipe, writer=writer, resume=resume, began=began)
         )
     except BaseException as error:
         forced = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
         leave_run(
             layout,
+            writer,
             "stopped" if forced else "failed",
             seconds=monotonic() - began,
             reason=str(error)[:500],
@@ -83,6 +88,7 @@ def _drive(layout: RunLayout, recipe: Recipe, epoch: int, *, resume: bool, began
         raise
     leave_run(
         layout,
+        writer,
         "finished" if outcome.finished else "stopped",
         seconds=monotonic() - began,
         reason=outcome.stopped_by,

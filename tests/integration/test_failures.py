@@ -60,7 +60,7 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         wait_for_step(process, layout, 6)
         second = cli("train", "--resume", "k", cwd=tmp_path)
         assert second.returncode == 1
-        assert f"held by process {process.pid} since" in second.stderr
+        assert f"held by process {process.pid} on" in second.stderr
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
@@ -74,6 +74,43 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         assert f"{replayed} steps replayed" in done.stdout
         assert f"Resuming at step {head}" in done.stdout
         check_books(layout)
+
+
+def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> None:
+    layout = RunLayout((tmp_path / "runs" / "z").resolve())
+    arguments = [*small_arguments(), "--num-steps", "500", "--prompts.num-held-out", "0"]
+    with started_cli("train", "--name", "z", *arguments, cwd=tmp_path) as hung:
+        wait_for_step(hung, layout, 3)
+        children = psutil.Process(hung.pid).children(recursive=True)
+        hung.send_signal(signal.SIGSTOP)
+        refused = cli("train", "--resume", "z", cwd=tmp_path)
+        assert refused.returncode == 1
+        assert f"kill -CONT {hung.pid}; if it hangs, --take-over" in refused.stderr
+        head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+        more = ["--num-steps", str(head + 3)]
+        done = cli("train", "--resume", "z", "--take-over", *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        seen = everything_a_reader_sees(layout)
+        hung.send_signal(signal.SIGCONT)
+        output, _ = hung.communicate(timeout=60)
+        assert hung.returncode == 1, output
+        assert "the run was taken over by process" in output
+        assert "Traceback" not in output
+        assert not psutil.wait_procs(children, timeout=20)[1]
+        assert everything_a_reader_sees(layout) == seen
+        check_books(layout)
+
+
+def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
+    run = areal_flow.open_run(layout.root)
+    trajectories = run.trajectories("arrow").sort_by("trajectory_id").to_pylist()
+    checkpoints = sorted(path.name for path in layout.checkpoints.glob("[0-9]*"))
+    return (
+        trajectories,
+        run.steps("arrow").sort_by("step").to_pylist(),
+        checkpoints,
+        layout.state.read_text(),
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

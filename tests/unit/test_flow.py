@@ -235,3 +235,44 @@ def test_error_in_training_ends_the_run_as_itself() -> None:
     flow = make_flow(cluster, MemoryLog())
     with pytest.raises(ArealFlowError, match="not finite"):
         run_in_virtual_time(run_to_end(flow))
+
+
+def test_generation_goes_on_while_the_trainer_is_away() -> None:
+    log = MemoryLog()
+    cluster = FakeCluster(random.Random(0), train_s=600.0)
+    flow = make_flow(cluster, log, num_steps=1)
+    committed: list[int] = []
+
+    async def count_meanwhile() -> None:
+        while not cluster.training:
+            await asyncio.sleep(0.1)
+        committed.append(len(log.committed))
+        await asyncio.sleep(60)
+        assert cluster.training
+        committed.append(len(log.committed))
+
+    async def both() -> None:
+        await asyncio.gather(run_to_end(flow), count_meanwhile())
+
+    run_in_virtual_time(both())
+    assert committed[1] >= committed[0] + flow.limits.batch_size
+
+
+def test_number_of_generators_sets_how_much_runs_at_once() -> None:
+    log = MemoryLog()
+    cluster = FakeCluster(random.Random(0), train_s=0.01, duration_s=lambda r: 1.0)
+    flow = make_flow(cluster, log, max_running=2, num_steps=10_000)
+    running: list[int] = []
+
+    async def change_meanwhile() -> None:
+        for max_running in (2, 8, 2):
+            flow.set_max_running(max_running)
+            await asyncio.sleep(20)
+            running.append(cluster.num_running * flow.limits.group_size)
+        flow.request_stop()
+
+    async def both() -> None:
+        await asyncio.gather(run_to_end(flow), change_meanwhile())
+
+    run_in_virtual_time(both())
+    assert running == [2, 8, 2]

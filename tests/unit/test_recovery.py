@@ -6,20 +6,21 @@ import asyncio
 import random
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.recovery import (
+    CommittedGroups,
     choose_checkpoint,
     plan_flow_start,
     request_from_row,
 )
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
-from areal_flow.types import PolicyHashes, submission_index_of
+from areal_flow.types import Episode, GroupReceipt, PolicyHashes, submission_index_of
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -38,6 +39,19 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps:
     )
     parts = FlowParts(FakePrompts(), cluster, log, log, cluster, cluster, log)
     return Flow(limits, parts, start, PROVENANCE)
+
+
+def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> FlowStart:
+    """Plan from the whole of both logs, as a brute force does."""
+    rows = log.rows if rows is None else rows
+    consumed = {identifier for row in rows for identifier in row["trajectory_ids"]}
+    consumed |= {discard["trajectory_id"] for row in rows for discard in row["discarded"]}
+    committed = CommittedGroups(
+        {submission_index_of(t.trajectory_id) for t in log.committed},
+        sum(t.num_tokens for t in log.committed),
+    )
+    unconsumed = [t for t in log.committed if t.trajectory_id not in consumed]
+    return plan_flow_start(rows, unconsumed, committed, log.head)
 
 
 async def run_to_end(flow: Flow) -> None:
@@ -66,7 +80,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     log = MemoryLog(rows=[GENESIS])
     spans: dict[str, Any] = {}
     for life, after_s in enumerate([*kills, 10_000.0]):
-        start = plan_flow_start(log.rows, log.committed, log.head)
+        start = plan(log)
         cluster = FakeCluster(
             random.Random(seed + life),
             duration_s=lambda r: r.paretovariate(1.2),
@@ -84,7 +98,7 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     assert len(committed) == len(set(committed))
     assert set(trained) <= set(committed)
     assert all(row["staleness_max"] <= 2 for row in log.rows)
-    end = plan_flow_start(log.rows, log.committed, log.head)
+    end = plan(log)
     accounted = {submission_index_of(identifier) for identifier in committed}
     accounted |= {index for row in log.rows for index in row["failed_submissions"]}
     assert accounted | set(end.resubmit) == set(range(end.next_submission_index))
@@ -92,6 +106,40 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     waiting = sum(t.num_tokens for group in end.waiting for t in group.trajectories)
     lost = sum(discard.num_tokens for discard in end.discards)
     assert books.imbalance(num_waiting=waiting + lost) == 0
+
+
+class SlowAlways(FakeCluster):
+    """An episode takes as long again as it took before: what makes it long is its prompt."""
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        self.duration_s = lambda _: duration_of(episode.submission_index)
+        return await super().run(episode)
+
+
+def duration_of(submission_index: int) -> float:
+    return random.Random(submission_index).paretovariate(1.2)
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_long_episodes_are_not_lost_more_often_than_short_ones(seed: int) -> None:
+    randomness = random.Random(seed)
+    log = MemoryLog(rows=[GENESIS])
+    spans: dict[str, Any] = {}
+    num_interrupted = 0
+    for after_s in [*(randomness.uniform(1, 6) for _ in range(8)), 10_000.0]:
+        start = plan(log)
+        num_interrupted = start.next_submission_index
+        cluster = SlowAlways(randomness, spans=spans, initial_version=start.policy_version)
+        flow = make_flow(cluster, log, start, num_steps=60)
+        run_in_virtual_time(run_until_killed(flow, after_s))
+    committed = {submission_index_of(t.trajectory_id) for t in log.committed}
+    out = [index for index in range(num_interrupted) if index not in committed]
+    assert set(out) <= set(plan(log).resubmit), "the next life will submit them again"
+    assert sum(duration_of(index) > 20 for index in range(num_interrupted)) >= len(out)
+    assert all(duration_of(index) > 20 for index in out), (
+        "only what the last life was too short for"
+    )
 
 
 def test_checkpoint_must_match_its_row() -> None:
@@ -104,7 +152,7 @@ def test_checkpoint_must_match_its_row() -> None:
 def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, (), log.head)
+    start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [
         request_from_row(row, parent_hash=row["parent_hash"], max_staleness=2)
@@ -116,9 +164,9 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
 def test_trajectories_beyond_the_head_are_discarded() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
-    start = plan_flow_start(log.rows, (), log.head)
+    start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=6)))
-    shortened = plan_flow_start(log.rows[:3], log.committed, log.head)
+    shortened = plan(log, log.rows[:3])
     assert shortened.policy_version == 2
     beyond = {discard.trajectory_id for discard in shortened.discards}
     assert beyond == {

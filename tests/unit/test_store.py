@@ -30,9 +30,12 @@ from areal_flow.store.trajectories import (
     validate_groups,
 )
 from areal_flow.types import Discard, PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.writers import Writer
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 
+NOBODY = Path("nobody")
+WRITER = Writer(NOBODY, 1)
 PROVENANCE = Provenance(1, "config", "code")
 
 
@@ -74,11 +77,10 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
     )
 
 
-def test_schemas_have_plain_arrow_types_and_the_ledger_its_key() -> None:
+def test_schemas_have_plain_arrow_types() -> None:
     for model in (TrajectoryRow, StepRow, PromptRow, EvaluationRow):
         schema = arrow_schema(model)
         assert not any("large" in str(field.type) for field in schema)
-    assert STEPS.field("step").metadata == {b"lance-schema:unenforced-primary-key": b"true"}
     spans = TRAJECTORIES.field("version_spans").type
     assert spans.value_type == pa.struct([("version", pa.int32()), ("length", pa.int32())])
 
@@ -86,27 +88,27 @@ def test_schemas_have_plain_arrow_types_and_the_ledger_its_key() -> None:
 def test_written_groups_are_invisible_until_committed(path: Path) -> None:
     receipt = written_group(path, 0)
     assert open_dataset(path).count_rows() == 0
-    committer = TrajectoryCommitter(path)
+    committer = TrajectoryCommitter(path, WRITER)
     committer.commit([receipt])
     assert open_dataset(path).count_rows() == committer.head.trajectory_watermark == 2
 
 
 def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
-    committer = TrajectoryCommitter(path)
+    committer = TrajectoryCommitter(path, WRITER)
     first = written_group(path, 0)
     committer.commit([first])
     committer.commit([first])
     committer.commit([written_group(path, 0), written_group(path, 1)])
     assert committer.head.trajectory_watermark == open_dataset(path).count_rows() == 4
-    reopened = TrajectoryCommitter(path)
+    reopened = TrajectoryCommitter(path, WRITER)
     reopened.commit([written_group(path, 1)])
     assert reopened.head.trajectory_watermark == open_dataset(path).count_rows() == 4
 
 
 def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
-    committer = TrajectoryCommitter(path)
+    committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])
-    reader = TrajectoryReader(path)
+    reader = TrajectoryReader(path, NOBODY)
     committer.commit([written_group(path, index) for index in range(6, 9)])
     wanted = [f"{index:08d}-{member:04d}" for index in (7, 2, 5) for member in (1, 0)]
     random.Random(0).shuffle(wanted)
@@ -122,7 +124,10 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
     layout.config.write_text(dump_recipe(Recipe()))
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
-    committer, ledger = TrajectoryCommitter(layout.trajectories), Ledger(layout.steps)
+    committer, ledger = (
+        TrajectoryCommitter(layout.trajectories, WRITER),
+        Ledger(layout.steps, WRITER),
+    )
     for index in range(3):
         committer.commit([written_group(layout.trajectories, index)])
     watermark = committer.head.trajectory_watermark
@@ -144,8 +149,8 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
 
 
 def test_reading_survives_compaction(path: Path) -> None:
-    committer = TrajectoryCommitter(path)
-    reader = TrajectoryReader(path)
+    committer = TrajectoryCommitter(path, WRITER)
+    reader = TrajectoryReader(path, NOBODY)
     for index in range(20):
         committer.commit([written_group(path, index)])
     committer.maintain()
@@ -181,7 +186,7 @@ def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
 
 def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -> None:
     create_ledger(tmp_path / "steps.lance")
-    ledger = Ledger(tmp_path / "steps.lance")
+    ledger = Ledger(tmp_path / "steps.lance", WRITER)
     genesis = genesis_row(
         PolicyHashes("w0", "", "s"), provenance=PROVENANCE, numeric_environment="{}"
     )
@@ -190,18 +195,9 @@ def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -
     for row in rows:
         ledger.append(row)
     assert [row["weights_hash"] for row in ledger.rows()] == ["w0", "w1", "w2"]
-    stored = Ledger(tmp_path / "steps.lance").rows()[1]
+    stored = Ledger(tmp_path / "steps.lance", WRITER).rows()[1]
     assert stored["discarded"] == [{"trajectory_id": "00000001-0000", "reason": "stale"}]
     assert stored["failed_submissions"] == [4]
-
-
-def test_second_writer_of_a_step_is_told_to_stop(tmp_path: Path) -> None:
-    create_ledger(tmp_path / "steps.lance")
-    first, stale = Ledger(tmp_path / "steps.lance"), Ledger(tmp_path / "steps.lance")
-    first.append(replace_step(ledger_row(1), 0))
-    with pytest.raises(RunError, match="another driver wrote it"):
-        stale.append(replace_step(ledger_row(1), 0))
-    assert len(first.rows()) == 1
 
 
 def replace_step(row: dict[str, Any], step: int) -> dict[str, Any]:
@@ -211,7 +207,7 @@ def replace_step(row: dict[str, Any], step: int) -> dict[str, Any]:
 def test_ledger_refuses_null_where_the_schema_does(tmp_path: Path) -> None:
     create_ledger(tmp_path / "steps.lance")
     with pytest.raises((pa.ArrowInvalid, StorageError, ValueError)):
-        Ledger(tmp_path / "steps.lance").append({**ledger_row(0), "weights_hash": None})
+        Ledger(tmp_path / "steps.lance", WRITER).append({**ledger_row(0), "weights_hash": None})
 
 
 def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
@@ -224,8 +220,8 @@ def run(path: Path) -> areal_flow.Run:
     layout = RunLayout(path.parent)
     layout.config.write_text(dump_recipe(Recipe()))
     create_ledger(layout.steps)
-    Ledger(layout.steps).append(replace_step(ledger_row(1), 0))
-    TrajectoryCommitter(path).commit([written_group(path, index) for index in range(3)])
+    Ledger(layout.steps, WRITER).append(replace_step(ledger_row(1), 0))
+    TrajectoryCommitter(path, WRITER).commit([written_group(path, index) for index in range(3)])
     return areal_flow.open_run(layout.root)
 
 
@@ -246,7 +242,7 @@ def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
 
 def test_run_sees_what_is_committed_while_it_goes_on(run: areal_flow.Run, path: Path) -> None:
     before = len(run.trajectories())
-    TrajectoryCommitter(path).commit([written_group(path, 77)])
+    TrajectoryCommitter(path, WRITER).commit([written_group(path, 77)])
     assert len(run.trajectories()) == before + 2
 
 
@@ -257,6 +253,6 @@ def test_opening_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_receipt_is_what_recovery_reads_back(path: Path) -> None:
     receipt = written_group(path, 4, version=2)
-    TrajectoryCommitter(path).commit([receipt])
+    TrajectoryCommitter(path, WRITER).commit([receipt])
     assert receipts(open_dataset(path).to_table()) == receipt.trajectories
     assert replace(receipt, fragments=()).trajectories == receipt.trajectories

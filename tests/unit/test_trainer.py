@@ -11,7 +11,7 @@ import torch
 from areal_flow.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.config import AlgorithmSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
-from areal_flow.trainer.checkpoint import read_checkpoint, write_checkpoint
+from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -25,7 +25,10 @@ from areal_flow.trainer.step import (
     micro_batch_logprobs,
     train_step,
 )
+from areal_flow.writers import Writer
 from tests.policies import small_policy
+
+WRITER = Writer(Path("nobody"), 1)
 
 
 def make_sequences(num: int = 12, *, seed: int = 0, vocabulary: int = 13) -> list[TrainingSequence]:
@@ -205,8 +208,9 @@ def test_checkpoint_continues_to_the_bit(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     straight = state()
     train_step(straight, make_sequences(seed=1), step=1, settings=settings())
-    path = write_checkpoint(tmp_path / "checkpoints", model, straight, description(straight, 1))
+    snapshot = take_snapshot(straight, description(straight, 1))
     train_step(straight, make_sequences(seed=2), step=2, settings=settings())
+    path = write_checkpoint(tmp_path / "checkpoints", model, snapshot, WRITER)
     restored = state(seed=5)
     assert read_checkpoint(path, restored).next_submission_index == 7
     train_step(restored, make_sequences(seed=2), step=2, settings=settings())
@@ -218,7 +222,8 @@ def test_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     trained = state()
     wrong = CheckpointState(0, "0" * 32, trained.optimizer_hash(), 0, "")
-    path = write_checkpoint(tmp_path / "checkpoints", tmp_path / "model", trained, wrong)
+    snapshot = take_snapshot(trained, wrong)
+    path = write_checkpoint(tmp_path / "checkpoints", tmp_path / "model", snapshot, WRITER)
     with pytest.raises(TrainingError, match="hashes differ"):
         read_checkpoint(path, state())
 
@@ -227,20 +232,23 @@ def test_failed_checkpoint_leaves_the_older_ones(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     root = tmp_path / "checkpoints"
     trained = state()
-    write_checkpoint(root, tmp_path / "model", trained, description(trained, 0))
+    snapshot = take_snapshot(trained, description(trained, 0))
+    write_checkpoint(root, tmp_path / "model", snapshot, WRITER)
     with pytest.raises(StorageError, match="Older checkpoints are intact"):
-        write_checkpoint(root, tmp_path / "absent", trained, description(trained, 1))
+        write_checkpoint(
+            root, tmp_path / "absent", take_snapshot(trained, description(trained, 1)), WRITER
+        )
     assert list_checkpoints(root) == [0]
 
 
-def test_pruning_keeps_the_first_and_the_newest(tmp_path: Path) -> None:
+def test_pruning_keeps_the_first_the_newest_and_the_protected(tmp_path: Path) -> None:
     for step in (0, 5, 10, 15, 20):
         (tmp_path / f"{step:08d}").mkdir()
         (tmp_path / f"{step:08d}" / "state.json").write_text("{}")
     (tmp_path / "00000007").mkdir()  # half removed by a driver that was killed
-    pruned = prune_checkpoints(tmp_path, keep=2)
-    assert [path.name for path in pruned] == ["00000005", "00000010"]
-    assert list_checkpoints(tmp_path) == [0, 15, 20]
+    pruned = prune_checkpoints(tmp_path, keep=2, protected={tmp_path / "00000005"})
+    assert [path.name for path in pruned] == ["00000010"]
+    assert list_checkpoints(tmp_path) == [0, 5, 15, 20]
 
 
 def test_bfloat16_passes_keep_float32_master_weights() -> None:

@@ -1,0 +1,293 @@
+"""The workers of a running job: who joins, dies, is sent away. In the driver's process.
+
+| what happens                       | who says so                 | what follows              |
+|------------------------------------|-----------------------------|---------------------------|
+| a process registers, from wherever | the scheduler               | followers hear the number |
+| a process is registered no more    | the scheduler               | its tasks run elsewhere   |
+| a process ends, unasked            | its nanny, or the scheduler | a death, maybe quarantine |
+| `add`, `remove`                    | the user, through `remote`  | a nanny starts or ends    |
+| a worker hangs                     | `watch`                     | `replace`                 |
+| the last of a role is quarantined  | the rule in `quarantine`    | `guard` raises            |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from time import monotonic
+from typing import Any, TypeVar
+
+from distributed import SchedulerPlugin, SpecCluster
+from distributed.core import rpc
+
+from areal_flow.cluster.members import Member, Members
+from areal_flow.cluster.nannies import ENDED, nanny_specification
+from areal_flow.cluster.placement import ROLES, WorkerPlacement
+from areal_flow.cluster.quarantine import describe_exit, describe_quarantine
+from areal_flow.errors import EngineError, RunError
+
+logger = logging.getLogger(__name__)
+
+ELASTIC_ROLES = ("generator", "reward")
+RETIRE_TIMEOUT_S = 20.0
+"""How long finished results may take to move off a worker that leaves."""
+
+Result = TypeVar("Result")
+
+
+class Fleet:
+    """The live set of workers, those of the driver's own and those that joined from elsewhere."""
+
+    def __init__(self, placements: Sequence[WorkerPlacement]) -> None:
+        self.members = Members()
+        self._templates = {placement.role: placement for placement in reversed(placements)}
+        self._first = placements
+        self._cluster: SpecCluster | None = None
+        self._followers: list[Callable[[int], None]] = []
+        self._background: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # Life
+
+    def specification(self) -> dict[str, dict[str, object]]:
+        """Return what `SpecCluster` starts at first."""
+        return {placement.name: self._place(placement) for placement in self._first}
+
+    def attach(self, cluster: SpecCluster) -> None:
+        """Take charge of a cluster that was started with `specification` and `FleetPlugin`."""
+        self._cluster = cluster
+
+    def close(self) -> None:
+        """From here on processes end because the run does."""
+        self._closing = True
+        for task in self._background:
+            task.cancel()
+
+    async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run `work` to its end, unless the fleet can do it no more.
+
+        Raises:
+            EngineError: the last worker of a role is quarantined; names it.
+        """
+        working = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {working, self._broken}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._broken.result()
+            return await working
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    @property
+    def cluster(self) -> SpecCluster:
+        assert self._cluster is not None, "attach comes first"
+        return self._cluster
+
+    @property
+    def scheduler(self) -> Any:
+        return self.cluster.scheduler
+
+    # Who is there
+
+    def follow(self, told: Callable[[int], None]) -> None:
+        """Call `told` with the number of generators, now and whenever it changes."""
+        self._followers.append(told)
+        told(len(self.members.present("generator")))
+
+    def generators(self) -> list[str]:
+        """Return the addresses of generators that take work."""
+        return [member.address for member in self.members.present("generator")]
+
+    def nanny_of(self, member: Member) -> Any:
+        """Return the nanny of one of ours, if it runs in this process already."""
+        return self.cluster.workers.get(member.name) if member.is_ours else None
+
+    def joined(self, worker: Any) -> None:
+        """The scheduler has registered a process (`WorkerState`)."""
+        role = next((role for role in ROLES if role in worker.resources), "")
+        name = str(worker.name)
+        ours = self.members.named(name)
+        key = name if ours and ours.is_ours else worker.nanny or worker.address
+        slots = int(worker.resources.get(role, 0))
+        newcomer = Member(name, role, slots, is_ours=False, address=worker.address)
+        self.members.joined(key, newcomer, now=monotonic())
+        self._tell_followers()
+
+    def left(self, address: str) -> None:
+        """The scheduler has forgotten a process."""
+        member = self.members.at(address)
+        if member is None:
+            return
+        self.members.left(member)
+        self._tell_followers()
+        if not member.is_ours:
+            self._died(member, None)
+
+    def _tell_followers(self) -> None:
+        for told in self._followers:
+            told(len(self.members.present("generator")))
+
+    # Joining and leaving on request
+
+    async def add(self, role: str, num_workers: int) -> list[str]:
+        """Start workers like the first of this role; return their names once they have joined.
+
+        Raises:
+            RunError: no such role, or it cannot grow.
+            EngineError: a process did not start.
+        """
+        if role not in ELASTIC_ROLES:
+            raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
+        template = self._templates[role]
+        names = [self._free_name(role) for _ in range(num_workers)]
+        for name in names:
+            self.cluster.worker_spec[name] = self._place(replace(template, name=name))
+        await self.correct()
+        return names
+
+    async def remove(self, name: str) -> None:
+        """Retire a worker: finished results move to others, its tasks run again elsewhere.
+
+        Raises:
+            RunError: there is none of that name, or the run needs this one.
+        """
+        member = self.members.named(name)
+        if member is None:
+            known = ", ".join(m.name for m in self.members.all() if m.is_expected)
+            raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
+        others = [m for m in self.members.present(member.role) if m is not member]
+        if member.role not in ELASTIC_ROLES or not others:
+            raise RunError(
+                f"{name} is the only {member.role or 'worker of its kind'} of this run and cannot "
+                "be removed; add another first, or stop the run"
+            )
+        await self._retire(member)
+
+    async def _retire(self, member: Member) -> None:
+        member.is_leaving = True
+        self._tell_followers()
+        if member.address:
+            retired = self.scheduler.retire_workers(
+                [member.address], close_workers=not member.is_ours, remove=True
+            )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
+        await self._dismiss(member)
+
+    async def _dismiss(self, member: Member) -> None:
+        """End a worker's process and its nanny for good."""
+        if member.is_ours:
+            self.cluster.worker_spec.pop(member.name, None)
+            await self.correct()
+            return
+        if member.address in self.scheduler.workers:
+            await self._forget(member.address)
+
+    async def _forget(self, address: str) -> None:
+        """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
+        await self.scheduler.remove_worker(address, stimulus_id="areal-flow", close=True)
+
+    async def correct(self) -> None:
+        """Start and end nannies until they are what the cluster's specification says.
+
+        Raises:
+            EngineError: a process did not start.
+        """
+        try:
+            # `await cluster` would do the same and then complain about every nanny that has ended.
+            await self.cluster._correct_state()
+        except Exception as error:
+            raise EngineError(f"a worker did not start: {error}") from error
+
+    def _free_name(self, role: str) -> str:
+        taken = {m.name for m in self.members.all()} | set(map(str, self.scheduler.aliases))
+        return next(n for i in count() if (n := f"{role}-{i}") not in taken)
+
+    def _place(self, placement: WorkerPlacement) -> dict[str, object]:
+        self.members.place(placement)
+        member = self.members.all()[-1]
+        return nanny_specification(placement, lambda code: self._died(member, code))
+
+    # Hanging and dying
+
+    async def replace(self, member: Member, *, why: str) -> None:
+        """Kill a worker that hangs; its nanny starts another, its tasks run again."""
+        logger.warning("%s: %s; its process is replaced, its work runs again", member.name, why)
+        nanny = self.nanny_of(member)
+        if nanny is not None and nanny.pid:
+            os.kill(nanny.pid, signal.SIGKILL)
+        elif member.address in self.scheduler.workers:
+            await self._replace_from_elsewhere(member.address)
+
+    async def _replace_from_elsewhere(self, address: str) -> None:
+        nanny = self.scheduler.workers[address].nanny
+        await self._forget(address)
+        if nanny:
+            async with rpc(nanny) as remote:
+                await remote.kill(reason="areal-flow: the worker hangs")
+
+    async def revive(self) -> None:
+        """Start nannies again that gave up because their process did not start."""
+        given_up = [m for m in self.members.all() if m.is_wanted and self._has_ended(m)]
+        for member in given_up:
+            del self.cluster.workers[member.name]
+            self._died(member, None)
+        if given_up:
+            await self.correct()
+
+    def _has_ended(self, member: Member) -> bool:
+        nanny = self.nanny_of(member)
+        return nanny is not None and nanny.status in ENDED
+
+    def _died(self, member: Member, exit_code: int | None) -> None:
+        if self._closing or not member.is_wanted:
+            return
+        cause = describe_exit(exit_code)
+        if not self.members.died(member, cause, now=monotonic()):
+            logger.warning("%s died (%s)", member.name, cause)
+            return
+        message = describe_quarantine(member.name, member.role, member.deaths)
+        logger.warning(message)
+        self.spawn(self._dismiss(member))
+        self._tell_followers()
+        if not self.members.expected(member.role) and not self._broken.done():
+            self._broken.set_exception(
+                EngineError(f"the run has no {member.role} left: {message}; then resume")
+            )
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside everything else; a failure is logged."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.warning("%s", error)
+
+
+class FleetPlugin(SchedulerPlugin):
+    """Tells the fleet what the scheduler sees."""
+
+    name = "areal-flow-fleet"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self._fleet.joined(scheduler.workers[worker])
+
+    def remove_worker(
+        self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
+    ) -> None:
+        self._fleet.left(worker)

@@ -1,0 +1,103 @@
+"""Once a second, a look at every worker's signs of life; one that hangs is replaced.
+
+Dask's own rule (`worker-ttl`) is switched off in favour of this one: it goes by the clock on the
+wall, so that it restarts every worker after the driver was stopped (Ctrl-Z) for a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+
+import psutil
+
+from areal_flow.cluster.fleet import Fleet
+from areal_flow.cluster.liveness import Liveness, SignsOfLife
+from areal_flow.cluster.members import Member
+from areal_flow.cluster.nannies import HOST
+from areal_flow.config import ClusterSettings
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+
+
+class Watch:
+    """Looks at a fleet's workers and has those replaced that hang."""
+
+    def __init__(self, fleet: Fleet, settings: ClusterSettings) -> None:
+        self._fleet = fleet
+        self._liveness = Liveness(
+            silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
+        )
+
+    def silence_s(self, address: str) -> float:
+        """Return for how long a worker has not been heard, in time that the driver was awake."""
+        return self._liveness.silence_s(address)
+
+    def generators(self) -> list[str]:
+        """Return the addresses of generators that take work."""
+        return self._fleet.generators()
+
+    async def replace(self, address: str, *, why: str) -> None:
+        """Replace a worker that does not do what it should."""
+        member = self._fleet.members.at(address)
+        if member is not None:
+            await self._fleet.replace(member, why=why)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Look once a second while this is entered."""
+        looking = asyncio.ensure_future(self._keep_looking())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                self._look()
+                self._fleet.spawn(self._fleet.revive())
+            except Exception:
+                logger.exception("the workers could not be looked at")
+
+    def _look(self) -> None:
+        watched = self._watched()
+        signs = {key: self._signs(member) for key, member in watched.items()}
+        self._liveness.observe(signs, now=monotonic())
+        for key in self._liveness.hung():
+            why = f"silent for {self._liveness.silence_s(key):.0f} s"
+            self._liveness.forget(key)
+            self._fleet.spawn(self._fleet.replace(watched[key], why=why))
+
+    def _watched(self) -> dict[str, Member]:
+        """Return members that have a process: by its address, or by name while it starts."""
+        wanted = [member for member in self._fleet.members.all() if member.is_wanted]
+        return {m.address or m.name: m for m in wanted if m.address or self._starting_pid(m)}
+
+    def _starting_pid(self, member: Member) -> int | None:
+        nanny = self._fleet.nanny_of(member)
+        return nanny.pid if nanny is not None else None
+
+    def _signs(self, member: Member) -> SignsOfLife:
+        """Return a registered worker's heartbeat and work; one that starts is heard if it works."""
+        worker = self._fleet.scheduler.workers.get(member.address)
+        if worker is None:
+            return SignsOfLife(processor_s(self._starting_pid(member)) or 0.0, None)
+        here = worker.host == HOST
+        return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
+
+
+def processor_s(pid: int | None) -> float | None:
+    """Return the processor time that a process of this machine has used, if there is one."""
+    try:
+        times = psutil.Process(pid).cpu_times() if pid else None
+    except psutil.Error:
+        return None
+    return times.user + times.system if times else None

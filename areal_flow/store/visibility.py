@@ -1,0 +1,37 @@
+"""Which rows count: all but those that a driver wrote after its run was taken over. SQL out.
+
+A run that was never taken over from a driver that was alive has no floors and needs no condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal_flow.store.dataset import COMMIT_ORDER
+from areal_flow.writers import read_floors
+
+
+def trajectories_that_count(writers: Path) -> str | None:
+    """Return the condition on trajectories, or None where all count."""
+    return _all_of(
+        f"(writer_epoch >= {floor.writer_epoch} OR {COMMIT_ORDER} < {floor.trajectory_watermark})"
+        for floor in read_floors(writers)
+    )
+
+
+def steps_that_count(writers: Path) -> str | None:
+    """Return the condition on ledger rows, or None where all count."""
+    return _all_of(
+        f"(writer_epoch >= {floor.writer_epoch} OR step <= {floor.step})"
+        for floor in read_floors(writers)
+    )
+
+
+def both(first: str | None, second: str | None) -> str | None:
+    """Return a condition that holds where both do; None holds everywhere."""
+    return _all_of(f"({condition})" for condition in (first, second) if condition)
+
+
+def _all_of(conditions: Iterable[str]) -> str | None:
+    return " AND ".join(conditions) or None

@@ -1,0 +1,179 @@
+"""Who may write a run: one driver at a time, each of its lives with an epoch of its own.
+
+    writers/00000003.lock         a claim: who, since when; locked for as long as its driver lives
+    writers/00000003.floor.json   where the logs stood when it took over a driver that was alive
+
+A claim is made by linking a file that is locked already to the next epoch's name: it appears
+locked, and only one process can make it appear. The lock of a dead driver is free, whatever killed
+it. One that hangs keeps its lock: it can be taken over, and finds the next claim when it wakes up.
+
+Between that look and its write a driver can hang, too. So a floor says how long the logs were at
+the takeover, and readers pass over what an older epoch wrote beyond it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+from areal_flow.durable import force_to_disk, replace_file_durably
+from areal_flow.errors import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One driver's life: its epoch, its process, when it began."""
+
+    writer_epoch: int
+    pid: int
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Where the logs stood when `writer_epoch` took over; older epochs' later rows do not count."""
+
+    writer_epoch: int
+    trajectory_watermark: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The right to write a run, until somebody takes it over."""
+
+    root: Path
+    writer_epoch: int
+    took_over: bool = False
+    """Whether the driver before was alive: it may still wake up."""
+
+    def require(self) -> None:
+        """Return while this is the newest claim.
+
+        Raises:
+            RunError: another driver took over; this one must end and change nothing.
+        """
+        if _claim_path(self.root, self.writer_epoch + 1).exists():
+            raise RunError(
+                f"this driver (epoch {self.writer_epoch}) hung, and the run was taken over by "
+                f"{newest_claim(self.root)}: it ends here and changed nothing since"
+            )
+
+
+@contextmanager
+def claim_run(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
+    """Become the one writer; the claim is let go at the end of the block, or with the process.
+
+    Args:
+        root: the folder of claims; made if need be.
+        take_over: claim even if the driver before is alive. It will be refused when it writes.
+
+    Raises:
+        RunError: another driver holds the run; says which and since when.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    before = newest_claim(root)
+    alive = before is not None and is_held(root, before.writer_epoch)
+    if before is not None and alive and not take_over:
+        raise _held_by(before)
+    epoch = before.writer_epoch + 1 if before else 1
+    descriptor = _link_locked(root, epoch)
+    try:
+        yield Writer(root, epoch, took_over=alive)
+    finally:
+        os.close(descriptor)
+
+
+def newest_claim(root: Path) -> Claim | None:
+    """Return the claim that counts, whether its driver lives or not."""
+    epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
+    if not epochs:
+        return None
+    return Claim(max(epochs), **json.loads(_claim_path(root, max(epochs)).read_text()))
+
+
+def is_held(root: Path, epoch: int) -> bool:
+    """Return whether the driver of an epoch is alive."""
+    descriptor = os.open(_claim_path(root, epoch), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_sole_writer(writer: Writer) -> bool:
+    """Return whether every earlier driver is dead: nobody else can be about to write."""
+    return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
+
+
+def record_floor(writer: Writer, *, trajectory_watermark: int, step: int) -> None:
+    """Write down, durably, where the logs stand as this writer takes over."""
+    floor = Floor(writer.writer_epoch, trajectory_watermark, step)
+    replace_file_durably(_floor_path(writer.root, writer.writer_epoch), json.dumps(asdict(floor)))
+
+
+def read_floors(root: Path) -> tuple[Floor, ...]:
+    """Return the floors of all takeovers, oldest first."""
+    found = [Floor(**json.loads(path.read_text())) for path in root.glob("[0-9]*.floor.json")]
+    return tuple(sorted(found, key=lambda floor: floor.writer_epoch))
+
+
+def _claim_path(root: Path, epoch: int) -> Path:
+    return root / f"{epoch:08d}.lock"
+
+
+def _floor_path(root: Path, epoch: int) -> Path:
+    return root / f"{epoch:08d}.floor.json"
+
+
+def _link_locked(root: Path, epoch: int) -> int:
+    partial = root / f".claim-{uuid4().hex}"
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    partial.write_text(json.dumps(who))
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.fsync(descriptor)
+        os.link(partial, _claim_path(root, epoch))
+        force_to_disk(root)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, FileExistsError) and (winner := newest_claim(root)):
+            raise _held_by(winner) from None
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+    return descriptor
+
+
+def _held_by(claim: Claim) -> RunError:
+    advice = "wait for it, or stop it first"
+    if claim.host == socket.gethostname() and _is_stopped(claim.pid):
+        advice = f"it is stopped: let it go on with kill -CONT {claim.pid}"
+    return RunError(
+        f"the run is held by {claim}: {advice}; if it hangs, --take-over goes on without it"
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal; unknown where there is no /proc."""
+    with suppress(OSError, IndexError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("T", "t")
+    return False

@@ -1,0 +1,150 @@
+"""When a step is a checkpoint's: the logs forced to disk, the state written, the registry told.
+
+The trainer copies its state between two steps and writes the copy beside the steps that follow. One
+checkpoint is written at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from areal_flow.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+    read_checkpoint_state,
+)
+from areal_flow.cluster.adapters import DaskTrainer
+from areal_flow.config import TrainerSettings
+from areal_flow.errors import TrainerLost
+from areal_flow.layout import RunLayout
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrajectoryCommitter
+from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.writers import Writer
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_COLUMNS = [
+    "weights_hash",
+    "next_submission_index",
+    "lance_version",
+    "trajectory_watermark",
+]
+ATTEMPTS_AT_THE_END = 3
+
+
+class Checkpoints:
+    """Takes checkpoints of a run, and keeps as many as the recipe says."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        settings: TrainerSettings,
+        *,
+        ledger: Ledger,
+        committer: TrajectoryCommitter,
+        trainer: DaskTrainer,
+        tracker: MlflowTracker | NullTracker,
+        writer: Writer,
+    ) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._ledger = ledger
+        self._committer = committer
+        self._trainer = trainer
+        self._tracker = tracker
+        self._writer = writer
+        self._writing: asyncio.Task[None] | None = None
+
+    async def after_step(self, row: dict[str, Any]) -> None:
+        """Begin the checkpoint of a step that is due for one; its writing goes on meanwhile.
+
+        Raises:
+            RunError, StorageError: the checkpoint before could not be written.
+        """
+        if row["step"] % self._settings.checkpoint_every_steps == 0:
+            await self._begin(row)
+
+    async def complete(self) -> None:
+        """Return when the ledger's head has its checkpoint, whatever happens to the trainer.
+
+        Raises:
+            TrainerLost: it died again and again.
+        """
+        (row,) = await asyncio.to_thread(
+            self._ledger.rows, CHECKPOINT_COLUMNS, since=self._ledger.head
+        )
+        for _ in range(ATTEMPTS_AT_THE_END):
+            await self._begin(row)
+            await self.settle()
+            if self._is_written(row):
+                return
+        raise TrainerLost(f"the trainer died {ATTEMPTS_AT_THE_END} times in its last checkpoint")
+
+    async def settle(self) -> None:
+        """Return when nothing is being written."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _begin(self, row: dict[str, Any]) -> None:
+        await self.settle()
+        if not self._is_written(row):
+            await self._trainer.take_snapshot(
+                weights_hash=row["weights_hash"],
+                next_submission_index=row["next_submission_index"],
+            )
+        self._writing = asyncio.create_task(self._write(row))
+
+    async def _write(self, row: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._committer.sync)
+        await asyncio.to_thread(self._ledger.sync)
+        if not self._is_written(row):
+            try:
+                await self._trainer.write_snapshot(row["step"])
+            except TrainerLost as lost:
+                logger.warning("%s; the ledger still leads to it", lost)
+                return
+        self._writer.require()
+        self._register(row)
+        self._prune()
+
+    def _is_written(self, row: dict[str, Any]) -> bool:
+        if row["step"] not in list_checkpoints(self._layout.checkpoints):
+            return False
+        path = checkpoint_path(self._layout.checkpoints, row["step"])
+        return read_checkpoint_state(path).weights_hash == str(row["weights_hash"])
+
+    def _register(self, row: dict[str, Any]) -> None:
+        path = checkpoint_path(self._layout.checkpoints, row["step"])
+        self._committer.tag(_tag(path.name), row["lance_version"])
+        tags = {
+            "step": str(row["step"]),
+            "run": self._layout.name,
+            "weights_hash": row["weights_hash"],
+            "trajectories_version": str(row["lance_version"]),
+            "trajectories_watermark": str(row["trajectory_watermark"]),
+        }
+        self._tracker.register_checkpoint(path, tags)
+        self._tracker.log_dataset(
+            self._layout.trajectories,
+            version=row["lance_version"],
+            num_rows=row["trajectory_watermark"],
+        )
+
+    def _prune(self) -> None:
+        pruned = prune_checkpoints(
+            self._layout.checkpoints,
+            keep=self._settings.keep_checkpoints,
+            protected=self._tracker.protected,
+        )
+        for path in pruned:
+            self._committer.untag(_tag(path.name))
+            self._tracker.forget_checkpoint(path)
+
+
+def _tag(checkpoint: str) -> str:
+    return f"checkpoint-{checkpoint}"

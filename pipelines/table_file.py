@@ -1,0 +1,75 @@
+"""Tables in, one Parquet or JSONL file out, a batch at a time; never over a file that is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_flow.errors import ConfigError
+
+
+def refuse_target(path: Path) -> None:
+    """Refuse a file that cannot or must not be written.
+
+    Raises:
+        ConfigError: an unknown ending, a file that exists, or a folder that does not.
+    """
+    if path.suffix not in _WRITERS:
+        raise ConfigError(f"--to {path}: expected a name that ends in {' or '.join(_WRITERS)}")
+    if path.exists():
+        raise ConfigError(f"--to {path}: there is such a file already; remove it or choose another")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--to {path}: there is no folder {path.parent}")
+
+
+def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    """Write tables of one schema, by the file's ending; return the number of rows.
+
+    A file that is being written has another name: one of this name is complete.
+
+    Raises:
+        ConfigError: see `refuse_target`.
+    """
+    refuse_target(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        num_rows = _WRITERS[path.suffix](partial, tables, schema)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_rows
+
+
+def _write_parquet(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    num_rows = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        for table in tables:
+            writer.write_table(table.cast(schema))
+            num_rows += len(table)
+    return num_rows
+
+
+def _write_jsonl(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    num_rows = 0
+    with path.open("w", encoding="utf-8") as file:
+        for table in tables:
+            for row in table.to_pylist():
+                file.write(json.dumps(row, default=_plain, ensure_ascii=False) + "\n")
+                num_rows += 1
+    return num_rows
+
+
+def _plain(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+_WRITERS: dict[str, Callable[[Path, Iterable[pa.Table], pa.Schema], int]] = {
+    ".parquet": _write_parquet,
+    ".jsonl": _write_jsonl,
+}

@@ -1,0 +1,114 @@
+"""The workers of a running job, from another terminal: listed, added, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from areal_flow.cluster.placement import WorkerPlacement, place_workers
+from areal_flow.cluster.remote import WorkerStatus, add_workers, list_workers, remove_worker
+from areal_flow.config import load_recipe
+from areal_flow.durable import replace_file
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from pipelines.run_directory import existing_run, observed_state
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.launchers import RunningCluster
+
+COLUMNS = (
+    *("worker", "role", "state", "pid", "address", "slots", "version"),
+    *("running", "assigned", "silent", "deaths"),
+)
+
+
+@contextmanager
+def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
+    """Say in the run directory where its scheduler is, while it is there."""
+    where = {"scheduler": cluster.scheduler, "dashboard": cluster.dashboard, "pid": os.getpid()}
+    text = json.dumps(where)
+    replace_file(layout.cluster, text)
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            if layout.cluster.read_text() == text:  # else another driver took over
+                layout.cluster.unlink()
+
+
+def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
+    """Return a running run's layout and its scheduler's address.
+
+    Raises:
+        RunError: it does not run, or has no workers yet.
+    """
+    layout = existing_run(runs, name)
+    state = observed_state(layout).state
+    if state != "running":
+        raise RunError(f"run {name!r} has no workers: it is {state}, not running")
+    try:
+        return layout, str(json.loads(layout.cluster.read_text())["scheduler"])
+    except FileNotFoundError:
+        raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
+
+
+def print_workers(runs: Path, name: str) -> None:
+    """Print a running run's workers, and how another one joins."""
+    layout, scheduler = scheduler_of(runs, name)
+    table = Table(box=None)
+    for label in COLUMNS:
+        table.add_column(label, justify="left" if label in COLUMNS[:3] else "right")
+    for status in asyncio.run(list_workers(scheduler)):
+        table.add_row(*_row(status))
+    Console().print(table, markup=False, highlight=False)
+    placements = {placed.role: placed for placed in place_workers(load_recipe(layout.config))}
+    print("\nAnother generator joins from any terminal of this machine with")
+    print(f"  {join_command(scheduler, placements['generator'])}")
+
+
+def _row(status: WorkerStatus) -> list[str]:
+    version = "-" if status.policy_version is None else str(status.policy_version)
+    return [
+        *(status.name, status.role, status.state, str(status.pid or "-"), status.address or "-"),
+        *(str(status.num_slots), version, str(status.num_running), str(status.num_assigned)),
+        *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
+    ]
+
+
+def join_command(scheduler: str, placement: WorkerPlacement) -> str:
+    """Return the shell command that starts a worker like this one, in plain Dask."""
+    variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
+    dask = Path(sys.executable).with_name("dask")
+    options = {
+        "--host": "127.0.0.1",
+        "--nthreads": placement.num_threads,
+        "--resources": f"{placement.role}={placement.num_slots}",
+        "--memory-limit": 0,
+        "--preload": "areal_flow.cluster.preload",
+    }
+    flags = [text for flag, value in options.items() for text in (flag, str(value))]
+    return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
+
+
+def add(runs: Path, name: str, *, role: str, num_workers: int) -> None:
+    """Have a running run start more workers."""
+    _, scheduler = scheduler_of(runs, name)
+    names = asyncio.run(add_workers(scheduler, role, num_workers))
+    print(f"{', '.join(names)} joined {name}")
+
+
+def remove(runs: Path, name: str, worker: str) -> None:
+    """Have a running run retire a worker."""
+    _, scheduler = scheduler_of(runs, name)
+    asyncio.run(remove_worker(scheduler, worker))
+    print(f"{worker} left {name}; what it was doing runs again elsewhere")

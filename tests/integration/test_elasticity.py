@@ -1,0 +1,171 @@
+"""Workers that join, leave, hang or keep dying in mid-run: the run goes on, the books balance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import areal_flow
+from areal_flow.cluster.remote import WorkerStatus, list_workers
+from areal_flow.config import Recipe
+from areal_flow.errors import EngineError
+from areal_flow.layout import RunLayout
+from pipelines.workers import scheduler_of
+from tests.integration.runs import check_books, cli, run_while, small_recipe, step_reached
+
+
+def elastic_recipe(**cluster: Any) -> Recipe:
+    return small_recipe(
+        num_steps=10_000,
+        prompts={"num_held_out": 0},
+        cluster={"num_generators": 2, **cluster},
+    )
+
+
+class Observed:
+    """What the driver says of its workers, to a coroutine beside it."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout = layout
+
+    async def worker(self, name: str) -> WorkerStatus | None:
+        _, scheduler = scheduler_of(self.layout.root.parent, self.layout.name)
+        found = [status for status in await list_workers(scheduler) if status.name == name]
+        return found[0] if found else None
+
+    async def process(self, name: str, *, other_than: int = 0) -> int:
+        """Return the worker's process once it is registered and is not that one."""
+        while True:
+            status = await self.worker(name)
+            if status is not None and status.pid not in (0, other_than):
+                return status.pid
+            await asyncio.sleep(0.1)
+
+    def head(self) -> int:
+        return len(areal_flow.open_run(self.layout.root).steps("arrow")) - 1
+
+    def num_committed(self) -> int:
+        run = areal_flow.open_run(self.layout.root)
+        return len(run.trajectories("arrow", columns=["trajectory_id"]))
+
+    async def cli(self, *arguments: str) -> str:
+        """Run `areal-flow workers` as a user does; return what it printed."""
+        runs = self.layout.root.parent
+        done = await asyncio.to_thread(cli, "--runs", runs, "workers", *arguments, cwd=runs.parent)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async def answered(self, generator: str) -> None:
+        """Return once this generator has committed something."""
+        while not self.answers(generator):
+            await asyncio.sleep(0.3)
+
+    def answers(self, generator: str) -> list[dict[str, Any]]:
+        run = areal_flow.open_run(self.layout.root)
+        where = f"generator = '{generator}'"
+        return run.trajectories("arrow", where=where, columns=["version_spans"]).to_pylist()
+
+
+def oldest_version(answers: list[dict[str, Any]]) -> int:
+    return min(span["version"] for answer in answers for span in answer["version_spans"])
+
+
+def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout((tmp_path / "runs" / "e").resolve())
+    observed = Observed(layout)
+    at_join: dict[str, int] = {}
+
+    async def join_and_leave() -> None:
+        await step_reached(layout, 2)
+        listed = await observed.cli("list", "e")
+        command = shlex.split(listed.splitlines()[-1])
+        at_join["elsewhere"] = observed.head()
+        joiner = await asyncio.create_subprocess_exec(
+            "env", *command, "--name", "elsewhere", stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            at_join["generator-2"] = observed.head()
+            added = await observed.cli("add", "e", "--role", "generator")
+            assert "generator-2 joined e" in added
+            await observed.answered("elsewhere")
+            await observed.answered("generator-2")
+            await observed.cli("remove", "e", "generator-0")
+            await observed.cli("remove", "e", "elsewhere")
+            await joiner.wait()
+            assert await observed.worker("generator-0") is None
+            assert await observed.worker("elsewhere") is None
+        finally:
+            if joiner.returncode is None:
+                joiner.kill()
+                await joiner.wait()
+        head = observed.head()
+        await step_reached(layout, head + 2)
+
+    run_while(layout.root, elastic_recipe(), join_and_leave)
+    check_books(layout)
+    for name, version in at_join.items():
+        assert oldest_version(observed.answers(name)) >= version >= 2
+
+
+def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path) -> None:
+    layout = RunLayout((tmp_path / "runs" / "h").resolve())
+    observed = Observed(layout)
+    heads: list[int] = []
+    committed: list[int] = []
+
+    async def stop_generator_then_trainer() -> None:
+        await step_reached(layout, 2)
+        heads.append(observed.head())
+        await stop_until_replaced("generator-1")
+        await step_reached(layout, observed.head() + 1)
+        heads.append(observed.head())
+        committed.append(observed.num_committed())
+        pid = await stop_until_replaced("trainer-0")
+        committed.append(observed.num_committed())
+        os.kill(pid, signal.SIGKILL)  # while it is being restored
+        await step_reached(layout, heads[1] + 2)
+
+    async def stop_until_replaced(name: str) -> int:
+        pid = await observed.process(name)
+        os.kill(pid, signal.SIGSTOP)
+        return await observed.process(name, other_than=pid)
+
+    run_while(layout.root, elastic_recipe(silent_after_s=5.0), stop_generator_then_trainer)
+    check_books(layout)
+    rows = areal_flow.open_run(layout.root).steps("arrow").to_pylist()
+    stalls = [row["seconds_step"] for row in rows if heads[0] < row["step"] <= heads[1]]
+    assert max(stalls) < 12.0
+    assert committed[0] < committed[1]
+
+
+def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout((tmp_path / "runs" / "q").resolve())
+    observed = Observed(layout)
+
+    async def kill_one_then_the_other() -> None:
+        await step_reached(layout, 1)
+        await kill_until_quarantined("generator-1")
+        await step_reached(layout, observed.head() + 1)
+        await kill_until_quarantined("generator-0")
+
+    async def kill_until_quarantined(name: str) -> None:
+        killed = 0
+        while (status := await observed.worker(name)) and status.state != "quarantined":
+            if status.pid not in (0, killed):
+                killed = status.pid
+                os.kill(killed, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+
+    with pytest.raises(EngineError, match="no generator left: generator-0 is quarantined"):
+        run_while(layout.root, elastic_recipe(), kill_one_then_the_other)
+    check_books(layout)

@@ -1,0 +1,122 @@
+"""A lost trainer is restored a bounded number of times; a silent generator is not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
+from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.testing import MemoryChannel
+from tests.unit.virtual_time import run_in_virtual_time
+
+
+class FakeClient:
+    """A Dask client whose tasks answer, or are lost, as told; loads take as long as told."""
+
+    def __init__(self, answers: Sequence[Any] = (), load_s: dict[str, float] | None = None) -> None:
+        self._answers = iter(answers)
+        self._load_s = load_s or {}
+
+    def submit(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return self._answer()
+
+    async def _answer(self) -> Any:
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run(
+        self, function: Callable[..., Any], version: int, *, workers: list[str], on_error: str
+    ) -> dict[str, Any]:
+        (address,) = workers
+        await asyncio.sleep(self._load_s[address])
+        return {address: None}
+
+
+class FakeGenerators:
+    """Two generators, one of which falls silent when it is stopped."""
+
+    def __init__(self, stopped_at: float | None = None) -> None:
+        self.stopped_at = stopped_at
+        self.replaced: list[str] = []
+
+    def generators(self) -> list[str]:
+        return ["healthy", "other"]
+
+    def silence_s(self, address: str) -> float:
+        if address == "healthy" or self.stopped_at is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self.stopped_at
+
+    async def replace(self, address: str, *, why: str) -> None:
+        self.replaced.append(address)
+
+
+def restored_over(losses: int) -> tuple[Any, int]:
+    num_restored = 0
+
+    async def restore() -> None:
+        nonlocal num_restored
+        num_restored += 1
+
+    lost = [TrainerLost("the trainer died") for _ in range(losses)]
+    trainer = DaskTrainer(FakeClient([*lost, "done"]), restore)
+    return asyncio.run(trainer.step(None)), num_restored  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("losses", [0, 1, 2, 3])
+def test_lost_trainer_is_restored_and_asked_again(losses: int) -> None:
+    assert restored_over(losses) == ("done", losses)
+
+
+def test_trainer_that_is_lost_too_often_ends_with_the_cause() -> None:
+    with pytest.raises(TrainingError, match=r"restored 3 times and lost again: the trainer died"):
+        restored_over(4)
+
+
+def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
+    num_restored = 0
+
+    async def restore() -> None:
+        nonlocal num_restored
+        num_restored += 1
+        if num_restored == 1:
+            raise TrainerLost("the trainer died: in the middle of it")
+
+    trainer = DaskTrainer(FakeClient([TrainerLost("it died"), "done"]), restore)
+    assert asyncio.run(trainer.step(None)) == "done"  # type: ignore[arg-type]
+    assert num_restored == 2
+
+
+def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
+    async def announce() -> float:
+        weights = DaskWeights(FakeClient(load_s=load_s), MemoryChannel(), live)
+        await weights.load_everywhere(1)
+        return asyncio.get_running_loop().time()
+
+    seconds: float = run_in_virtual_time(announce())
+    return seconds
+
+
+def test_weights_are_announced_when_every_generator_has_loaded() -> None:
+    live = FakeGenerators()
+    assert seconds_to_announce(live, healthy=0.2, other=2.0) == pytest.approx(2.0)
+    assert live.replaced == []
+
+
+def test_stopped_generator_is_waited_for_three_seconds_and_left_to_the_watch() -> None:
+    live = FakeGenerators(stopped_at=0.0)
+    assert seconds_to_announce(live, healthy=0.2, other=1e9) == pytest.approx(3.5, abs=0.5)
+    assert live.replaced == []
+
+
+def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
+    live = FakeGenerators()
+    waited = seconds_to_announce(live, healthy=0.2, other=1e9)
+    assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
+    assert live.replaced == ["other"]

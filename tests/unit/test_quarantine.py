@@ -1,0 +1,89 @@
+"""Three early deaths in a row condemn a worker; nothing else does."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.cluster.members import Member, Members
+from areal_flow.cluster.placement import WorkerPlacement
+from areal_flow.cluster.quarantine import (
+    Death,
+    QuarantineRule,
+    describe_exit,
+    describe_quarantine,
+)
+
+LIVES = st.lists(st.floats(0, 100), max_size=12)
+
+
+@given(LIVES, st.integers(1, 4), st.floats(1, 50))
+def test_rule_condemns_exactly_when_the_last_run_of_early_deaths_is_long_enough(
+    lives: list[float], num_deaths: int, early_s: float
+) -> None:
+    rule = QuarantineRule(num_deaths=num_deaths, early_s=early_s)
+    runs = [(early, len(list(run))) for early, run in groupby(life < early_s for life in lives)]
+    expected = bool(runs) and runs[-1][0] and runs[-1][1] >= num_deaths
+    assert rule.condemns([Death(life, "") for life in lives]) == expected
+
+
+@given(LIVES)
+def test_one_long_life_forgives_everything_before_it(lives: list[float]) -> None:
+    deaths = [Death(life, "") for life in [*lives, 15.0]]
+    assert not QuarantineRule().condemns(deaths)
+    assert not QuarantineRule().condemns([*deaths, Death(0.0, ""), Death(0.0, "")])
+
+
+@given(LIVES)
+def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[float]) -> None:
+    members = Members()
+    members.place(WorkerPlacement("generator-0", "generator", 4))
+    member = members.named("generator-0")
+    assert member is not None
+    now = 100.0
+    for count, life in enumerate(lives, 1):
+        newcomer = Member("generator-0", "generator", 4, is_ours=True, address="tcp://a")
+        members.joined("generator-0", newcomer, now=now)
+        now += life
+        condemned = members.died(member, "killed by signal 9", now=now)
+        assert condemned == QuarantineRule().condemns(member.deaths)
+        assert len(member.deaths) == count
+        if condemned:
+            break
+    assert member.is_quarantined == QuarantineRule().condemns(member.deaths)
+    assert (members.expected("generator") == []) == member.is_quarantined
+
+
+def test_process_that_never_joined_has_not_lived() -> None:
+    members = Members()
+    members.place(WorkerPlacement("reward-0", "reward", 1))
+    (member,) = members.all()
+    assert [members.died(member, "exit status 1", now=1e6) for _ in range(3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert {death.lived_s for death in member.deaths} == {0.0}
+
+
+def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
+    members = Members()
+    newcomer = Member("tcp://b", "generator", 4, is_ours=False, address="tcp://b")
+    members.joined("tcp://nanny", newcomer, now=1.0)
+    assert members.present("generator") == members.expected("generator") == [newcomer]
+    members.left(newcomer)
+    assert members.expected("generator") == []
+    again = Member("tcp://c", "generator", 4, is_ours=False, address="tcp://c")
+    members.joined("tcp://nanny", again, now=2.0)
+    assert [member.address for member in members.present("generator")] == ["tcp://c"]
+
+
+def test_message_names_worker_role_lives_cause_and_remedy() -> None:
+    deaths = [Death(0.0, "exit status 1"), Death(0.5, ""), Death(2.25, describe_exit(-9))]
+    message = describe_quarantine("generator-1", "generator", deaths)
+    assert "generator-1 is quarantined" in message
+    assert "this generator died 3 times in a row" in message
+    assert "0.0, 0.5, 2.2 s after it joined (killed by signal 9)" in message
+    assert "memory" in message

@@ -1,0 +1,227 @@
+"""What became of trajectories, pages and files: the parts that need no run."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from areal_flow.errors import ConfigError
+from areal_flow.modeling.tiny import build_tokenizer
+from areal_flow.store.consumption import consumption_table
+from areal_flow.store.database import connect
+from areal_flow.store.ledger import STEPS
+from pipelines.inspection import Inspected, InspectedToken, TrainedBatch, token_texts
+from pipelines.table_file import write_table_file
+from pipelines.terminal import one_line, printable
+from pipelines.trajectory_listing import listing
+from pipelines.trajectory_page import print_page
+from tests.rows import group_table
+
+
+def steps_table(*rows: tuple[int, list[str], list[tuple[str, str]]]) -> pa.Table:
+    columns = ("step", "policy_version", "trajectory_ids", "discarded")
+    schema = pa.schema([STEPS.field(name) for name in columns])
+    return pa.Table.from_pylist(
+        [
+            {
+                "step": step,
+                "policy_version": max(0, step - 1),
+                "trajectory_ids": trained,
+                "discarded": [{"trajectory_id": i, "reason": why} for i, why in discarded],
+            }
+            for step, trained, discarded in rows
+        ],
+        schema=schema,
+    )
+
+
+def log_table(*identifiers: str) -> pa.Table:
+    epochs = pa.array([1] * len(identifiers), pa.int32())
+    return pa.table({"trajectory_id": pa.array(identifiers, pa.string()), "writer_epoch": epochs})
+
+
+def test_every_trajectory_is_trained_discarded_or_waiting() -> None:
+    steps = steps_table((0, [], []), (1, ["c", "a"], []), (2, ["d"], [("b", "stale")]))
+    found = consumption_table(steps, log_table("a", "b", "c", "d", "e")).to_pylist()
+    assert [(row["fate"], row["step"], row["policy_version"], row["reason"]) for row in found] == [
+        ("trained", 1, 0, None),
+        ("discarded", 2, 1, "stale"),
+        ("trained", 1, 0, None),
+        ("trained", 2, 1, None),
+        ("waiting", None, None, None),
+    ]
+
+
+def test_consumption_reads_ledgers_in_many_chunks_and_empty_ones() -> None:
+    parts = [(1, ["a"], []), (2, ["b", "c"], [("d", "stale")]), (3, ["e"], [])]
+    chunked = pa.concat_tables([steps_table(part) for part in parts])
+    found = consumption_table(chunked, log_table("e", "d", "c", "b", "a"))
+    assert found["step"].to_pylist() == [3, 2, 2, 2, 1]
+    nothing = consumption_table(steps_table((0, [], [])), log_table("a"))
+    assert nothing["fate"].to_pylist() == ["waiting"]
+    assert consumption_table(steps_table(), log_table()).num_rows == 0
+
+
+def database(rows: pa.Table, steps: pa.Table, *, max_staleness: int) -> Any:
+    tables = {"stored": rows, "consumption": consumption_table(steps, rows), "steps": steps}
+    return connect(
+        tables,
+        decode=lambda tokens: pa.array([str(t) for t in tokens.to_pylist()], pa.string()),
+        max_staleness=max_staleness,
+    )
+
+
+def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:
+    rows = group_table(0, rewards=(1.0, 0.0, 0.0), length=5)
+    spans = [{"version": 1, "length": 2}, {"version": 3, "length": 3}]
+    chosen = [True, True, False, True, True]
+    for name, value in (("version_spans", spans), ("loss_mask", chosen)):
+        field = rows.schema.field(name)
+        column = pa.array([value] * 3, field.type)
+        rows = rows.set_column(rows.schema.get_field_index(name), field, column)
+    trained, discarded, _ = rows["trajectory_id"].to_pylist()
+    steps = steps_table((4, [trained], [(discarded, "stale")]))
+    query = """
+        SELECT fate, num_tokens, num_trained_tokens, num_masked_tokens, staleness, token_versions,
+               verdict, completion
+        FROM trajectories ORDER BY trajectory_id
+    """
+    found = database(rows, steps, max_staleness=1).sql(query).fetchall()
+    versions, text = [1, 1, 3, 3, 3], "[7, 7, 7, 7, 7]"
+    assert found == [
+        ("trained", 5, 2, 3, 0.0, versions, "right", text),
+        ("discarded", 5, None, None, None, versions, "right", text),
+        ("waiting", 5, None, None, None, versions, "right", text),
+    ]
+    oldest = database(rows, steps, max_staleness=2).sql(query).fetchall()[0]
+    assert oldest[2:5] == (4, 1, (2 + 2 + 0 + 0) / 4)
+
+
+@given(st.text(), st.integers(2, 60))
+def test_one_line_fits_and_moves_no_cursor(text: str, width: int) -> None:
+    line = one_line(text, width)
+    assert len(line) <= width
+    assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
+
+
+def test_one_line_keeps_both_ends() -> None:
+    assert one_line("3 + 4 =\n 3 7 #### 7", 99) == "3 + 4 =⏎ 3 7 #### 7"
+    assert one_line("0123456789", 6) == "012…89"
+    assert printable("\x1b[2Jred\r\n") == "␛[2Jred␍\n"
+
+
+def test_tokens_of_a_split_character_come_together() -> None:
+    tokenizer = build_tokenizer()
+    tokens = tokenizer.encode("5 é<eos>").ids
+    texts = token_texts(tokenizer, tokens)
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == "5 é<eos>"
+    assert "" in texts
+
+
+def listed(**changes: Any) -> dict[str, Any]:
+    return {
+        "trajectory_id": "00000000-0000",
+        "difficulty": 3,
+        "reward": 1.0,
+        "num_tokens": 4,
+        "version_spans": [{"version": v, "length": 1} for v in (4, 5)],
+        "finish_reason": "stop",
+        "fate": "trained",
+        "step": 6,
+        "reason": None,
+        "prompt": "1 + 1 = " * 30,
+        "completion": "2 " * 100,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_listing_fits_its_width(width: int) -> None:
+    console = Console(width=width, file=StringIO())
+    many = [{"version": v, "length": 1} for v in range(9)]
+    rows = [
+        listed(),
+        listed(version_spans=many, fate="discarded", reason="verifier_error", reward=None),
+        listed(prompt="1 =", fate="waiting", step=None, completion=""),
+    ]
+    console.print(listing(rows, width=width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 4
+    assert all(len(line) <= width for line in lines)
+    assert "4→5" in lines[1]
+    assert "step 6" in lines[1]
+    assert "0…8" in lines[2]
+    assert "verifier_error" in lines[2]
+    assert "waiting" in lines[3]
+
+
+def inspected(*tokens: InspectedToken) -> Inspected:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    row = {
+        **listed(num_trained_tokens=1, num_masked_tokens=2, staleness=1.0, policy_version=5),
+        **{f"{name}_at": at for name in ("submitted", "started", "finished", "scored")},
+        "submission_index": 0,
+        "member": 0,
+        "attempt": 0,
+        "seed": 1,
+        "writer_epoch": 1,
+        "generator": "g",
+        "verifier": "numeric@0",
+        "prompt_id": "p",
+        "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
+    }
+    batch = TrainedBatch(0.75, "dr_grpo", 32, at)
+    return Inspected("small", row, tokens, "2", (("00000000-0000", 1.0), ("x", None)), batch, 1)
+
+
+def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
+    console = Console(width=100, file=StringIO())
+    tokens = (
+        InspectedToken(" 1", 11, 2, -0.5, 3, False, True),
+        InspectedToken(" 2", 12, 4, -0.1, 1, True, True),
+        InspectedToken(" 3", 13, 4, 0.0, 1, False, False),
+    )
+    print_page(console, inspected(*tokens), by_token=True)
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in page
+    assert "⟨v2⟩ 1⟨v4⟩ 2 3" in page
+    assert "version 2: 1 token, staleness 3, 1 masked" in page
+    assert "masked: too old" in page
+    assert "masked: not the policy's choice" in page
+    assert "+0.75 on each trained token (dr_grpo, over the 32 trajectories" in page
+    assert "rewards [1] -" in page
+
+
+def test_page_of_an_empty_completion_can_be_printed() -> None:
+    console = Console(width=100, file=StringIO())
+    print_page(console, inspected(), by_token=True)
+    assert "the completion is empty" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_half_written_file_has_another_name_and_goes(tmp_path: Path, ending: str) -> None:
+    table = pa.table({"a": [1, 2], "at": [datetime(2026, 1, 1, tzinfo=UTC)] * 2})
+
+    def broken() -> Any:
+        yield table
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_table_file(tmp_path / f"x.{ending}", broken(), table.schema)
+    assert list(tmp_path.iterdir()) == []
+    assert write_table_file(tmp_path / f"x.{ending}", [table, table], table.schema) == 4
+    with pytest.raises(ConfigError, match="already"):
+        write_table_file(tmp_path / f"x.{ending}", [table], table.schema)
+    if ending == "parquet":
+        assert pq.read_table(tmp_path / "x.parquet").num_rows == 4

@@ -1,0 +1,165 @@
+"""One writer at a time: claims, takeovers, and what a driver that wakes up late cannot do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import areal_flow
+from areal_flow.config import Recipe, dump_recipe
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import (
+    TrajectoryCommitter,
+    TrajectoryReader,
+    create_trajectories,
+)
+from areal_flow.store.unconsumed import read_unconsumed
+from areal_flow.types import PolicyHashes
+from areal_flow.writers import Writer, claim_run, is_held, newest_claim, read_floors
+from pipelines.succession import succeed
+from tests.rows import written_group
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path)
+    made.config.write_text(dump_recipe(Recipe()))
+    create_trajectories(made.trajectories)
+    create_ledger(made.steps)
+    return made
+
+
+def row(step: int, epoch: int, weights_hash: str = "") -> dict[str, Any]:
+    genesis = genesis_row(
+        PolicyHashes(weights_hash or f"w{step}", "o", "s"),
+        provenance=Provenance(epoch, "config", "code"),
+        numeric_environment="{}",
+    )
+    return {**genesis, "step": step}
+
+
+def test_second_claim_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> None:
+    with claim_run(tmp_path) as writer:
+        assert writer.writer_epoch == 1
+        with pytest.raises(RunError, match=f"held by process {os.getpid()} on .* since 20"):
+            claim_run(tmp_path).__enter__()
+        writer.require()
+    assert not is_held(tmp_path, 1)
+    with claim_run(tmp_path) as writer:
+        assert (writer.writer_epoch, writer.took_over) == (2, False)
+        assert [path.name for path in tmp_path.glob(".claim-*")] == []
+
+
+def hold(root: Path) -> None:
+    with claim_run(root):
+        time.sleep(600)
+
+
+def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) -> None:
+    holder = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path,))
+    holder.start()
+    try:
+        while not tmp_path.exists() or newest_claim(tmp_path) is None:
+            time.sleep(0.02)
+        assert holder.pid
+        os.kill(holder.pid, signal.SIGSTOP)
+        os.waitpid(holder.pid, os.WUNTRACED)
+        with pytest.raises(RunError, match=f"stopped: let it go on with kill -CONT {holder.pid}"):
+            claim_run(tmp_path).__enter__()
+        with claim_run(tmp_path, take_over=True) as writer:
+            assert (writer.writer_epoch, writer.took_over) == (2, True)
+    finally:
+        holder.kill()
+        holder.join()
+    assert not is_held(tmp_path, 1)
+
+
+def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
+    with claim_run(layout.writers) as stale:
+        committer, ledger = (
+            TrajectoryCommitter(layout.trajectories, stale),
+            Ledger(layout.steps, stale),
+        )
+        ledger.append(row(0, 1))
+        with claim_run(layout.writers, take_over=True) as writer:
+            succeed(layout, writer)
+            with pytest.raises(RunError, match=f"taken over by process {os.getpid()}"):
+                ledger.append(row(1, 1))
+            with pytest.raises(RunError, match="changed nothing since"):
+                committer.commit([written_group(layout.trajectories, 0)])
+    assert len(areal_flow.open_run(layout.root).steps("arrow")) == 1
+    assert open_dataset(layout.trajectories).count_rows() == 0
+
+
+class Asleep(Writer):
+    """A writer that hung after it had looked, before it wrote."""
+
+    def require(self) -> None: ...
+
+
+def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLayout) -> None:
+    stale = Asleep(layout.writers, 1)
+    with claim_run(layout.writers):
+        committer, ledger = (
+            TrajectoryCommitter(layout.trajectories, stale),
+            Ledger(layout.steps, stale),
+        )
+        ledger.append(row(0, 1))
+        committer.commit([written_group(layout.trajectories, 0)])
+        with claim_run(layout.writers, take_over=True) as writer:
+            succeed(layout, writer)
+            ledger.append(row(1, 1, "stale"))
+            committer.commit([written_group(layout.trajectories, index) for index in (1, 2)])
+            new_log = TrajectoryCommitter(layout.trajectories, writer)
+            new_ledger = Ledger(layout.steps, writer)
+            assert new_ledger.head == 0
+            head = new_log.commit([written_group(layout.trajectories, 2, writer_epoch=2)])
+            position = {"trajectory_watermark": head.trajectory_watermark}
+            new_ledger.append({**row(1, 2, "new"), **position})
+            ledger.append(row(2, 1, "stale"))
+    run = areal_flow.open_run(layout.root)
+    assert run.steps("arrow").sort_by("step")["weights_hash"].to_pylist() == ["w0", "new"]
+    found = run.trajectories("arrow", columns=["submission_index", "writer_epoch"]).to_pydict()
+    pairs = set(zip(found["submission_index"], found["writer_epoch"], strict=True))
+    assert pairs == {(0, 1), (2, 2)}
+    relation = run.trajectories("duckdb", where="member = 0", columns=["submission_index"])
+    assert sorted(relation.fetchall()) == [(0,), (2,)]
+    assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
+    reader = TrajectoryReader(layout.trajectories, layout.writers)
+    (epoch,) = reader.read(["00000002-0000"], ["writer_epoch"])["writer_epoch"].to_pylist()
+    assert epoch == 2
+    left, committed = read_unconsumed(layout.trajectories, layout.writers, new_ledger)
+    assert committed.submission_indices == {0, 2}
+    assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
+    assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [2]
+
+
+def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout) -> None:
+    with claim_run(layout.writers) as first:
+        committer = TrajectoryCommitter(layout.trajectories, first)
+        Ledger(layout.steps, first).append(row(0, 1))
+        committer.commit([written_group(layout.trajectories, 0)])
+        written_group(layout.trajectories, 1)
+        with claim_run(layout.writers, take_over=True) as second:
+            succeed(layout, second)
+            assert len(list((layout.trajectories / "data").iterdir())) == 2
+    (layout.checkpoints / ".partial-00000001-1").mkdir(parents=True)
+    layout.weights_of(1).mkdir(parents=True)
+    with claim_run(layout.writers) as third:
+        layout.weights_of(3).mkdir()
+        succeed(layout, third)
+    assert len(list((layout.trajectories / "data").iterdir())) == 1
+    assert open_dataset(layout.trajectories).to_table().cast(TRAJECTORIES).num_rows == 2
+    assert list(layout.checkpoints.iterdir()) == []
+    assert [path.name for path in layout.weights.iterdir()] == ["00000003"]

@@ -30,18 +30,18 @@ def print_report(
         RunError: the step did not train `tokens_of`.
     """
     shown = _trajectory(layout, replayed, tokens_of) if tokens_of else None
-    console = Console(width=WIDTH)
+    console = Console(width=WIDTH, markup=False, highlight=False)
     tables: list[Table] = []
     if num_trajectories:
         tables.append(_trajectories_table(most_different(replayed, num_trajectories)))
     if shown:
         tables.append(_tokens_table(shown, _token_texts(layout, shown)))
-    console.print(_beginning(layout, replayed), highlight=False, markup=False, soft_wrap=True)
-    console.print(_step_table(replayed), highlight=False, markup=False)
+    console.print(_beginning(layout, replayed), soft_wrap=True)
+    console.print(_step_table(replayed))
     for line in [*_changes(replayed), *verdict(replayed)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for table in tables:
-        console.print(table, highlight=False, markup=False)
+        console.print(table)
 
 
 def print_json(

@@ -1,0 +1,52 @@
+"""What a replay prints of trajectories: what a policy wrote is shown as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_flow.controller.comparison import ComparedStep
+from areal_flow.layout import RunLayout
+from areal_flow.modeling.tiny import build_tokenizer, write_tiny_model
+from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
+from pipelines.replay import Replayed
+from pipelines.replay_report import most_different, print_report
+from tests.unit.test_comparison import result
+
+
+def replayed_with(text: str) -> Replayed:
+    tokens = tuple(build_tokenizer().encode(text).ids)
+    zeros, nothing = (0.0,) * len(tokens), (False,) * len(tokens)
+    trajectories = tuple(
+        InspectedTrajectory(
+            trajectory_id=f"t-{index}",
+            reward=0.0,
+            tokens=tokens,
+            versions=(0,) * len(tokens),
+            staleness_max=0,
+            behavior_logprobs=zeros,
+            proximal_logprobs=zeros,
+            replayed=TrajectoryOutcome(0.0, nothing, nothing, (float(index),) * len(tokens)),
+        )
+        for index in range(3)
+    )
+    return Replayed(0, (), ComparedStep(result(), result()), None, {}, trajectories)
+
+
+def test_tokens_are_neither_markup_nor_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    write_tiny_model(layout.model, context_tokens=32)
+    replayed = replayed_with("[bold][/b]\x1b[2J")
+    print_report(layout, replayed, num_trajectories=1, tokens_of="t-1")
+    output = capsys.readouterr().out
+    tokens = [line.split("'")[1] for line in output.splitlines() if line.count("'") == 2]
+    assert "".join(tokens) == "[bold][/b]\\x1b[2J"
+    assert "\x1b" not in output
+
+
+def test_most_different_come_first() -> None:
+    shown = most_different(replayed_with("12"), 2)
+    assert [trajectory.trajectory_id for trajectory in shown] == ["t-2", "t-1"]

@@ -67,6 +67,7 @@ class Fleet:
     def close(self) -> None:
         """From here on processes end because the run does."""
         self._closing = True
+        self._broken.cancel()
         for task in self._background:
             task.cancel()
 
@@ -114,12 +115,17 @@ class Fleet:
     def joined(self, worker: Any) -> None:
         """The scheduler has registered a process (`WorkerState`)."""
         role = next((role for role in ROLES if role in worker.resources), "")
-        name = str(worker.name)
-        ours = self.members.named(name)
-        key = name if ours and ours.is_ours else worker.nanny or worker.address
-        slots = int(worker.resources.get(role, 0))
-        newcomer = Member(name, role, slots, is_ours=False, address=worker.address)
-        self.members.joined(key, newcomer, now=monotonic())
+        newcomer = Member(
+            str(worker.name),
+            role,
+            int(worker.resources.get(role, 0)),
+            is_ours=False,
+            address=worker.address,
+            nanny=worker.nanny or "",
+        )
+        member = self.members.joined(newcomer, now=monotonic())
+        if not member.is_wanted:
+            self.spawn(self._dismiss(member))
         self._tell_followers()
 
     def left(self, address: str) -> None:
@@ -147,6 +153,8 @@ class Fleet:
         """
         if role not in ELASTIC_ROLES:
             raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
+        if num_workers < 1:
+            raise RunError(f"expected to add 1 worker or more, found {num_workers}")
         template = self._templates[role]
         names = [self._free_name(role) for _ in range(num_workers)]
         for name in names:
@@ -164,11 +172,13 @@ class Fleet:
         if member is None:
             known = ", ".join(m.name for m in self.members.all() if m.is_expected)
             raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
+        if member.role == "trainer":
+            raise RunError(f"{name} is the trainer and cannot be removed; stop the run instead")
         others = [m for m in self.members.present(member.role) if m is not member]
-        if member.role not in ELASTIC_ROLES or not others:
+        if member.role and not others:
             raise RunError(
-                f"{name} is the only {member.role or 'worker of its kind'} of this run and cannot "
-                "be removed; add another first, or stop the run"
+                f"{name} is the last {member.role} of this run and cannot be removed; add another "
+                "first"
             )
         await self._retire(member)
 
@@ -176,9 +186,7 @@ class Fleet:
         member.is_leaving = True
         self._tell_followers()
         if member.address:
-            retired = self.scheduler.retire_workers(
-                [member.address], close_workers=not member.is_ours, remove=True
-            )
+            retired = self.scheduler.retire_workers([member.address], remove=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
         await self._dismiss(member)
@@ -189,12 +197,22 @@ class Fleet:
             self.cluster.worker_spec.pop(member.name, None)
             await self.correct()
             return
-        if member.address in self.scheduler.workers:
-            await self._forget(member.address)
+        await self._forget(member)
+        await self._ask_nanny(member, "terminate")
 
-    async def _forget(self, address: str) -> None:
+    async def _forget(self, member: Member) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
-        await self.scheduler.remove_worker(address, stimulus_id="areal-flow", close=True)
+        if member.address in self.scheduler.workers:
+            await self.scheduler.remove_worker(member.address, stimulus_id="areal-flow")
+
+    async def _ask_nanny(self, member: Member, request: str) -> None:
+        """Ask the nanny of a worker from elsewhere; it may be gone, or hang itself."""
+        if not member.nanny:
+            return
+        with suppress(OSError):
+            async with rpc(member.nanny) as nanny:
+                asked = getattr(nanny, request)(reason="areal-flow")
+                await asyncio.wait_for(asked, RETIRE_TIMEOUT_S)
 
     async def correct(self) -> None:
         """Start and end nannies until they are what the cluster's specification says.
@@ -225,15 +243,9 @@ class Fleet:
         nanny = self.nanny_of(member)
         if nanny is not None and nanny.pid:
             os.kill(nanny.pid, signal.SIGKILL)
-        elif member.address in self.scheduler.workers:
-            await self._replace_from_elsewhere(member.address)
-
-    async def _replace_from_elsewhere(self, address: str) -> None:
-        nanny = self.scheduler.workers[address].nanny
-        await self._forget(address)
-        if nanny:
-            async with rpc(nanny) as remote:
-                await remote.kill(reason="areal-flow: the worker hangs")
+        else:
+            await self._forget(member)
+            await self._ask_nanny(member, "kill")
 
     async def revive(self) -> None:
         """Start nannies again that gave up because their process did not start."""

@@ -23,6 +23,8 @@ class Member:
     is_ours: bool
     address: str = ""
     """Empty while no process of it is registered."""
+    nanny: str = ""
+    """The address of the nanny of one that joined from elsewhere, if it has one."""
     joined_at: float = 0.0
     deaths: list[Death] = field(default_factory=list)
     is_leaving: bool = False
@@ -77,10 +79,13 @@ class Members:
             placement.name, placement.role, placement.num_slots, is_ours=True
         )
 
-    def joined(self, key: str, newcomer: Member, *, now: float) -> None:
-        """Note that a process has registered; `newcomer` counts only if the key is new."""
+    def joined(self, newcomer: Member, *, now: float) -> Member:
+        """Note that a process has registered; return whose it is, `newcomer` if nobody's."""
+        ours = self._by_key.get(newcomer.name)
+        key = newcomer.name if ours else newcomer.nanny or newcomer.address
         member = self._by_key.setdefault(key, newcomer)
         member.name, member.address, member.joined_at = newcomer.name, newcomer.address, now
+        return member
 
     def left(self, member: Member) -> None:
         """Note that its process is registered no more."""

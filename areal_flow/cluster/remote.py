@@ -6,6 +6,7 @@ nothing outlives it. Whoever reaches that port may do anything anyhow: it listen
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,31 +88,35 @@ def _state(member: Member, silence_s: float) -> str:
 
 async def list_workers(scheduler: str) -> list[WorkerStatus]:
     """Return the workers of the run whose scheduler this is."""
-    return [WorkerStatus(**row) for row in await _ask(scheduler, "list")]
+    return [WorkerStatus(**row) for row in await _ask(scheduler, "list", within_s=15)]
 
 
 async def add_workers(scheduler: str, role: str, num_workers: int) -> list[str]:
     """Start workers; return their names once they have joined."""
-    names: list[str] = await _ask(scheduler, "add", role=role, num_workers=num_workers)
+    names: list[str] = await _ask(
+        scheduler, "add", within_s=180, role=role, num_workers=num_workers
+    )
     return names
 
 
 async def remove_worker(scheduler: str, name: str) -> None:
     """Retire a worker; return once it is gone."""
-    await _ask(scheduler, "remove", name=name)
+    await _ask(scheduler, "remove", within_s=90, name=name)
 
 
-async def _ask(scheduler: str, request: str, **arguments: Any) -> Any:
+async def _ask(scheduler: str, request: str, *, within_s: float, **arguments: Any) -> Any:
     """Ask the driver.
 
     Raises:
-        RunError: nobody listens there.
+        RunError: nobody answers there.
         ArealFlowError: what the driver said.
     """
     try:
         async with rpc(scheduler, timeout=10) as remote:
-            return await getattr(remote, HANDLER)(request=request, **arguments)
-    except OSError as error:
+            answer = getattr(remote, HANDLER)(request=request, **arguments)
+            return await asyncio.wait_for(answer, within_s)
+    except OSError as error:  # of which TimeoutError is one
         raise RunError(
-            f"expected a running scheduler at {scheduler}, found none: {error}"
+            f"the driver does not answer at {scheduler} ({error or type(error).__name__}): it is "
+            "stopped, or has just ended"
         ) from None

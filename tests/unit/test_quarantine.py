@@ -45,7 +45,7 @@ def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[f
     now = 100.0
     for count, life in enumerate(lives, 1):
         newcomer = Member("generator-0", "generator", 4, is_ours=True, address="tcp://a")
-        members.joined("generator-0", newcomer, now=now)
+        members.joined(newcomer, now=now)
         now += life
         condemned = members.died(member, "killed by signal 9", now=now)
         assert condemned == QuarantineRule().condemns(member.deaths)
@@ -68,15 +68,18 @@ def test_process_that_never_joined_has_not_lived() -> None:
     assert {death.lived_s for death in member.deaths} == {0.0}
 
 
+def from_elsewhere(address: str) -> Member:
+    return Member(address, "generator", 4, is_ours=False, address=address, nanny="tcp://its-nanny")
+
+
 def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
     members = Members()
-    newcomer = Member("tcp://b", "generator", 4, is_ours=False, address="tcp://b")
-    members.joined("tcp://nanny", newcomer, now=1.0)
+    newcomer = from_elsewhere("tcp://b")
+    assert members.joined(newcomer, now=1.0) is newcomer
     assert members.present("generator") == members.expected("generator") == [newcomer]
     members.left(newcomer)
     assert members.expected("generator") == []
-    again = Member("tcp://c", "generator", 4, is_ours=False, address="tcp://c")
-    members.joined("tcp://nanny", again, now=2.0)
+    assert members.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
     assert [member.address for member in members.present("generator")] == ["tcp://c"]
 
 

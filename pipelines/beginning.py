@@ -90,7 +90,8 @@ async def restore_policy(
             max_staleness=recipe.controller.max_staleness,
         )
         replayed: StepResult = await on_trainer(client, tasks.train_step, request)
-        note_fork(layout, row, replayed)
+        after_fork = request.parent_hash != row["parent_hash"]
+        note_fork(layout, row, replayed, after_fork=after_fork)
         hashes = replayed.hashes
     channel.publish(ledger.head)
     return Restored(hashes.weights_hash, num_replayed=ledger.head - checkpoint)
@@ -115,11 +116,16 @@ async def _restore_checkpoint(
     )
 
 
-def note_fork(layout: RunLayout, row: dict[str, Any], replayed: StepResult) -> None:
+def note_fork(
+    layout: RunLayout, row: dict[str, Any], replayed: StepResult, *, after_fork: bool = False
+) -> None:
     """Compare a replayed step with its row; record and say a difference, or refuse it.
 
     Where the recorded numeric environment is this one, and it is a CPU's, hashes must be equal.
     Elsewhere a difference is a fork: appended to forks.jsonl, and the run goes on from it.
+
+    Args:
+        after_fork: the step started from other weights than the recorded one did.
 
     Raises:
         TrainingError: hashes differ where they must not.
@@ -129,7 +135,8 @@ def note_fork(layout: RunLayout, row: dict[str, Any], replayed: StepResult) -> N
     if found == recorded:
         return
     message = f"step {row['step']} replayed to {found}, the ledger has {recorded}"
-    if bits_must_agree(row["numeric_environment"], replayed.numeric_environment):
+    same = bits_must_agree(row["numeric_environment"], replayed.numeric_environment)
+    if same and not after_fork:
         raise TrainingError(f"{message}, in the same numeric environment")
     here, there = json.loads(replayed.numeric_environment), json.loads(row["numeric_environment"])
     logger.warning("fork: %s; recorded on %s, replayed on %s", message, there, here)

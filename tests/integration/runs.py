@@ -23,6 +23,9 @@ from pipelines.check import check_run
 from pipelines.run_directory import create_run, hold_run
 from pipelines.train import Outcome, prepare_run, run_training
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+"""Of commands: verifiers of the tests are found from wherever they run."""
+
 SMALL: dict[str, Any] = {
     "num_steps": 4,
     "prompts": {"num_prompts": 400, "num_held_out": 64},
@@ -30,6 +33,8 @@ SMALL: dict[str, Any] = {
     "generation": {"max_new_tokens": 12, "context_tokens": 32, "num_slots": 16},
     "controller": {"batch_size": 32, "group_size": 4},
     "trainer": {"checkpoint_every_steps": 2},
+    # With a reward by right answers a policy this raw would get no gradient: nothing to replay.
+    "rewards": {"verifier": "tests.integration.verifiers:reward_length"},
     "tracking": {"enabled": False},
 }
 
@@ -117,6 +122,7 @@ def cli(
     return subprocess.run(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         cwd=cwd,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -130,6 +136,7 @@ def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         cwd=cwd,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

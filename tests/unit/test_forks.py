@@ -37,6 +37,11 @@ def test_any_difference_in_the_same_environment_is_refused(tmp_path: Path, name:
         note_fork(RunLayout(tmp_path), row(CPU), replayed(CPU, **{name: "other"}))
 
 
+def test_step_that_follows_a_fork_differs_in_the_same_environment(tmp_path: Path) -> None:
+    note_fork(RunLayout(tmp_path), row(CPU), replayed(CPU, weights_hash="other"), after_fork=True)
+    assert json.loads(RunLayout(tmp_path).forks.read_text())["step"] == 7
+
+
 @pytest.mark.parametrize(
     ("there", "here"),
     [(CPU, {**CPU, "torch": "2.14.0"}), ({"device": "cuda"}, {"device": "cuda"})],

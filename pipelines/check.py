@@ -31,8 +31,17 @@ from pipelines import stored
 from pipelines.run_directory import list_runs
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
-ROWS_AT_ONCE = 1024
-"""Trajectories that are judged together."""
+BYTES_AT_ONCE = 16 * 2**20
+"""Rows that are judged together: judging costs the same for one row and for many."""
+
+KINDS = (
+    "steps",
+    "prompts",
+    "trajectories",
+    "checkpoints",
+    "published weights",
+    "evaluation answers",
+)
 
 
 def find_run(runs: Path, name: str) -> RunLayout:
@@ -62,7 +71,7 @@ class _Audit:
 
     layout: RunLayout
     found: Findings = field(default_factory=Findings)
-    checked: Counter[str] = field(default_factory=Counter)
+    checked: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
     def read(self) -> None:
         """Read everything once, in the order that the module explains."""
@@ -71,6 +80,9 @@ class _Audit:
         except RunError:
             advice = "restore it from a copy: nothing was checked without it"
             self.found.add(stored.unreadable(self.layout.config, "no such file", advice))
+            return
+        if stored.not_prepared(self.layout):
+            self.found.add(_not_prepared())
             return
         recipe = self._recipe()
         checkpoints = stored.listed_checkpoints(self.layout)
@@ -244,6 +256,17 @@ def _row_findings(
         yield from trajectories.check_prompts(rows, expected)
 
 
+def _not_prepared() -> Finding:
+    return Finding(
+        "not-prepared",
+        "steps.lance",
+        "a prepared run",
+        "no ledger and no policy yet",
+        "wait, or remove it if nobody is on it: there is nothing to resume",
+        "note",
+    )
+
+
 def _not_judged() -> Finding:
     return Finding(
         "not-judged",
@@ -256,7 +279,7 @@ def _not_judged() -> Finding:
 
 
 def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield small pieces together, since judging costs the same for one row and for many."""
+    """Yield small pieces together."""
     sources: list[str] = []
     tables: list[pa.Table] = []
     for piece in pieces:
@@ -265,7 +288,7 @@ def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
             continue
         sources.append(piece.source)
         tables.append(piece.rows)
-        if sum(map(len, tables)) >= ROWS_AT_ONCE:
+        if sum(table.nbytes for table in tables) >= BYTES_AT_ONCE:
             yield _together(sources, tables)
             sources, tables = [], []
     if tables:

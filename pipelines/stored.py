@@ -87,15 +87,14 @@ def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding 
         weights_hash = hash_file(path / "model.safetensors")
         optimizer_hash = hash_file(path / "optimizer.safetensors", without=(RNG_STATE,))
         others = _other_files(layout.model, path)
-        return StoredCheckpoint(step, state, weights_hash, optimizer_hash, others)
+        found = StoredCheckpoint(step, state, weights_hash, optimizer_hash, others)
+        return found if path.exists() else None
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         if not path.exists():
             return None
-        where = f"checkpoint {step}"
-        found = f"{type(error).__name__}: {error}"[:300]
-        return Finding(
-            "checkpoint-unreadable", where, "a complete checkpoint", found, REMOVE_CHECKPOINT
-        )
+        where, expected = f"checkpoint {step}", "a complete checkpoint"
+        cause = f"{type(error).__name__}: {error}"[:300]
+        return Finding("checkpoint-unreadable", where, expected, cause, REMOVE_CHECKPOINT)
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
@@ -120,6 +119,11 @@ def read_weights(layout: RunLayout, path: Path) -> StoredWeights | Finding | Non
             return None
         cause = f"{type(error).__name__}: {error}"[:300]
         return Finding("weights-unreadable", where, "published weights", cause, REMOVE_WEIGHTS)
+
+
+def not_prepared(layout: RunLayout) -> bool:
+    """Return whether a run is being prepared, or died of it: the ledger is what it makes last."""
+    return not (layout.steps.exists() or layout.checkpoints.exists() or layout.weights.exists())
 
 
 def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:

@@ -353,6 +353,16 @@ def test_rests_of_a_crash_are_notes(layout: RunLayout, capsys: pytest.CaptureFix
     }
 
 
+def test_run_that_is_being_prepared_is_no_damage(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (layout.steps, layout.checkpoints, layout.weights, layout.trajectories):
+        shutil.rmtree(path)
+    code, report = check(layout, capsys)
+    assert code == 0
+    assert rules(report, "note") == {"not-prepared"}
+
+
 def test_more_trajectories_than_the_ledger_knows_are_no_damage(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

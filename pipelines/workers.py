@@ -26,6 +26,9 @@ from pipelines.run_directory import existing_run, observed_state
 if TYPE_CHECKING:
     from areal_flow.cluster.launchers import RunningCluster
 
+MIN_WIDTH = 120
+"""A table cut short helps nobody: a narrow terminal wraps its lines, a pipe does not care."""
+
 COLUMNS = (
     *("worker", "role", "state", "pid", "address", "slots", "version"),
     *("running", "assigned", "silent", "deaths"),
@@ -70,17 +73,21 @@ def print_workers(runs: Path, name: str) -> None:
         table.add_column(label, justify="left" if label in COLUMNS[:3] else "right")
     for status in asyncio.run(list_workers(scheduler)):
         table.add_row(*_row(status))
-    Console().print(table, markup=False, highlight=False)
+    console = Console()
+    console.print(table, markup=False, highlight=False, width=max(console.width, MIN_WIDTH))
     placements = {placed.role: placed for placed in place_workers(load_recipe(layout.config))}
     print("\nAnother generator joins from any terminal of this machine with")
     print(f"  {join_command(scheduler, placements['generator'])}")
 
 
 def _row(status: WorkerStatus) -> list[str]:
+    named = [status.name, status.role, status.state]
+    if not status.address:
+        return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
     version = "-" if status.policy_version is None else str(status.policy_version)
     return [
-        *(status.name, status.role, status.state, str(status.pid or "-"), status.address or "-"),
-        *(str(status.num_slots), version, str(status.num_running), str(status.num_assigned)),
+        *(*named, str(status.pid), status.address, str(status.num_slots), version),
+        *(str(status.num_running), str(status.num_assigned)),
         *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
     ]
 

@@ -29,7 +29,7 @@ from distributed.core import rpc
 from areal_flow.cluster.members import Member, Members
 from areal_flow.cluster.nannies import ENDED, nanny_specification
 from areal_flow.cluster.placement import ROLES, WorkerPlacement
-from areal_flow.cluster.quarantine import describe_exit, describe_quarantine
+from areal_flow.cluster.quarantine import describe_exit
 from areal_flow.errors import EngineError, RunError
 
 logger = logging.getLogger(__name__)
@@ -177,8 +177,8 @@ class Fleet:
         others = [m for m in self.members.present(member.role) if m is not member]
         if member.role and not others:
             raise RunError(
-                f"{name} is the last {member.role} of this run and cannot be removed; add another "
-                "first"
+                f"{name} is the last {member.title} of this run and cannot be removed; add "
+                "another first"
             )
         await self._retire(member)
 
@@ -267,13 +267,13 @@ class Fleet:
         if not self.members.died(member, cause, now=monotonic()):
             logger.warning("%s died (%s)", member.name, cause)
             return
-        message = describe_quarantine(member.name, member.role, member.deaths)
-        logger.warning(message)
+        message = self.members.rule.describe(member.name, member.title, member.deaths)
+        logger.warning("%s", message)
         self.spawn(self._dismiss(member))
         self._tell_followers()
         if not self.members.expected(member.role) and not self._broken.done():
             self._broken.set_exception(
-                EngineError(f"the run has no {member.role} left: {message}; then resume")
+                EngineError(f"the run has no {member.title} left: {message}, then resume")
             )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -31,6 +31,11 @@ class Member:
     is_quarantined: bool = False
 
     @property
+    def title(self) -> str:
+        """What its role is called in a sentence."""
+        return "reward worker" if self.role == "reward" else self.role
+
+    @property
     def is_wanted(self) -> bool:
         return not self.is_leaving and not self.is_quarantined
 
@@ -48,7 +53,7 @@ class Members:
     """All members of a run, past ones included. Times are of a clock that never goes back."""
 
     def __init__(self, rule: QuarantineRule | None = None) -> None:
-        self._rule = rule or QuarantineRule()
+        self.rule = rule or QuarantineRule()
         self._by_key: dict[str, Member] = {}
 
     def all(self) -> list[Member]:
@@ -96,7 +101,7 @@ class Members:
         lived_s = now - member.joined_at if member.joined_at else 0.0
         member.deaths.append(Death(lived_s, cause))
         member.joined_at = 0.0
-        if not self._rule.condemns(member.deaths):
+        if not self.rule.condemns(member.deaths):
             return False
         member.is_quarantined = True
         return True

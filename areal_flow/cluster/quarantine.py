@@ -29,14 +29,15 @@ class QuarantineRule:
             death.lived_s < self.early_s for death in latest
         )
 
-
-def describe_quarantine(name: str, role: str, deaths: Sequence[Death]) -> str:
-    """Say who was quarantined, how often and how fast it died, and what to do."""
-    lives = ", ".join(f"{death.lived_s:.1f}" for death in deaths)
-    return (
-        f"{name} is quarantined: this {role} died {len(deaths)} times in a row, {lives} s after it "
-        f"joined ({deaths[-1].cause}). See what its process says, and this machine's memory"
-    )
+    def describe(self, name: str, role: str, deaths: Sequence[Death]) -> str:
+        """Say whom these deaths condemned, how often and how fast it died, and where to look."""
+        latest = deaths[-self.num_deaths :]
+        lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
+        return (
+            f"{name} is quarantined: this {role} died {len(latest)} times in a row, {lives} s "
+            f"after it joined ({latest[-1].cause}). Look at what its process said last, and at "
+            "this machine's memory"
+        )
 
 
 def describe_exit(exit_code: int | None) -> str:

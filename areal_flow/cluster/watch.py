@@ -1,7 +1,8 @@
 """Once a second, a look at every worker's signs of life; one that hangs is replaced.
 
-Dask's own rule (`worker-ttl`) is switched off in favour of this one: it goes by the clock on the
-wall, so that it restarts every worker after the driver was stopped (Ctrl-Z) for a minute.
+Dask's own rule (`worker-ttl`) is switched off in favour of this one. It goes by the clock on the
+wall: after the driver was stopped (Ctrl-Z) for a minute it can find every worker silent, and
+restart all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.cluster.remote import WorkerStatus, list_workers
+from areal_flow.cluster.remote import WorkerStatus, list_workers, remove_worker
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
 from areal_flow.layout import RunLayout
@@ -34,10 +34,16 @@ class Observed:
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
 
+    @property
+    def scheduler(self) -> str:
+        return scheduler_of(self.layout.root.parent, self.layout.name)[1]
+
     async def worker(self, name: str) -> WorkerStatus | None:
-        _, scheduler = scheduler_of(self.layout.root.parent, self.layout.name)
-        found = [status for status in await list_workers(scheduler) if status.name == name]
+        found = [status for status in await list_workers(self.scheduler) if status.name == name]
         return found[0] if found else None
+
+    async def remove(self, name: str) -> None:
+        await remove_worker(self.scheduler, name)
 
     async def process(self, name: str, *, other_than: int = 0) -> int:
         """Return the worker's process once it is registered and is not that one."""
@@ -98,7 +104,7 @@ def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
             await observed.answered("elsewhere")
             await observed.answered("generator-2")
             await observed.cli("remove", "e", "generator-0")
-            await observed.cli("remove", "e", "elsewhere")
+            await observed.remove("elsewhere")
             await joiner.wait()
             assert await observed.worker("generator-0") is None
             assert await observed.worker("elsewhere") is None
@@ -106,8 +112,7 @@ def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
             if joiner.returncode is None:
                 joiner.kill()
                 await joiner.wait()
-        head = observed.head()
-        await step_reached(layout, head + 2)
+        await step_reached(layout, observed.head() + 1)
 
     run_while(layout.root, elastic_recipe(), join_and_leave)
     check_books(layout)
@@ -131,7 +136,7 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
         pid = await stop_until_replaced("trainer-0")
         committed.append(observed.num_committed())
         os.kill(pid, signal.SIGKILL)  # while it is being restored
-        await step_reached(layout, heads[1] + 2)
+        await step_reached(layout, heads[1] + 1)
 
     async def stop_until_replaced(name: str) -> int:
         pid = await observed.process(name)

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from areal_flow.cluster.members import Member, Members
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.quarantine import (
-    Death,
-    QuarantineRule,
-    describe_exit,
-    describe_quarantine,
-)
+from areal_flow.cluster.quarantine import Death, QuarantineRule, describe_exit
 
 LIVES = st.lists(st.floats(0, 100), max_size=12)
 
@@ -84,8 +79,9 @@ def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:
-    deaths = [Death(0.0, "exit status 1"), Death(0.5, ""), Death(2.25, describe_exit(-9))]
-    message = describe_quarantine("generator-1", "generator", deaths)
+    lives = [Death(99.0, ""), Death(0.0, "exit status 1"), Death(0.5, "")]
+    deaths = [*lives, Death(2.25, describe_exit(-9))]
+    message = QuarantineRule().describe("generator-1", "generator", deaths)
     assert "generator-1 is quarantined" in message
     assert "this generator died 3 times in a row" in message
     assert "0.0, 0.5, 2.2 s after it joined (killed by signal 9)" in message

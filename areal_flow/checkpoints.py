@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +56,12 @@ def set_aside(path: Path) -> Path:
 
 
 def checkpoint_hashes(root: Path) -> dict[int, str]:
-    """Return the weights hash of every complete checkpoint by its step, ascending."""
-    return {
-        step: read_checkpoint_state(checkpoint_path(root, step)).weights_hash
-        for step in list_checkpoints(root)
-    }
+    """Return the weights hash of every complete checkpoint that can be read, by step, ascending."""
+    hashes: dict[int, str] = {}
+    for step in list_checkpoints(root):
+        with suppress(OSError, ValueError, TypeError):  # a damaged one: there are older ones
+            hashes[step] = read_checkpoint_state(checkpoint_path(root, step)).weights_hash
+    return hashes
 
 
 def prune_checkpoints(root: Path, *, keep: int, protected: Set[Path] = frozenset()) -> list[Path]:

@@ -35,7 +35,7 @@ from time import monotonic, sleep
 from typing import Any, Literal
 
 import psutil
-from distributed import Client
+from distributed.core import rpc
 
 import areal_flow
 from areal_flow.checkpoints import list_checkpoints
@@ -121,8 +121,8 @@ class Chaos:
 
     def survive(self, num_strikes: int) -> None:
         """Strike, and have the run go on, so many times."""
-        for number in range(1, num_strikes + 1):
-            strike = draw_strike(self._randomness)
+        strikes = [draw_strike(self._randomness) for _ in range(num_strikes)]
+        for number, strike in enumerate(strikes, 1):
             self._say(f"strike {number}: {strike}, at step {self.head()}")
             self._strike(strike)
             self.record.strikes[f"{strike.victim} {'hung' if strike.hang else 'killed'}"] += 1
@@ -290,9 +290,9 @@ def _entries(folder: Path) -> frozenset[str]:
 
 
 async def _end_scheduler(address: str) -> None:
-    async with Client(address, asynchronous=True) as client:
-        with suppress(OSError):
-            await client.scheduler.terminate()
+    with suppress(OSError, RuntimeError):  # whatever it says as it ends
+        async with rpc(address) as scheduler:
+            await scheduler.terminate()
 
 
 def run_chaos(
@@ -323,6 +323,7 @@ def run_chaos(
         "num_refused_drivers": chaos.record.refused_drivers,
         "num_audits": chaos.record.num_audits,
         "num_steps": len(steps) - 1,
+        "num_weights": len({row["weights_hash"] for row in steps}),
         "num_checkpoints": len(list_checkpoints(chaos.layout.checkpoints)),
         "num_committed": len(chaos.record.committed),
         "num_trained": len(trained),

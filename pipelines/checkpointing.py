@@ -10,12 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
-from areal_flow.checkpoints import (
-    checkpoint_path,
-    list_checkpoints,
-    prune_checkpoints,
-    read_checkpoint_state,
-)
+from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, prune_checkpoints
 from areal_flow.cluster.adapters import DaskTrainer
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
@@ -113,10 +108,8 @@ class Checkpoints:
         self._prune()
 
     def _is_written(self, row: dict[str, Any]) -> bool:
-        if row["step"] not in list_checkpoints(self._layout.checkpoints):
-            return False
-        path = checkpoint_path(self._layout.checkpoints, row["step"])
-        return read_checkpoint_state(path).weights_hash == str(row["weights_hash"])
+        hashes = checkpoint_hashes(self._layout.checkpoints)
+        return hashes.get(row["step"]) == str(row["weights_hash"])
 
     def _register(self, row: dict[str, Any]) -> None:
         path = checkpoint_path(self._layout.checkpoints, row["step"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from types import TracebackType
 
 from areal_flow.controller.flow import Flow
+
+logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -48,4 +51,6 @@ class StopSignals:
             self._flow.request_stop()
         elif self._driver is not None:
             print(f"\n{name}: stopping at once", flush=True)
+            # What is dropped in mid-air now has nothing to tell anybody.
+            self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)

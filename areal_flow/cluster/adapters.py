@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from distributed import Client, Future, KilledWorker, wait
+from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import tasks
 from areal_flow.errors import (
@@ -59,7 +61,8 @@ class DaskRollouts:
             resources={"reward": 1},
         )
         try:
-            await wait(scored)
+            with suppress(FuturesCancelledError):  # `result_of` says so in our words
+                await wait(scored)
             if scored.status != "finished":
                 await result_of(scored)
             return await self._writes.write(scored)

@@ -97,6 +97,13 @@ class Fleet:
     def scheduler(self) -> Any:
         return self.cluster.scheduler
 
+    def scheduler_ends(self) -> None:
+        """The scheduler closes: with the run, or without being asked."""
+        if not self._closing and not self._broken.done():
+            self._broken.set_exception(
+                EngineError("the scheduler was ended from outside, and its tasks with it: resume")
+            )
+
     # Who is there
 
     def follow(self, told: Callable[[int], None]) -> None:
@@ -303,3 +310,6 @@ class FleetPlugin(SchedulerPlugin):
         self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
     ) -> None:
         self._fleet.left(worker)
+
+    async def before_close(self) -> None:
+        self._fleet.scheduler_ends()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import dask
-from distributed import Client, Scheduler, SpecCluster
+from distributed import Client, Scheduler, SpecCluster, Status
 
 from areal_flow.cluster.fleet import Fleet, FleetPlugin
 from areal_flow.cluster.nannies import HOST
@@ -20,6 +20,7 @@ from areal_flow.cluster.watch import Watch
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
 
+CONNECT_TIMEOUT = "distributed.comm.timeouts.connect"
 START_TIMEOUT_S = 120
 
 
@@ -76,6 +77,8 @@ async def local_cluster(
                     )
                 finally:
                     fleet.close()
+                    if fleet.scheduler.status != Status.running:
+                        dask.config.set({CONNECT_TIMEOUT: "1 s"})  # nobody is there to answer
 
 
 def _dask_settings() -> dict[str, object]:
@@ -84,6 +87,7 @@ def _dask_settings() -> dict[str, object]:
         "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
         "distributed.scheduler.worker-ttl": None,  # see `watch`
         "distributed.deploy.lost-worker-timeout": "1 day",  # or slow restarts would be the last
+        CONNECT_TIMEOUT: "30 s",
         "distributed.scheduler.allowed-failures": 3,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.system-monitor.gil.enabled": False,

@@ -23,7 +23,8 @@ from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 
-from distributed import SchedulerPlugin, SpecCluster
+import dask
+from distributed import SchedulerPlugin, SpecCluster, Status
 from distributed.core import rpc
 
 from areal_flow.cluster.members import Member, Members
@@ -35,6 +36,7 @@ from areal_flow.errors import EngineError, RunError
 logger = logging.getLogger(__name__)
 
 ELASTIC_ROLES = ("generator", "reward")
+CONNECT_TIMEOUT = "distributed.comm.timeouts.connect"
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -98,11 +100,23 @@ class Fleet:
         return self.cluster.scheduler
 
     def scheduler_ends(self) -> None:
-        """The scheduler closes: with the run, or without being asked."""
-        if not self._closing and not self._broken.done():
+        """The scheduler closes: with the run, or without being asked.
+
+        Without it the cluster cannot close in good order: it would wait for workers that cannot
+        register any more, and ask a scheduler that does not answer. So processes are killed.
+        """
+        if self._closing:
+            return
+        dask.config.set({CONNECT_TIMEOUT: "1 s"})
+        if not self._broken.done():
             self._broken.set_exception(
                 EngineError("the scheduler was ended from outside, and its tasks with it: resume")
             )
+        self.close()
+        for nanny in self.cluster._created:
+            if nanny.pid:
+                os.kill(nanny.pid, signal.SIGKILL)
+        self.cluster.status = Status.closed
 
     # Who is there
 
@@ -229,7 +243,8 @@ class Fleet:
         """
         try:
             # `await cluster` would do the same and then complain about every nanny that has ended.
-            await self.cluster._correct_state()
+            # Shielded, since it is shared: a caller that is cancelled must not cancel another's.
+            await asyncio.shield(self.cluster._correct_state())
         except Exception as error:
             raise EngineError(f"a worker did not start: {error}") from error
 
@@ -256,6 +271,8 @@ class Fleet:
 
     async def revive(self) -> None:
         """Start nannies again that gave up because their process did not start."""
+        if self._closing:
+            return
         given_up = [m for m in self.members.all() if m.is_wanted and self._has_ended(m)]
         for member in given_up:
             del self.cluster.workers[member.name]

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import dask
-from distributed import Client, Scheduler, SpecCluster, Status
+from distributed import Client, Scheduler, SpecCluster
 
-from areal_flow.cluster.fleet import Fleet, FleetPlugin
+from areal_flow.cluster.fleet import CONNECT_TIMEOUT, Fleet, FleetPlugin
 from areal_flow.cluster.nannies import HOST
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
 from areal_flow.cluster.plugins import RunPlugin
@@ -20,7 +20,6 @@ from areal_flow.cluster.watch import Watch
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
 
-CONNECT_TIMEOUT = "distributed.comm.timeouts.connect"
 START_TIMEOUT_S = 120
 
 
@@ -77,8 +76,6 @@ async def local_cluster(
                     )
                 finally:
                     fleet.close()
-                    if fleet.scheduler.status != Status.running:
-                        dask.config.set({CONNECT_TIMEOUT: "1 s"})  # nobody is there to answer
 
 
 def _dask_settings() -> dict[str, object]:
@@ -87,7 +84,7 @@ def _dask_settings() -> dict[str, object]:
         "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
         "distributed.scheduler.worker-ttl": None,  # see `watch`
         "distributed.deploy.lost-worker-timeout": "1 day",  # or slow restarts would be the last
-        CONNECT_TIMEOUT: "30 s",
+        CONNECT_TIMEOUT: "30 s",  # `Fleet.scheduler_ends` makes it short
         "distributed.scheduler.allowed-failures": 3,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.system-monitor.gil.enabled": False,

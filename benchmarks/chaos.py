@@ -57,7 +57,6 @@ SETTINGS = {
     "controller.batch-size": "128",
     "controller.group-size": "8",
     "trainer.checkpoint-every-steps": "3",
-    "cluster.num-generators": "2",
     "cluster.silent-after-s": "3",
     "rewards.verifier": "benchmarks.verifiers:reward_short",
     "tracking.enabled": "false",
@@ -101,10 +100,13 @@ class Record:
 class Chaos:
     """One run, its driver of the moment, and the drivers that hang."""
 
-    def __init__(self, root: Path, *, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, root: Path, *, seed: int, num_generators: int, say: Callable[[str], None]
+    ) -> None:
         self.layout = RunLayout((root / "runs" / "chaos").resolve())
         self.record = Record()
         self._root = root
+        self._settings = {**SETTINGS, "cluster.num-generators": str(num_generators)}
         self._log = (root / "drivers.log").open("a")
         self._randomness = random.Random(seed)
         self._say = say
@@ -115,7 +117,7 @@ class Chaos:
 
     def begin(self) -> None:
         """Start the run and wait for its first steps."""
-        settings = [text for name, value in SETTINGS.items() for text in (f"--{name}", value)]
+        settings = [text for name, value in self._settings.items() for text in (f"--{name}", value)]
         self._start("--name", "chaos", "--num-steps", "100000", "--seed", "3", *settings)
         self._await(lambda: self.head() >= 2, "the run to begin")
 
@@ -128,13 +130,13 @@ class Chaos:
             self.record.strikes[f"{strike.victim} {'hung' if strike.hang else 'killed'}"] += 1
 
     def finish(self) -> int:
-        """End the driver, let the last one make a few more steps; return its exit code."""
-        self._kill_driver()
+        """Ask the last driver to stop, as a user does; return its exit code."""
         self._wake_the_hung()
-        steps = str(self.head() + LAST_STEPS)
-        self._start("--resume", "chaos", "--num-steps", steps)
+        head = self.head()
+        self._await(lambda: self.head() >= head + LAST_STEPS, "the last steps")
         assert self._driver is not None
-        code = self._driver.wait(PATIENCE_S + 60)
+        self._driver.terminate()
+        code = self._driver.wait(PATIENCE_S)
         self._audit()
         return code
 
@@ -296,14 +298,19 @@ async def _end_scheduler(address: str) -> None:
 
 
 def run_chaos(
-    root: Path, *, num_strikes: int, seed: int, say: Callable[[str], None] = print
+    root: Path,
+    *,
+    num_strikes: int,
+    seed: int,
+    num_generators: int = 2,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Strike a run `num_strikes` times; return the report.
 
     Raises:
         AssertionError: something was lost, or the run did not go on.
     """
-    chaos = Chaos(root, seed=seed, say=say)
+    chaos = Chaos(root, seed=seed, num_generators=num_generators, say=say)
     began = monotonic()
     try:
         chaos.begin()

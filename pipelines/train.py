@@ -170,7 +170,10 @@ class Session:
 
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
-        start = await (self._restore() if resume else self._begin())
+        start, _ = await asyncio.gather(
+            self._restore() if resume else self._begin(),
+            self._on_generators(tasks.import_engine),
+        )
         await self._on_generators(tasks.prepare_generator)
         self.findings.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
@@ -201,10 +204,7 @@ class Session:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun, _ = await asyncio.gather(
-            begin_policy(self.client, self.recipe, self.progress),
-            self._on_generators(tasks.import_engine),
-        )
+        begun = await begin_policy(self.client, self.recipe, self.progress)
         seconds = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()

@@ -95,6 +95,7 @@ class Record:
     num_audits: int = 0
     committed: set[str] = field(default_factory=set)
     refused_drivers: int = 0
+    is_clean: bool = False
 
 
 class Chaos:
@@ -276,6 +277,7 @@ class Chaos:
     def _audit(self) -> None:
         """Check the books of the run as it lies there, and that what was committed still is."""
         report = check_run(self.layout)
+        self.record.is_clean = report.clean
         assert report.clean, [f for f in report.findings if f.severity == "error"]
         found = areal_flow.open_run(self.layout.root).trajectories(
             "arrow", columns=["trajectory_id"]
@@ -336,7 +338,7 @@ def run_chaos(
         "num_trained": len(trained),
         "num_trained_twice": sum(count > 1 for count in trained.values()),
         "final_exit_code": code,
-        "check_is_clean": check_run(chaos.layout).clean,
+        "check_is_clean": chaos.record.is_clean,
         "recorded_weights_hash": steps[-1]["weights_hash"],
         "replayed_weights_hash": replayed.weights_hash,
         "seconds": round(seconds, 1),

@@ -332,5 +332,5 @@ class MemoryTracker:
     def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None:
         self.datasets.append(version)
 
-    def close(self, status: str) -> None:
-        self.status = status
+    def close(self, status: str | None) -> None:
+        self.status = status or self.status

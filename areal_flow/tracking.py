@@ -53,8 +53,8 @@ class Tracker(Protocol):
 
     def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None: ...
 
-    def close(self, status: str) -> None:
-        """Deliver what can be delivered, mark the run ended, stop."""
+    def close(self, status: str | None) -> None:
+        """Deliver what can be delivered, mark the run ended, stop; None: another driver goes on."""
         ...
 
 
@@ -94,7 +94,9 @@ class MlflowTracker:
     def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None:
         self._append(kind="dataset", path=str(path), version=version, num_rows=num_rows)
 
-    def close(self, status: str, *, timeout_s: float = 20.0) -> None:
+    def close(self, status: str | None, *, timeout_s: float = 20.0) -> None:
+        if status is None:
+            return
         self._append(kind="end", status=status)
         self._closing.set()
         self._wake.set()
@@ -245,7 +247,7 @@ class NullTracker:
 
     def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None: ...
 
-    def close(self, status: str) -> None: ...
+    def close(self, status: str | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,17 @@ class Writer:
     took_over: bool = False
     """Whether the driver before was alive: it may still wake up."""
 
+    @property
+    def is_superseded(self) -> bool:
+        return _claim_path(self.root, self.writer_epoch + 1).exists()
+
     def require(self) -> None:
         """Return while this is the newest claim.
 
         Raises:
             RunError: another driver took over; this one must end and change nothing.
         """
-        if _claim_path(self.root, self.writer_epoch + 1).exists():
+        if self.is_superseded:
             raise RunError(
                 f"this driver (epoch {self.writer_epoch}) hung, and the run was taken over by "
                 f"{newest_claim(self.root)}: it ends here and changed nothing since"

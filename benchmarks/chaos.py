@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,12 +102,18 @@ class Chaos:
     """One run, its driver of the moment, and the drivers that hang."""
 
     def __init__(
-        self, root: Path, *, seed: int, num_generators: int, say: Callable[[str], None]
+        self,
+        root: Path,
+        *,
+        seed: int,
+        num_generators: int,
+        say: Callable[[str], None],
+        settings: Mapping[str, str] = SETTINGS,
     ) -> None:
         self.layout = RunLayout((root / "runs" / "chaos").resolve())
         self.record = Record()
         self._root = root
-        self._settings = {**SETTINGS, "cluster.num-generators": str(num_generators)}
+        self._settings = {**settings, "cluster.num-generators": str(num_generators)}
         self._log = (root / "drivers.log").open("a")
         self._randomness = random.Random(seed)
         self._say = say
@@ -192,17 +198,20 @@ class Chaos:
 
     def _strike_worker(self, strike: Strike) -> None:
         self._wait_for(strike)
-        victims: list[WorkerStatus] = []
+        worker = self.live_worker(strike.victim)
+        with suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGSTOP if strike.hang else signal.SIGKILL)
+
+    def live_worker(self, role: str) -> WorkerStatus:
+        """Return a random live worker of a role, once there is one."""
+        found: list[WorkerStatus] = []
 
         def one_is_there() -> bool:
-            workers = self._workers()
-            victims[:] = [w for w in workers if w.role == strike.victim and w.state == "live"]
-            return bool(victims)
+            found[:] = [w for w in self._workers() if w.role == role and w.state == "live"]
+            return bool(found)
 
-        self._await(one_is_there, f"a live {strike.victim}")
-        with suppress(ProcessLookupError):
-            pid = self._randomness.choice(victims).pid
-            os.kill(pid, signal.SIGSTOP if strike.hang else signal.SIGKILL)
+        self._await(one_is_there, f"a live {role}")
+        return self._randomness.choice(found)
 
     def _wait_for(self, strike: Strike) -> None:
         """Return at the moment of a strike."""

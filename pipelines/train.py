@@ -122,7 +122,7 @@ async def run_training(
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
-        await asyncio.to_thread(tracker.close, status)
+        await asyncio.to_thread(tracker.close, None if writer.is_superseded else status)
     if outcome.finished:
         session.findings.model_version = tracker.model_version
         session.summarise(began)
@@ -149,6 +149,7 @@ class Session:
         self.progress = progress
         self.tracker = tracker
         self.signals = signals
+        self.writer = writer
         self.findings = Findings()
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
@@ -283,6 +284,7 @@ class Session:
         rows = await answer_held_out(
             self.client, table.rows(), name=name, seed=self.recipe.seed, version=version
         )
+        self.writer.require()
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
         found = tabulate(rows)
         self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
@@ -321,6 +323,7 @@ class Session:
             num_generators=self.recipe.cluster.num_generators,
             seconds_total=earlier + monotonic() - began,
         )
+        self.writer.require()
         write_summary(self.layout, summary)
         print_summary(
             self.layout,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.errors import StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
@@ -15,6 +17,8 @@ from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
 from pipelines.checkpointing import Checkpoints
 from pipelines.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 class Upkeep:
@@ -28,12 +32,19 @@ class Upkeep:
         """Begin a round if one is due and none is running."""
         idle = self._round is None or self._round.done()
         if idle and self._dataset.maintenance_is_due:
-            self._round = asyncio.create_task(asyncio.to_thread(self._dataset.maintain))
+            self._round = asyncio.create_task(self._maintain())
 
     async def close(self) -> None:
         """Return when no round is running."""
         if self._round is not None:
-            await asyncio.gather(self._round, return_exceptions=True)
+            await self._round
+
+    async def _maintain(self) -> None:
+        """Run one round; what it could not do the next one will."""
+        try:
+            await asyncio.to_thread(self._dataset.maintain)
+        except (OSError, StorageError) as error:
+            logger.warning("a dataset could not be compacted, it only grows: %s", error)
 
 
 class CommittedLog:

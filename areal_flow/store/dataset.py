@@ -96,12 +96,17 @@ def compact(dataset: lance.LanceDataset) -> None:
     """
     dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
     root = Path(dataset.uri)
-    manifests = [entry.stat().st_size for entry in os.scandir(root / "_versions")]
-    data_bytes = sum(entry.stat().st_size for entry in os.scandir(root / "data"))
-    affordable = data_bytes // (4 * max(1, *manifests))
+    largest_manifest = max(_file_sizes(root / "_versions"), default=1)
+    affordable = sum(_file_sizes(root / "data")) // (4 * largest_manifest)
     dataset.cleanup_old_versions(
         retain_versions=max(LEAST_VERSIONS, affordable), error_if_tagged_old_versions=False
     )
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # writers rename and clean up meanwhile
+            yield entry.stat().st_size
 
 
 def remove_orphans(dataset: lance.LanceDataset) -> int:

@@ -1,8 +1,9 @@
 """What a long run costs its log: appends, space, the driver's memory. Real store, fake engine.
 
-The controller's own flow runs thousands of small steps, with prompts, completions and weights made
-up; groups, ledger rows, maintenance and forcing to disk are the real thing. Payload is what the
-rows hold in memory as Arrow, both datasets together.
+The controller's own flow runs thousands of small steps; prompts, completions and weights are made
+up, and a step takes 10 ms. Another process writes the groups, as workers do; this one commits them,
+as the driver does. Groups, rows, maintenance and forcing to disk are the real thing. Payload is
+what the rows hold in memory as Arrow, both datasets together.
 
     python benchmarks/long_log.py [--steps 10000] [--json FILE]
 """
@@ -16,9 +17,11 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -33,7 +36,8 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.store.codec import receipts, rollout_table, scored_table
+from areal_flow.controller.seeds import group_seeds
+from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
 from areal_flow.testing import FakePrompts
@@ -47,47 +51,53 @@ from areal_flow.types import (
     Score,
     StepRequest,
     StepResult,
+    TrajectoryReceipt,
     VersionSpan,
+    trajectory_id,
 )
 from areal_flow.writers import Writer, claim_run
 from pipelines.assembly import CommittedLedger, CommittedLog
 
 LIMITS = FlowLimits(
-    batch_size=8, group_size=4, max_staleness=2, max_running=24, num_steps=0, run_seed=0
+    batch_size=8, group_size=4, max_staleness=2, max_running=8, num_steps=0, run_seed=0
 )
 CHECKPOINT_EVERY_STEPS = 20
 REPORTS = 10
+STEP_S = 0.01
 
 
 class FakeWork:
     """Rollouts that write real groups, a trainer that only counts, weights that are a number."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writer: Executor) -> None:
         self._path = path
+        self._writer = writer
         self._version = 0
         self._num_tokens: dict[str, int] = {}
-        self._randomness = random.Random(0)
+        self._templates = _templates(random.Random(0))
         self.payload_bytes = 0
 
     async def run(self, episode: Episode) -> GroupReceipt:
-        completions = [self._completion() for _ in episode.seeds]
-        table = rollout_table(
-            episode, completions, generator="generator-0", started_at=datetime.now(UTC)
+        index = episode.submission_index
+        template, lengths = self._templates[index % len(self._templates)]
+        ids = [trajectory_id(index, member) for member in range(len(lengths))]
+        spans = [(VersionSpan(self._version, length),) for length in lengths]
+        table = _replaced(
+            template,
+            trajectory_id=ids,
+            group_id=[episode.group_id] * len(ids),
+            submission_index=[index] * len(ids),
+            version_spans=[[span._asdict() for span in of_one] for of_one in spans],
         )
-        scored = scored_table(table, [Score(1.0, "right")] * len(completions), verifier="fake@0")
-        self.payload_bytes += scored.nbytes
-        fragments = await asyncio.to_thread(write_group, self._path, scored)
-        found = receipts(scored)
-        self._num_tokens |= {receipt.trajectory_id: receipt.num_tokens for receipt in found}
-        return GroupReceipt(episode.submission_index, fragments, found)
-
-    def _completion(self) -> Completion:
-        length = self._randomness.randint(50, 400)
-        tokens = tuple(self._randomness.choices(range(50_000), k=length))
-        logprobs = tuple(self._randomness.gauss(-1.0, 0.5) for _ in tokens)
-        return Completion(tokens, logprobs, (VersionSpan(self._version, length),), "stop")
+        self.payload_bytes += table.nbytes
+        self._num_tokens |= dict(zip(ids, lengths, strict=True))
+        loop = asyncio.get_running_loop()
+        fragments = await loop.run_in_executor(self._writer, write_group, self._path, table)
+        receipts = map(TrajectoryReceipt, ids, spans, [1.0] * len(ids), ["stop"] * len(ids))
+        return GroupReceipt(index, fragments, tuple(receipts))
 
     async def step(self, request: StepRequest) -> StepResult:
+        await asyncio.sleep(STEP_S)
         trained = sum(self._num_tokens.pop(identifier) for identifier in request.trajectory_ids)
         metrics = replace(NOTHING_TRAINED, num_trained_tokens=trained)
         return StepResult(request.step, PolicyHashes(f"w{request.step}", "o", "s"), metrics, "{}")
@@ -98,39 +108,60 @@ class FakeWork:
     async def load_everywhere(self, version: int) -> None: ...
 
 
-class TimedLog:
-    """The real log, each commit timed; what it gives back is untouched."""
+def _templates(randomness: random.Random) -> list[tuple[pa.Table, list[int]]]:
+    """Return groups to write again and again: workers make them, so here they must be cheap."""
+    templates = []
+    for index in range(16):
+        seeds = group_seeds(0, index, LIMITS.group_size)
+        prompt = FakePrompts().prompt_at(index)
+        episode = Episode(index, prompt, seeds, 0, 1, datetime.now(UTC))
+        lengths = [randomness.randint(50, 400) for _ in seeds]
+        completions = [_completion(randomness, length) for length in lengths]
+        table = rollout_table(
+            episode, completions, generator="generator-0", started_at=datetime.now(UTC)
+        )
+        scores = [Score(1.0, "right")] * len(completions)
+        templates.append((scored_table(table, scores, verifier="fake@0"), lengths))
+    return templates
 
-    def __init__(self, committer: TrajectoryCommitter) -> None:
-        self._log = CommittedLog(committer)
-        self.milliseconds: list[float] = []
 
-    async def commit(self, written: Sequence[GroupReceipt]) -> LogHead:
+def _completion(randomness: random.Random, length: int) -> Completion:
+    tokens = tuple(randomness.choices(range(50_000), k=length))
+    logprobs = tuple(randomness.gauss(-1.0, 0.5) for _ in tokens)
+    return Completion(tokens, logprobs, (VersionSpan(0, length),), "stop")
+
+
+def _replaced(table: pa.Table, **columns: list[Any]) -> pa.Table:
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, field, pa.array(values, field.type))
+    return table
+
+
+class TimedCommitter(TrajectoryCommitter):
+    """The real committer, each commit timed."""
+
+    milliseconds: list[float]
+
+    def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         began = perf_counter()
-        head = await self._log.commit(written)
+        head = super().commit(receipts)
         self.milliseconds.append(1e3 * (perf_counter() - began))
         return head
 
-    async def close(self) -> None:
-        await self._log.close()
 
-
-class TimedLedger:
+class TimedLedger(Ledger):
     """The real ledger, each append timed."""
 
-    def __init__(self, ledger: Ledger, work: FakeWork) -> None:
-        self._ledger = CommittedLedger(ledger)
-        self._work = work
-        self.milliseconds: list[float] = []
+    milliseconds: list[float]
+    payload_bytes = 0
 
-    async def append(self, row: dict[str, Any]) -> None:
-        self._work.payload_bytes += pa.Table.from_pylist([row], schema=STEPS).nbytes
+    def append(self, row: dict[str, Any]) -> None:
         began = perf_counter()
-        await self._ledger.append(row)
+        super().append(row)
         self.milliseconds.append(1e3 * (perf_counter() - began))
-
-    async def close(self) -> None:
-        await self._ledger.close()
+        self.payload_bytes += pa.Table.from_pylist([row], schema=STEPS).nbytes
 
 
 class Reporter:
@@ -141,23 +172,22 @@ class Reporter:
         root: Path,
         num_steps: int,
         work: FakeWork,
-        log: TimedLog,
+        committer: TimedCommitter,
         ledger: TimedLedger,
-        sync: Sequence[Any],
     ) -> None:
         self._root, self._num_steps, self._work = root, num_steps, work
-        self._log, self._ledger, self._sync = log, ledger, sync
+        self._committer, self._ledger = committer, ledger
         self.reports: list[dict[str, float]] = []
 
     async def on_step(self, row: dict[str, Any]) -> None:
         if row["step"] % CHECKPOINT_EVERY_STEPS == 0:
-            for dataset in self._sync:
+            for dataset in (self._committer, self._ledger):
                 await asyncio.to_thread(dataset.sync)
         if row["step"] % max(1, self._num_steps // REPORTS) == 0:
             self.reports.append(self._measure(row["step"]))
 
     def _measure(self, step: int) -> dict[str, float]:
-        commits, appends = self._log.milliseconds, self._ledger.milliseconds
+        commits, appends = self._committer.milliseconds, self._ledger.milliseconds
         report = {
             "step": step,
             "commit_median_ms": median(commits),
@@ -165,7 +195,7 @@ class Reporter:
             "append_median_ms": median(appends),
             "append_max_ms": max(appends),
             "directory_mb": _bytes_under(self._root) / 1e6,
-            "payload_mb": self._work.payload_bytes / 1e6,
+            "payload_mb": (self._work.payload_bytes + self._ledger.payload_bytes) / 1e6,
             "driver_mb": psutil.Process().memory_info().rss / 1e6,
         }
         commits.clear()
@@ -182,29 +212,32 @@ def _bytes_under(root: Path) -> int:
     return total
 
 
-async def run(root: Path, writer: Writer, num_steps: int) -> list[dict[str, float]]:
+async def run(
+    root: Path, writer: Writer, executor: Executor, num_steps: int
+) -> list[dict[str, float]]:
     create_trajectories(root / "trajectories.lance")
     create_ledger(root / "steps.lance")
-    committer = TrajectoryCommitter(root / "trajectories.lance", writer)
-    ledger = Ledger(root / "steps.lance", writer)
+    committer = TimedCommitter(root / "trajectories.lance", writer)
+    ledger = TimedLedger(root / "steps.lance", writer)
+    committer.milliseconds, ledger.milliseconds = [], []
     provenance = Provenance(writer.writer_epoch, "config", "code")
     genesis = genesis_row(
         PolicyHashes("w0", "o", "s"), provenance=provenance, numeric_environment="{}"
     )
     ledger.append(genesis)
-    work = FakeWork(root / "trajectories.lance")
-    log, timed = TimedLog(committer), TimedLedger(ledger, work)
-    reporter = Reporter(root, num_steps, work, log, timed, (committer, ledger))
+    work = FakeWork(root / "trajectories.lance", executor)
+    log, kept = CommittedLog(committer), CommittedLedger(ledger)
+    reporter = Reporter(root, num_steps, work, committer, ledger)
     flow = Flow(
         replace(LIMITS, num_steps=num_steps),
-        FlowParts(FakePrompts(), work, log, timed, work, work, reporter),
+        FlowParts(FakePrompts(), work, log, kept, work, work, reporter),
         FlowStart(weights_hash="w0"),
         provenance,
     )
     await run_async_schedule(flow)
     await flow.close()
     await log.close()
-    await timed.close()
+    await kept.close()
     return reporter.reports
 
 
@@ -229,8 +262,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="areal-flow-long-log-") as scratch:
         root = Path(scratch)
-        with claim_run(root / "writers") as writer:
-            reports = asyncio.run(run(root, writer, arguments.steps))
+        workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        with claim_run(root / "writers") as writer, workers as executor:
+            reports = asyncio.run(run(root, writer, executor, arguments.steps))
     print_reports(reports)
     if arguments.json:
         arguments.json.write_text(json.dumps(reports, indent=2))

@@ -43,7 +43,7 @@ class Upkeep:
         """Run one round; what it could not do the next one will."""
         try:
             await asyncio.to_thread(self._dataset.maintain)
-        except (OSError, StorageError) as error:
+        except (OSError, RuntimeError, ValueError, StorageError) as error:
             logger.warning("a dataset could not be compacted, it only grows: %s", error)
 
 

@@ -19,6 +19,8 @@ ROWS_PER_FRAGMENT = 1024
 COMMIT_ORDER = "_rowid"
 """Lance's stable row id: 0, 1, 2, ... as rows were committed. A scan's order is not that: a
 compaction beside an append puts its older rows behind the newer ones."""
+CACHE_BYTES = 16 << 20
+"""What an open dataset may remember. Lance's default is a GiB and more, and appends fill it up."""
 LEAST_VERSIONS = 64
 """Versions that stay at least, for readers that are pinned to them."""
 
@@ -58,7 +60,10 @@ def open_dataset(path: Path) -> lance.LanceDataset:
     """
     if not path.is_dir():
         raise RunError(f"expected a Lance dataset at {path}, found none")
-    return lance.dataset(str(path))
+    session = lance.Session(
+        index_cache_size_bytes=CACHE_BYTES, metadata_cache_size_bytes=CACHE_BYTES
+    )
+    return lance.dataset(str(path), session=session)
 
 
 @contextmanager

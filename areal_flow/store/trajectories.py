@@ -102,7 +102,7 @@ class TrajectoryCommitter:
         self._writer.require()
         with storage_errors(self._path):
             self._dataset = LanceDataset.commit(
-                str(self._path),
+                self._dataset,
                 LanceOperation.Append(fragments),
                 read_version=self._dataset.version,
             )

@@ -95,7 +95,12 @@ class Record:
     num_audits: int = 0
     committed: set[str] = field(default_factory=set)
     refused_drivers: int = 0
+    num_quarantines: int = 0
     is_clean: bool = False
+
+
+class DriverEnded(AssertionError):
+    """A driver ended by itself."""
 
 
 class Chaos:
@@ -119,6 +124,7 @@ class Chaos:
         self._say = say
         self._driver: subprocess.Popen[bytes] | None = None
         self._hung: list[subprocess.Popen[bytes]] = []
+        self._said_before = 0
 
     # Lives
 
@@ -133,7 +139,14 @@ class Chaos:
         strikes = [draw_strike(self._randomness) for _ in range(num_strikes)]
         for number, strike in enumerate(strikes, 1):
             self._say(f"strike {number}: {strike}, at step {self.head()}")
-            self._strike(strike)
+            try:
+                self._strike(strike)
+            except DriverEnded:
+                if not self._driver_gave_up_on_a_worker():
+                    raise
+                self.record.num_quarantines += 1
+                self._audit()
+                self._resume()
             self.record.strikes[f"{strike.victim} {'hung' if strike.hang else 'killed'}"] += 1
 
     def finish(self) -> int:
@@ -231,6 +244,7 @@ class Chaos:
 
     def _start(self, *arguments: str) -> None:
         self.record.num_lives += 1
+        self._said_before = (self._root / "drivers.log").stat().st_size
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "pipelines.cli", "train", *arguments],
             cwd=self._root,
@@ -244,6 +258,11 @@ class Chaos:
         self._start("--resume", "chaos")
         head = self.head()
         self._await(lambda: self.head() > head, "a step after the resume")
+
+    def _driver_gave_up_on_a_worker(self) -> bool:
+        """Return whether a worker was struck so often, right after its start, that it ended all."""
+        said = (self._root / "drivers.log").read_bytes()[self._said_before :]
+        return b"is quarantined" in said
 
     def _kill_driver(self) -> None:
         assert self._driver is not None
@@ -271,7 +290,7 @@ class Chaos:
             if monotonic() > until:
                 raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}")
             if self._driver_is_gone() and "driver" not in what:
-                raise AssertionError(f"the driver ended while this waited for {what}")
+                raise DriverEnded(f"the driver ended while this waited for {what}")
             sleep(0.05)
 
     def _scheduler(self) -> str:
@@ -338,6 +357,7 @@ def run_chaos(
         "strikes": dict(sorted(chaos.record.strikes.items())),
         "num_strikes": num_strikes,
         "num_drivers": chaos.record.num_lives,
+        "num_quarantines": chaos.record.num_quarantines,
         "num_refused_drivers": chaos.record.refused_drivers,
         "num_audits": chaos.record.num_audits,
         "num_steps": len(steps) - 1,

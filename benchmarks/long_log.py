@@ -1,7 +1,7 @@
 """What a long run costs its log: appends, space, the driver's memory. Real store, fake engine.
 
 The controller's own flow runs thousands of small steps; prompts, completions and weights are made
-up, and a step takes 10 ms. Another process writes the groups, as workers do; this one commits them,
+up, and a step takes 20 ms. Another process writes the groups, as workers do; this one commits them,
 as the driver does. Groups, rows, maintenance and forcing to disk are the real thing. Payload is
 what the rows hold in memory as Arrow, both datasets together.
 
@@ -63,7 +63,7 @@ LIMITS = FlowLimits(
 )
 CHECKPOINT_EVERY_STEPS = 20
 REPORTS = 10
-STEP_S = 0.01
+STEP_S = 0.02
 
 
 class FakeWork:

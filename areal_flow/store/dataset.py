@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 import lance
 import pyarrow as pa
+from lance.optimize import Compaction
 
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import ArealFlowError, RunError, StorageError
@@ -93,13 +95,20 @@ def read_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be read: {cause}") from error
 
 
-def compact(dataset: lance.LanceDataset) -> None:
+def compact(dataset: lance.LanceDataset, committing: Lock) -> None:
     """Merge small fragments and drop old versions; safe beside commits and readers.
+
+    The rows are rewritten beside the commits; only to name the result it holds `committing`, the
+    writer's lock. Against a writer that commits all the time Lance's own retries do not win.
 
     Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
     opened for as long as the space allows: with the defaults of Lance they would take everything.
     """
-    dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FRAGMENT)
+    plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
+    rewritten = [task.execute(dataset) for task in plan.tasks]
+    if rewritten:
+        with committing:
+            Compaction.commit(dataset, rewritten)
     root = Path(dataset.uri)
     largest_manifest = max(_file_sizes(root / "_versions"), default=1)
     affordable = sum(_file_sizes(root / "data")) // (4 * largest_manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import lance
@@ -76,6 +77,7 @@ class Ledger(LedgerReader):
         super().__init__(path, writer.root)
         self._writer = writer
         self._durable = DurableDirectory(path)
+        self._committing = Lock()
         self._num_appends = 0
 
     def append(self, row: dict[str, Any]) -> None:
@@ -88,7 +90,7 @@ class Ledger(LedgerReader):
         assert row["step"] == self._head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
         self._writer.require()
-        with storage_errors(self._path):
+        with self._committing, storage_errors(self._path):
             self._dataset = lance.write_dataset(table, self._dataset, mode="append")
         self._head = row["step"]
         self._num_appends += 1
@@ -100,7 +102,7 @@ class Ledger(LedgerReader):
     def maintain(self) -> None:
         """Compact and clean up; safe beside appends and readers."""
         self._num_appends = 0
-        compact(open_dataset(self._path))
+        compact(open_dataset(self._path), self._committing)
 
     def sync(self) -> None:
         """Force everything committed to disk."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -71,6 +72,7 @@ class TrajectoryCommitter:
         self._writer = writer
         self._dataset = open_dataset(path)
         self._durable = DurableDirectory(path)
+        self._committing = Lock()
         self._num_commits = 0
         self._committed = bytearray()
         indices = self._dataset.to_table(
@@ -100,7 +102,7 @@ class TrajectoryCommitter:
         if not fragments:
             return self.head
         self._writer.require()
-        with storage_errors(self._path):
+        with self._committing, storage_errors(self._path):
             self._dataset = LanceDataset.commit(
                 self._dataset,
                 LanceOperation.Append(fragments),
@@ -136,7 +138,7 @@ class TrajectoryCommitter:
     def maintain(self) -> None:
         """Compact and clean up; safe beside commits and readers."""
         self._num_commits = 0
-        compact(open_dataset(self._path))
+        compact(open_dataset(self._path), self._committing)
 
     def sync(self) -> None:
         """Force everything committed to disk."""

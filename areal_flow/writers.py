@@ -1,7 +1,7 @@
 """Who may write a run: one driver at a time, each of its lives with an epoch of its own.
 
     writers/00000003.lock         a claim: who, since when; locked for as long as its driver lives
-    writers/00000003.floor.json   where the logs stood when it took over a driver that was alive
+    writers/00000003.floor.json   where the logs stood when it began beside one that was alive
 
 A claim is made by linking a file that is locked already to the next epoch's name: it appears
 locked, and only one process can make it appear. The lock of a dead driver is free, whatever killed
@@ -56,8 +56,6 @@ class Writer:
 
     root: Path
     writer_epoch: int
-    took_over: bool = False
-    """Whether the driver before was alive: it may still wake up."""
 
     @property
     def is_superseded(self) -> bool:
@@ -89,13 +87,12 @@ def claim_run(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
     """
     root.mkdir(parents=True, exist_ok=True)
     before = newest_claim(root)
-    alive = before is not None and is_held(root, before.writer_epoch)
-    if before is not None and alive and not take_over:
+    if before and not take_over and is_held(root, before.writer_epoch):
         raise _held_by(before)
     epoch = before.writer_epoch + 1 if before else 1
     descriptor = _link_locked(root, epoch)
     try:
-        yield Writer(root, epoch, took_over=alive)
+        yield Writer(root, epoch)
     finally:
         os.close(descriptor)
 

@@ -1,8 +1,8 @@
 """What a driver does with the run directory of the one before it, once it holds the claim.
 
-From one that was alive it takes over: a floor says where the logs stood, so that nothing the other
-still writes counts. After one that is dead it cleans up: whatever was written and not yet named by
-a log is an orphan now.
+While any earlier driver is alive, and may wake up, a floor says where the logs stood, so that nothing
+it still writes counts. Once all are dead this one cleans up: whatever was written and not yet named
+by a log is an orphan now.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ logger = logging.getLogger(__name__)
 
 def succeed(layout: RunLayout, writer: Writer) -> None:
     """Make a run directory this writer's, before anything else of its life is written."""
-    if writer.took_over:
+    if not is_sole_writer(writer):
         watermark = open_dataset(layout.trajectories).count_rows()
         head = Ledger(layout.steps, writer).head
         record_floor(writer, trajectory_watermark=watermark, step=head)
-    if not is_sole_writer(writer):
         return
     num_bytes = remove_orphans(open_dataset(layout.trajectories))
     num_bytes += remove_orphans(open_dataset(layout.steps))

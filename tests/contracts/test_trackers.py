@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -83,6 +84,28 @@ def test_registered_model_leads_to_its_directory(tmp_path: Path, database: str) 
     tracker.close("FINISHED")
     assert model_source(database, "models:/m@current") == checkpoint
     assert model_source(database, f"models:/m/{tracker.model_version}") == checkpoint
+
+
+def test_checkpoint_with_an_alias_of_its_own_is_protected(tmp_path: Path, database: str) -> None:
+    from mlflow import MlflowClient
+
+    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database, "protecting")
+    paths = [tmp_path / f"{step:08d}" for step in (5, 10)]
+    tracker.register_checkpoint(paths[0], {})
+    wait_until(lambda: tracker.model_version is not None)
+    client = MlflowClient(tracking_uri=database, registry_uri=database)
+    client.set_registered_model_alias("m", "champion", tracker.model_version)
+    tracker.register_checkpoint(paths[1], {})
+    tracker.close("FINISHED")
+    assert tracker.protected == {paths[0]}
+    assert model_source(database, "models:/m@champion") == paths[0]
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = monotonic() + 30
+    while not happened():
+        assert monotonic() < until
+        sleep(0.05)
 
 
 def test_events_wait_for_a_server_that_is_away(tmp_path: Path, database: str) -> None:

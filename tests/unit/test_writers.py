@@ -26,7 +26,14 @@ from areal_flow.store.trajectories import (
 )
 from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.types import PolicyHashes
-from areal_flow.writers import Writer, claim_run, is_held, newest_claim, read_floors
+from areal_flow.writers import (
+    Writer,
+    claim_run,
+    is_held,
+    is_sole_writer,
+    newest_claim,
+    read_floors,
+)
 from pipelines.succession import succeed
 from tests.rows import written_group
 
@@ -57,7 +64,8 @@ def test_second_claim_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> N
         writer.require()
     assert not is_held(tmp_path, 1)
     with claim_run(tmp_path) as writer:
-        assert (writer.writer_epoch, writer.took_over) == (2, False)
+        assert writer.writer_epoch == 2
+        assert is_sole_writer(writer)
         assert [path.name for path in tmp_path.glob(".claim-*")] == []
 
 
@@ -78,7 +86,8 @@ def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) 
         with pytest.raises(RunError, match=f"stopped: let it go on with kill -CONT {holder.pid}"):
             claim_run(tmp_path).__enter__()
         with claim_run(tmp_path, take_over=True) as writer:
-            assert (writer.writer_epoch, writer.took_over) == (2, True)
+            assert writer.writer_epoch == 2
+            assert not is_sole_writer(writer)
     finally:
         holder.kill()
         holder.join()
@@ -143,6 +152,20 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
     assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [2]
+
+
+def test_driver_that_dies_before_its_floor_leaves_it_to_the_next(layout: RunLayout) -> None:
+    stale = Asleep(layout.writers, 1)
+    with claim_run(layout.writers):
+        Ledger(layout.steps, stale).append(row(0, 1))
+        committer = TrajectoryCommitter(layout.trajectories, stale)
+        with claim_run(layout.writers, take_over=True):
+            pass
+        with claim_run(layout.writers) as third:
+            succeed(layout, third)
+        committer.commit([written_group(layout.trajectories, 0)])
+    assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [3]
+    assert len(areal_flow.open_run(layout.root).trajectories("arrow")) == 0
 
 
 def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout) -> None:

@@ -1,8 +1,8 @@
 """What a driver does with the run directory of the one before it, once it holds the claim.
 
-While any earlier driver is alive, and may wake up, a floor says where the logs stood, so that nothing
-it still writes counts. Once all are dead this one cleans up: whatever was written and not yet named
-by a log is an orphan now.
+While any earlier driver is alive, and may wake up, a floor says where the logs stood, so that
+nothing it still writes counts. Once all are dead this one cleans up: whatever was written and not
+yet named by a log is an orphan now.
 """
 
 from __future__ import annotations

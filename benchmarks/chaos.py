@@ -350,6 +350,9 @@ def run_chaos(
         steps = areal_flow.open_run(chaos.layout.root).steps("arrow").sort_by("step").to_pylist()
         say(f"replaying {len(steps) - 1} steps from step 0")
         replayed = replay_from_genesis(chaos.layout)
+    except BaseException:
+        say("what the drivers said last:\n" + (root / "drivers.log").read_text()[-4000:])
+        raise
     finally:
         chaos.close()
     trained = Counter(identifier for row in steps for identifier in row["trajectory_ids"])

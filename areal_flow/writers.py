@@ -58,6 +58,11 @@ class Writer:
     writer_epoch: int
 
     @property
+    def claimed_at(self) -> float:
+        """When this writer's life began, in seconds since the epoch, by the file system's clock."""
+        return _claim_path(self.root, self.writer_epoch).stat().st_mtime
+
+    @property
     def is_superseded(self) -> bool:
         return _claim_path(self.root, self.writer_epoch + 1).exists()
 

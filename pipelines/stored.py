@@ -25,7 +25,7 @@ from areal_flow.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_s
 from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
-from areal_flow.store.scans import unreferenced_files
+from areal_flow.store.orphans import unreferenced_files
 from areal_flow.writers import newest_claim
 
 RESTORE = "restore it from a copy"

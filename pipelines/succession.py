@@ -12,29 +12,36 @@ import shutil
 from pathlib import Path
 
 from areal_flow.layout import RunLayout
-from areal_flow.store.dataset import open_dataset, remove_orphans
+from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
+from areal_flow.store.orphans import remove_orphans
 from areal_flow.writers import Writer, is_sole_writer, record_floor
 
 logger = logging.getLogger(__name__)
 
 
 def succeed(layout: RunLayout, writer: Writer) -> None:
-    """Make a run directory this writer's, before anything else of its life is written."""
+    """Make a run directory this writer's, before anything else of its life is written.
+
+    What it removes is older than its claim. So it may itself hang and be taken over in the midst.
+
+    Raises:
+        RunError: another driver took over already.
+    """
+    writer.require()
     if not is_sole_writer(writer):
         watermark = open_dataset(layout.trajectories).count_rows()
         head = Ledger(layout.steps, writer).head
         record_floor(writer, trajectory_watermark=watermark, step=head)
         return
-    num_bytes = remove_orphans(open_dataset(layout.trajectories))
-    num_bytes += remove_orphans(open_dataset(layout.steps))
-    if num_bytes:
-        logger.info("removed %d bytes that no version of the logs names", num_bytes)
-    for leftover in _leftovers(layout, writer):
+    for dataset in (layout.trajectories, layout.steps):
+        if num_removed := remove_orphans(dataset, written_before=writer.claimed_at):
+            logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
+    for leftover in _leftovers(layout, before=writer.writer_epoch):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _leftovers(layout: RunLayout, writer: Writer) -> list[Path]:
-    own = layout.weights_of(writer.writer_epoch)
-    weights = [path for path in layout.weights.glob("*") if path != own]
-    return [*weights, *layout.checkpoints.glob(".partial-*")]
+def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
+    """Return weights and half-written checkpoints of earlier epochs; both end with theirs."""
+    candidates = [*layout.weights.glob("[0-9]*"), *layout.checkpoints.glob(".partial-*")]
+    return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]

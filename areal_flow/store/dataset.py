@@ -123,18 +123,6 @@ def _file_sizes(folder: Path) -> Iterator[int]:
             yield entry.stat().st_size
 
 
-def remove_orphans(dataset: lance.LanceDataset) -> int:
-    """Remove files that no version names, as a killed writer leaves them; return their bytes.
-
-    Only for the sole writer of a run, and before its workers write: Lance cannot tell an orphan
-    from a fragment that is about to be committed.
-    """
-    stats = dataset.cleanup_old_versions(
-        retain_versions=LEAST_VERSIONS, delete_unverified=True, error_if_tagged_old_versions=False
-    )
-    return int(stats.bytes_removed)
-
-
 class DurableDirectory:
     """Forces a directory's files to disk; Lance itself does not. Each file once."""
 

@@ -13,7 +13,6 @@ from areal_flow.errors import ArealFlowError
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 
 ROWS_AT_ONCE = 256
-_DATA_FILE = "data file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +34,6 @@ def scan(path: Path, where: str | None = None) -> Iterator[Piece]:
         return
     for fragment in fragments:
         yield from _scan_fragment(path, fragment, where)
-
-
-def unreferenced_files(path: Path) -> list[str]:
-    """Return the data files that no version of the dataset names: written, never committed.
-
-    Raises:
-        StorageError: a manifest cannot be read.
-    """
-    stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
-    with read_errors(path):
-        for batch in open_dataset(path).tracked_files():
-            rows = zip(batch["path"].to_pylist(), batch["type"].to_pylist(), strict=True)
-            stored -= {file for file, kind in rows if kind == _DATA_FILE}
-    return sorted(stored)
 
 
 def _scan_fragment(path: Path, fragment: Any, where: str | None) -> Iterator[Piece]:

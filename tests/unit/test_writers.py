@@ -154,6 +154,19 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [2]
 
 
+def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:
+    with claim_run(layout.writers) as first:
+        Ledger(layout.steps, first).append(row(0, 1))
+    with claim_run(layout.writers) as hung, claim_run(layout.writers, take_over=True) as writer:
+        layout.weights_of(writer.writer_epoch).mkdir(parents=True)
+        written_group(layout.trajectories, 0)
+        with pytest.raises(RunError, match="taken over"):
+            succeed(layout, hung)
+        succeed(layout, Asleep(layout.writers, hung.writer_epoch))
+    assert len(list((layout.trajectories / "data").iterdir())) == 1
+    assert layout.weights_of(writer.writer_epoch).is_dir()
+
+
 def test_driver_that_dies_before_its_floor_leaves_it_to_the_next(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with claim_run(layout.writers):
@@ -179,10 +192,13 @@ def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout
             assert len(list((layout.trajectories / "data").iterdir())) == 2
     (layout.checkpoints / ".partial-00000001-1").mkdir(parents=True)
     layout.weights_of(1).mkdir(parents=True)
+    time.sleep(0.02)
     with claim_run(layout.writers) as third:
         layout.weights_of(3).mkdir()
+        written_group(layout.trajectories, 2)
         succeed(layout, third)
-    assert len(list((layout.trajectories / "data").iterdir())) == 1
+    files = list((layout.trajectories / "data").iterdir())
+    assert len(files) == 2, "the committed one, and the one that is younger than the claim"
     assert open_dataset(layout.trajectories).to_table().cast(TRAJECTORIES).num_rows == 2
     assert list(layout.checkpoints.iterdir()) == []
     assert [path.name for path in layout.weights.iterdir()] == ["00000003"]

@@ -282,15 +282,17 @@ def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
     """Yield small pieces together."""
     sources: list[str] = []
     tables: list[pa.Table] = []
+    num_bytes = 0
     for piece in pieces:
         if piece.rows is None:
             yield piece
             continue
         sources.append(piece.source)
         tables.append(piece.rows)
-        if sum(table.nbytes for table in tables) >= BYTES_AT_ONCE:
+        num_bytes += piece.rows.nbytes
+        if num_bytes >= BYTES_AT_ONCE:
             yield _together(sources, tables)
-            sources, tables = [], []
+            sources, tables, num_bytes = [], [], 0
     if tables:
         yield _together(sources, tables)
 

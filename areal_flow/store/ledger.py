@@ -78,7 +78,7 @@ class Ledger(LedgerReader):
         self._writer = writer
         self._durable = DurableDirectory(path)
         self._committing = Lock()
-        self._num_appends = 0
+        self._num_appends = len(self._dataset.get_fragments())
 
     def append(self, row: dict[str, Any]) -> None:
         """Commit one row.

@@ -73,7 +73,8 @@ class TrajectoryCommitter:
         self._dataset = open_dataset(path)
         self._durable = DurableDirectory(path)
         self._committing = Lock()
-        self._num_commits = 0
+        # Lives that are too short to compact leave their fragments to the next one.
+        self._num_commits = len(self._dataset.get_fragments())
         self._committed = bytearray()
         indices = self._dataset.to_table(
             columns=["submission_index"], filter=trajectories_that_count(writer.root)

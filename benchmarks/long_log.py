@@ -182,7 +182,7 @@ class Reporter:
     async def on_step(self, row: dict[str, Any]) -> None:
         if row["step"] % CHECKPOINT_EVERY_STEPS == 0:
             for dataset in (self._committer, self._ledger):
-                await asyncio.to_thread(dataset.sync)
+                await asyncio.to_thread(dataset.maintenance.sync)
         if row["step"] % max(1, self._num_steps // REPORTS) == 0:
             self.reports.append(self._measure(row["step"]))
 

@@ -12,6 +12,7 @@ from areal_flow.config import Recipe
 from areal_flow.errors import StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import Ledger
+from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
@@ -24,14 +25,14 @@ logger = logging.getLogger(__name__)
 class Upkeep:
     """Has a dataset maintained beside its writer, one round at a time."""
 
-    def __init__(self, dataset: TrajectoryCommitter | Ledger) -> None:
-        self._dataset = dataset
+    def __init__(self, maintenance: Maintenance) -> None:
+        self._maintenance = maintenance
         self._round: asyncio.Task[None] | None = None
 
     def after_write(self) -> None:
         """Begin a round if one is due and none is running."""
         idle = self._round is None or self._round.done()
-        if idle and self._dataset.maintenance_is_due:
+        if idle and self._maintenance.is_due:
             self._round = asyncio.create_task(self._maintain())
 
     async def close(self) -> None:
@@ -42,7 +43,7 @@ class Upkeep:
     async def _maintain(self) -> None:
         """Run one round; what it could not do the next one will."""
         try:
-            await asyncio.to_thread(self._dataset.maintain)
+            await asyncio.to_thread(self._maintenance.run)
         except (OSError, RuntimeError, ValueError, StorageError) as error:
             logger.warning("a dataset could not be compacted, it only grows: %s", error)
 
@@ -52,7 +53,7 @@ class CommittedLog:
 
     def __init__(self, committer: TrajectoryCommitter) -> None:
         self._committer = committer
-        self._upkeep = Upkeep(committer)
+        self._upkeep = Upkeep(committer.maintenance)
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         head = await asyncio.to_thread(self._committer.commit, receipts)
@@ -69,7 +70,7 @@ class CommittedLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._upkeep = Upkeep(ledger)
+        self._upkeep = Upkeep(ledger.maintenance)
 
     async def append(self, row: dict[str, Any]) -> None:
         await asyncio.to_thread(self._ledger.append, row)

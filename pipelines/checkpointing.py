@@ -16,7 +16,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.trajectories import TrajectoryCommitter
+from areal_flow.store.maintenance import Maintenance
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.writers import Writer
 
@@ -40,7 +40,7 @@ class Checkpoints:
         settings: TrainerSettings,
         *,
         ledger: Ledger,
-        committer: TrajectoryCommitter,
+        trajectories: Maintenance,
         trainer: DaskTrainer,
         tracker: MlflowTracker | NullTracker,
         writer: Writer,
@@ -48,7 +48,7 @@ class Checkpoints:
         self._layout = layout
         self._settings = settings
         self._ledger = ledger
-        self._committer = committer
+        self._trajectories = trajectories
         self._trainer = trainer
         self._tracker = tracker
         self._writer = writer
@@ -95,8 +95,8 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(row))
 
     async def _write(self, row: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._committer.sync)
-        await asyncio.to_thread(self._ledger.sync)
+        await asyncio.to_thread(self._trajectories.sync)
+        await asyncio.to_thread(self._ledger.maintenance.sync)
         if not self._is_written(row):
             try:
                 await self._trainer.write_snapshot(row["step"])
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def _register(self, row: dict[str, Any]) -> None:
         path = checkpoint_path(self._layout.checkpoints, row["step"])
-        self._committer.tag(_tag(path.name), row["lance_version"])
+        self._trajectories.tag(_tag(path.name), row["lance_version"])
         tags = {
             "step": str(row["step"]),
             "run": self._layout.name,
@@ -135,7 +135,7 @@ class Checkpoints:
             protected=self._tracker.protected,
         )
         for path in pruned:
-            self._committer.untag(_tag(path.name))
+            self._trajectories.untag(_tag(path.name))
             self._tracker.forget_checkpoint(path)
 
 

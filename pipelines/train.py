@@ -163,7 +163,7 @@ class Session:
             layout,
             recipe.trainer,
             ledger=self.ledger,
-            committer=self.committer,
+            trajectories=self.committer.maintenance,
             trainer=self.trainer,
             tracker=tracker,
             writer=writer,

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import lance
 import pyarrow as pa
 
 from areal_flow.errors import StorageError
-from areal_flow.store.dataset import (
-    DurableDirectory,
-    compact,
-    create_dataset,
-    open_dataset,
-    storage_errors,
-)
+from areal_flow.store.dataset import create_dataset, open_dataset
+from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.visibility import both, steps_that_count
 from areal_flow.writers import Writer
 from schemas import StepRow, arrow_schema
 
 STEPS = arrow_schema(StepRow)
-APPENDS_BETWEEN_MAINTENANCE = 50
 
 
 def create_ledger(path: Path) -> None:
@@ -76,9 +69,7 @@ class Ledger(LedgerReader):
     def __init__(self, path: Path, writer: Writer) -> None:
         super().__init__(path, writer.root)
         self._writer = writer
-        self._durable = DurableDirectory(path)
-        self._committing = Lock()
-        self._num_appends = len(self._dataset.get_fragments())
+        self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
 
     def append(self, row: dict[str, Any]) -> None:
         """Commit one row.
@@ -90,20 +81,6 @@ class Ledger(LedgerReader):
         assert row["step"] == self._head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
         self._writer.require()
-        with self._committing, storage_errors(self._path):
+        with self.maintenance.commit():
             self._dataset = lance.write_dataset(table, self._dataset, mode="append")
         self._head = row["step"]
-        self._num_appends += 1
-
-    @property
-    def maintenance_is_due(self) -> bool:
-        return self._num_appends >= APPENDS_BETWEEN_MAINTENANCE
-
-    def maintain(self) -> None:
-        """Compact and clean up; safe beside appends and readers."""
-        self._num_appends = 0
-        compact(open_dataset(self._path), self._committing)
-
-    def sync(self) -> None:
-        """Force everything committed to disk."""
-        self._durable.sync()

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,19 +16,12 @@ from lance.fragment import FragmentMetadata, write_fragments
 
 from areal_flow.errors import StorageError
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.dataset import (
-    DurableDirectory,
-    compact,
-    create_dataset,
-    open_dataset,
-    storage_errors,
-)
+from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.visibility import both, trajectories_that_count
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
 from areal_flow.writers import Writer
 from schemas import TrajectoryRow, validate
-
-COMMITS_BETWEEN_MAINTENANCE = 50
 
 
 def create_trajectories(path: Path) -> None:
@@ -71,10 +62,7 @@ class TrajectoryCommitter:
         self._path = path
         self._writer = writer
         self._dataset = open_dataset(path)
-        self._durable = DurableDirectory(path)
-        self._committing = Lock()
-        # Lives that are too short to compact leave their fragments to the next one.
-        self._num_commits = len(self._dataset.get_fragments())
+        self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
         self._committed = bytearray()
         indices = self._dataset.to_table(
             columns=["submission_index"], filter=trajectories_that_count(writer.root)
@@ -103,7 +91,7 @@ class TrajectoryCommitter:
         if not fragments:
             return self.head
         self._writer.require()
-        with self._committing, storage_errors(self._path):
+        with self.maintenance.commit():
             self._dataset = LanceDataset.commit(
                 self._dataset,
                 LanceOperation.Append(fragments),
@@ -111,7 +99,6 @@ class TrajectoryCommitter:
             )
         for receipt in new:
             self._mark(receipt.submission_index)
-        self._num_commits += 1
         return self.head
 
     def _is_committed(self, submission_index: int) -> bool:
@@ -121,29 +108,6 @@ class TrajectoryCommitter:
         """Remember a group: a byte each, since a long run has millions."""
         self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
         self._committed[submission_index] = 1
-
-    def tag(self, name: str, version: int) -> None:
-        """Keep a version for as long as its tag; without it the version goes with time."""
-        with suppress(OSError, ValueError):  # cleanup was faster: the watermark still names it
-            self._dataset.tags.create(name, version)
-
-    def untag(self, name: str) -> None:
-        """Let a version go; one that has no tag is gone already."""
-        with suppress(OSError, ValueError):
-            self._dataset.tags.delete(name)
-
-    @property
-    def maintenance_is_due(self) -> bool:
-        return self._num_commits >= COMMITS_BETWEEN_MAINTENANCE
-
-    def maintain(self) -> None:
-        """Compact and clean up; safe beside commits and readers."""
-        self._num_commits = 0
-        compact(open_dataset(self._path), self._committing)
-
-    def sync(self) -> None:
-        """Force everything committed to disk."""
-        self._durable.sync()
 
 
 class TrajectoryReader:

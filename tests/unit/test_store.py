@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import lance
@@ -153,12 +155,34 @@ def test_reading_survives_compaction(path: Path) -> None:
     reader = TrajectoryReader(path, NOBODY)
     for index in range(20):
         committer.commit([written_group(path, index)])
-    committer.maintain()
+    committer.maintenance.run()
     committer.commit([written_group(path, 20)])
     assert len(open_dataset(path).get_fragments()) <= 2
     wanted = ["00000020-0000", "00000003-0001"]
     assert reader.read(wanted, ["reward"])["trajectory_id"].to_pylist() == wanted
     assert committer.head.trajectory_watermark == 42
+
+
+def test_versions_are_tagged_while_others_are_committed(path: Path) -> None:
+    committer = TrajectoryCommitter(path, WRITER)
+    committer.commit([written_group(path, 0)])
+    done = Event()
+
+    def tag_and_untag() -> None:
+        while not done.is_set():
+            committer.maintenance.tag("checkpoint", 1)
+            committer.maintenance.untag("checkpoint")
+
+    with ThreadPoolExecutor(1) as beside:
+        tagging = beside.submit(tag_and_untag)
+        try:
+            for index in range(1, 20):
+                committer.commit([written_group(path, index)])
+        finally:
+            done.set()
+        tagging.result()
+    assert committer.head.trajectory_watermark == 40
+    assert not open_dataset(path).tags.list()
 
 
 def test_invalid_groups_are_refused_without_printing_tokens() -> None:

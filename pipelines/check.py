@@ -28,7 +28,6 @@ from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from areal_flow.store.queries import Run
 from areal_flow.store.scans import Piece, scan
 from pipelines import stored
-from pipelines.run_directory import list_runs
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 BYTES_AT_ONCE = 16 * 2**20
@@ -42,20 +41,6 @@ KINDS = (
     "published weights",
     "evaluation answers",
 )
-
-
-def find_run(runs: Path, name: str) -> RunLayout:
-    """Return the run of a name in the folder, or at a path.
-
-    Raises:
-        RunError: there is none; says which there are.
-    """
-    for root in (runs / name, Path(name)):
-        layout = RunLayout(root.resolve())
-        if layout.config.is_file() or layout.steps.is_dir():
-            return layout
-    known = ", ".join(run.name for run in list_runs(runs)) or "none"
-    raise RunError(f"expected a run named {name!r} in {runs}, or its path; found: {known}")
 
 
 def check_run(layout: RunLayout) -> Report:

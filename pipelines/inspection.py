@@ -15,17 +15,7 @@ from areal_flow.config import AlgorithmSettings, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.store.queries import Run
 from areal_flow.store.selection import read_rows
-from areal_flow.store.trajectories import TrajectoryReader
-
-_BATCH_COLUMNS = (
-    "prompt_tokens",
-    "output_tokens",
-    "behavior_logprobs",
-    "loss_mask",
-    "version_spans",
-    "reward",
-    "submission_index",
-)
+from areal_flow.store.training_rows import TrainingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +120,9 @@ def _batch(
         "arrow", columns=["trajectory_ids", "committed_at"], where=f"step = {row['step']}"
     ).to_pylist()[0]
     identifiers = step["trajectory_ids"]
-    reader = TrajectoryReader(run.layout.trajectories, run.layout.writers)
-    batch = reader.read(identifiers, _BATCH_COLUMNS)
+    read = TrainingRows(run.layout.trajectories, run.layout.writers)
     sequences = sequences_from_rows(
-        batch.to_pylist(), policy_version=row["policy_version"], max_staleness=max_staleness
+        read(identifiers), policy_version=row["policy_version"], max_staleness=max_staleness
     )
     advantages = compute_advantages(sequences, algorithm)
     return TrainedBatch(

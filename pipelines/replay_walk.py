@@ -84,9 +84,10 @@ class ReplayWalk:
         """Return the rows that the next step trains, and their log-probabilities before it."""
         _take_recorded_threads(self._next_row)
         request = self._next_request(self._recipe)
+        rows = self._read_rows(request.trajectory_ids)
         assert self._rank.state is not None
-        return self._read_rows(request.trajectory_ids), completion_logprobs(
-            self._rank.state, self._sequences(request), temperature=self._temperature
+        return rows, completion_logprobs(
+            self._rank.state, _sequences(rows, request), temperature=self._temperature
         )
 
     @property
@@ -104,13 +105,6 @@ class ReplayWalk:
             max_staleness=recipe.controller.max_staleness,
         )
 
-    def _sequences(self, request: StepRequest) -> list[TrainingSequence]:
-        return sequences_from_rows(
-            self._read_rows(request.trajectory_ids),
-            policy_version=request.policy_version,
-            max_staleness=request.max_staleness,
-        )
-
     def _compare(self, replayed: StepResult) -> ComparedStep:
         compared = ComparedStep(result_from_row(self._next_row), replayed, after_fork=self._forked)
         self._step, self._hashes = replayed.step, replayed.hashes
@@ -126,7 +120,7 @@ class ReplayWalk:
         assert rank.state is not None
         outcomes = trajectory_outcomes(
             rank.state,
-            self._sequences(request),
+            _sequences(self._read_rows(request.trajectory_ids), request),
             watch,
             step=request.step,
             settings=rank.settings,
@@ -154,6 +148,12 @@ class ReplayWalk:
                 f"checkpoint {checkpoint} was restored to {hashes}, the ledger has {recorded}"
             )
         return hashes
+
+
+def _sequences(rows: Sequence[Mapping[str, Any]], request: StepRequest) -> list[TrainingSequence]:
+    return sequences_from_rows(
+        rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+    )
 
 
 def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:

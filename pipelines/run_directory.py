@@ -26,7 +26,6 @@ class RunState:
     """How a run stands, as its last driver recorded it; `writers/` says who that was."""
 
     state: State = "running"
-    writer_epoch: int = 0
     reason: str = ""
     seconds_driven: float = 0.0
     """Wall time of earlier drivers' lives, as far as they could record it."""
@@ -55,21 +54,28 @@ def existing_run(runs: Path, name: str) -> RunLayout:
     """
     layout = run_layout(runs, name)
     if not layout.config.is_file():
-        known = ", ".join(run.name for run in list_runs(runs)) or "none"
-        raise RunError(f"expected a run named {name!r} in {runs}, found: {known}")
+        raise _no_run(runs, name)
     return layout
 
 
 def find_run(runs: Path, reference: str) -> RunLayout:
-    """Return the layout of a run by its directory, or by its name in `runs`.
+    """Return the layout of a run by its name in `runs`, or by its directory.
+
+    A damaged run is found by its ledger, too.
 
     Raises:
         RunError: there is none; says which there are.
     """
-    directory = Path(reference)
-    if (directory / "config.toml").is_file():
-        return RunLayout(directory.resolve())
-    return existing_run(runs, reference)
+    for root in (runs / reference, Path(reference)):
+        layout = RunLayout(root.resolve())
+        if layout.config.is_file() or layout.steps.is_dir():
+            return layout
+    raise _no_run(runs, reference)
+
+
+def _no_run(runs: Path, name: str) -> RunError:
+    known = ", ".join(run.name for run in list_runs(runs)) or "none"
+    return RunError(f"expected a run named {name!r} in {runs}, found: {known}")
 
 
 @contextmanager
@@ -84,7 +90,7 @@ def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
     """
     with claim_run(layout.writers, take_over=take_over) as writer:
         before = read_state(layout)
-        held = RunState("running", writer.writer_epoch, seconds_driven=before.seconds_driven)
+        held = RunState("running", seconds_driven=before.seconds_driven)
         _write_state(layout, held)
         yield writer
 
@@ -97,9 +103,9 @@ def leave_run(
     Args:
         seconds: wall time of this driver's life.
     """
+    if writer.is_superseded:
+        return  # the state is another driver's
     before = read_state(layout)
-    if before.writer_epoch != writer.writer_epoch:
-        return  # taken over: the state is another driver's
     driven = before.seconds_driven + seconds
     try:
         _write_state(layout, replace(before, state=state, reason=reason, seconds_driven=driven))
@@ -108,7 +114,7 @@ def leave_run(
 
 
 def read_state(layout: RunLayout) -> RunState:
-    """Return the recorded state; a run without a readable one has epoch 0."""
+    """Return the recorded state; a run without a readable one is new."""
     try:
         return RunState(**json.loads(layout.state.read_text()))
     except (FileNotFoundError, ValueError, TypeError):

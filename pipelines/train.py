@@ -17,7 +17,6 @@ from areal_flow.cluster.adapters import (
     DaskRollouts,
     DaskTrainer,
     DaskWeights,
-    generator_addresses,
 )
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
@@ -240,9 +239,8 @@ class Session:
         return tuple((await self._on_generators(tasks.engine_stats)).values())
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
-        generators = await generator_addresses(self.client)
         results: dict[str, Any] = await self.client.run(
-            function, workers=generators, on_error="ignore"
+            function, workers=self.cluster.fleet.generators(), on_error="ignore"
         )
         return results
 

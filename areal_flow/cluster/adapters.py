@@ -12,6 +12,7 @@ from distributed import Client, Future, KilledWorker, wait
 from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import tasks
+from areal_flow.cluster.liveness import SILENT_S
 from areal_flow.errors import (
     ArealFlowError,
     EngineError,
@@ -26,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 ACKNOWLEDGE_TIMEOUT_S = 30.0
 """How long a generator may take to load weights before it is replaced and its tasks run again."""
-
-SILENT_S = 3.0
-"""A generator that has not been heard for longer is not waited for."""
 
 LISTEN_EVERY_S = 0.5
 
@@ -239,11 +237,6 @@ def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
     for error in errors:
         logger.warning("a generator could not load weights: %s", error)
     return not errors
-
-
-async def generator_addresses(client: Client) -> list[str]:
-    """Return the addresses of live generators."""
-    return await worker_addresses(client, "generator")
 
 
 async def worker_addresses(client: Client, role: str) -> list[str]:

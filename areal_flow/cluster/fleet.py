@@ -108,14 +108,10 @@ class Fleet:
         if self._closing:
             return
         dask.config.set({CONNECT_TIMEOUT: "1 s"})
-        if not self._broken.done():
-            self._broken.set_exception(
-                EngineError("the scheduler was ended from outside, and its tasks with it: resume")
-            )
+        self._break("the scheduler was ended from outside, and its tasks with it: resume")
         self.close()
         for nanny in self.cluster._created:
-            if nanny.pid:
-                os.kill(nanny.pid, signal.SIGKILL)
+            _kill(nanny)
         self.cluster.status = Status.closed
 
     # Who is there
@@ -253,8 +249,7 @@ class Fleet:
         return next(n for i in count() if (n := f"{role}-{i}") not in taken)
 
     def _place(self, placement: WorkerPlacement) -> dict[str, object]:
-        self.members.place(placement)
-        member = self.members.all()[-1]
+        member = self.members.place(placement)
         return nanny_specification(placement, lambda code: self._died(member, code))
 
     # Hanging and dying
@@ -263,9 +258,7 @@ class Fleet:
         """Kill a worker that hangs; its nanny starts another, its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", member.name, why)
         nanny = self.nanny_of(member)
-        if nanny is not None and nanny.pid:
-            os.kill(nanny.pid, signal.SIGKILL)
-        else:
+        if nanny is None or not _kill(nanny):
             await self._forget(member)
             await self._ask_nanny(member, "kill")
 
@@ -295,10 +288,13 @@ class Fleet:
         logger.warning("%s", message)
         self.spawn(self._dismiss(member))
         self._tell_followers()
-        if not self.members.expected(member.role) and not self._broken.done():
-            self._broken.set_exception(
-                EngineError(f"the run has no {member.title} left: {message}, then resume")
-            )
+        if not self.members.expected(member.role):
+            self._break(f"the run has no {member.title} left: {message}, then resume")
+
+    def _break(self, reason: str) -> None:
+        """Have `guard` raise: the fleet can do its work no more."""
+        if not self._broken.done():
+            self._broken.set_exception(EngineError(reason))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside everything else; a failure is logged."""
@@ -310,6 +306,15 @@ class Fleet:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()):
             logger.warning("%s", error)
+
+
+def _kill(nanny: Any) -> bool:
+    """Kill a nanny's process; return whether there was one. Its end may come first."""
+    if not nanny.pid:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(nanny.pid, signal.SIGKILL)
+    return True
 
 
 class FleetPlugin(SchedulerPlugin):

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 MIN_PROCESSOR_S = 0.05
 """Less than this is what threads use that only wait."""
 
+SILENT_S = 3.0
+"""A worker that has not been heard for longer is not waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class SignsOfLife:

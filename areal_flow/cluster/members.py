@@ -78,11 +78,11 @@ class Members:
         found = [m for m in self._by_key.values() if m.address == address]
         return found[0] if found else None
 
-    def place(self, placement: WorkerPlacement) -> None:
-        """Note a worker that the driver is about to start."""
-        self._by_key[placement.name] = Member(
-            placement.name, placement.role, placement.num_slots, is_ours=True
-        )
+    def place(self, placement: WorkerPlacement) -> Member:
+        """Note a worker that the driver is about to start, and return it."""
+        member = Member(placement.name, placement.role, placement.num_slots, is_ours=True)
+        self._by_key[placement.name] = member
+        return member
 
     def joined(self, newcomer: Member, *, now: float) -> Member:
         """Note that a process has registered; return whose it is, `newcomer` if nobody's."""

@@ -2,8 +2,8 @@
 
 Processes are killed (`kill -9`) or hung (SIGSTOP) at random moments, some of them chosen to lie
 inside a commit, a ledger append or a checkpoint: driver, scheduler, generators, trainer, reward
-worker. A driver that hung is taken over by another and woken up later. After every death of a
-driver the run is audited; at its end all steps are trained again from step 0 by one process.
+worker. A driver that hung is taken over by another and woken up later. After every strike the run
+is audited, as it lies there or as it goes on; at its end all steps are trained again from step 0.
 
 | strike     | what it does                                                                     |
 |------------|----------------------------------------------------------------------------------|
@@ -186,6 +186,7 @@ class Chaos:
             self._wait_for(strike)
             asyncio.run(_end_scheduler(self._scheduler()))
             self._await(self._driver_is_gone, "the driver to notice that its scheduler is gone")
+            self._audit()
             self._resume()
         else:
             self._strike_worker(strike)
@@ -208,12 +209,14 @@ class Chaos:
         self._await(lambda: self.head() > head, "a step of the driver that took over")
         if self._randomness.random() < 0.7:
             self._wake_the_hung()
+        self._audit()
 
     def _strike_worker(self, strike: Strike) -> None:
         self._wait_for(strike)
         worker = self.live_worker(strike.victim)
         with suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGSTOP if strike.hang else signal.SIGKILL)
+        self._audit()
 
     def live_worker(self, role: str) -> WorkerStatus:
         """Return a random live worker of a role, once there is one."""

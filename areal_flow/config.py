@@ -161,6 +161,7 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     threads_per_worker: int = Field(1, ge=1)
+    num_trainers: int = Field(1, ge=1)
     num_trainer_threads: int = Field(1, ge=1)
     dashboard_port: int = Field(0, ge=0, le=65535)
     silent_after_s: float = Field(10.0, ge=1)

@@ -149,6 +149,15 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a trainer's ranks come together: one name a gang, never used again."""
+
+    name: str
+    rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepRequest:
     """Exactly what a step computes. Built from a fresh batch or from a ledger row, alike."""
 

@@ -13,11 +13,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from distributed import Client
-
 from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.cluster import tasks
-from areal_flow.cluster.adapters import on_trainer
+from areal_flow.cluster.gang import TrainerGang
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.comparison import bits_must_agree
@@ -45,16 +43,16 @@ class Restored:
 
 
 async def begin_policy(
-    client: Client, recipe: Recipe, progress: Progress
+    gang: TrainerGang, recipe: Recipe, progress: Progress
 ) -> tuple[PolicyHashes, str]:
-    """Make version 0 on the trainer: a pretrained directory, or a warm-started tiny policy."""
+    """Make version 0 on the leader: a pretrained directory, or a warm-started tiny policy."""
     if recipe.model != TINY_MODEL:
-        return await on_trainer(client, tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
+        return await gang.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
     num_steps, taken = recipe.warm_start.num_steps, 0
     while taken < num_steps:
-        taken, loss = await on_trainer(client, warm_start_chunk, WARM_START_CHUNK_STEPS)
+        taken, loss = await gang.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
         progress.update(f"warm start {taken}/{num_steps}, loss {loss:.3f}")
-    return await on_trainer(client, begin_from_warm_start)  # type: ignore[no-any-return]
+    return await gang.lead(begin_from_warm_start)  # type: ignore[no-any-return]
 
 
 async def commit_genesis(
@@ -72,9 +70,9 @@ async def commit_genesis(
 
 
 async def restore_policy(
-    client: Client, layout: RunLayout, recipe: Recipe, ledger: Ledger, channel: WeightsChannel
+    gang: TrainerGang, layout: RunLayout, recipe: Recipe, ledger: Ledger, channel: WeightsChannel
 ) -> Restored:
-    """Bring the trainer to the ledger's head and publish it.
+    """Bring all ranks to the ledger's head and publish it.
 
     The newest checkpoint that can be read is loaded; the ledger's later rows are trained again.
 
@@ -82,14 +80,14 @@ async def restore_policy(
         RunError: there is no usable checkpoint.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
-    checkpoint, hashes = await _restore_checkpoint(client, layout, ledger.rows(["weights_hash"]))
+    checkpoint, hashes = await _restore_checkpoint(gang, layout, ledger.rows(["weights_hash"]))
     for row in ledger.rows(since=checkpoint + 1):
         request = request_from_row(
             row,
             parent_hash=hashes.weights_hash,
             max_staleness=recipe.controller.max_staleness,
         )
-        replayed: StepResult = await on_trainer(client, tasks.train_step, request)
+        replayed = await gang.step(request)
         after_fork = request.parent_hash != row["parent_hash"]
         note_fork(layout, row, replayed, after_fork=after_fork)
         hashes = replayed.hashes
@@ -98,12 +96,12 @@ async def restore_policy(
 
 
 async def _restore_checkpoint(
-    client: Client, layout: RunLayout, rows: Sequence[dict[str, Any]]
+    gang: TrainerGang, layout: RunLayout, rows: Sequence[dict[str, Any]]
 ) -> tuple[int, PolicyHashes]:
     usable = checkpoint_hashes(layout.checkpoints)
     while (checkpoint := choose_checkpoint(usable, rows)) is not None:
         try:
-            return checkpoint, await on_trainer(client, tasks.restore_trainer, checkpoint)
+            return checkpoint, await gang.restore(checkpoint)
         except TrainerLost:
             raise
         except TrainingError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from distributed import Client
 
 from areal_flow.cluster import tasks
-from areal_flow.cluster.adapters import result_of
+from areal_flow.cluster.results import result_of
 from areal_flow.types import EvaluationTable, Prompt
 from pipelines.intervals import wilson_interval
 

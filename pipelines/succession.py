@@ -42,6 +42,10 @@ def succeed(layout: RunLayout, writer: Writer) -> None:
 
 
 def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
-    """Return weights and half-written checkpoints of earlier epochs; both end with theirs."""
-    candidates = [*layout.weights.glob("[0-9]*"), *layout.checkpoints.glob(".partial-*")]
+    """Return weights, meeting points and half-written checkpoints of earlier epochs."""
+    candidates = [
+        *layout.weights.glob("[0-9]*"),
+        *layout.gangs.glob("[0-9]*"),
+        *layout.checkpoints.glob(".partial-*"),
+    ]
     return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]

@@ -18,6 +18,7 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
 )
+from areal_flow.cluster.gang import TrainerGang
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.plugins import RunPlugin
@@ -157,7 +158,12 @@ class Session:
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
         self.committed_ledger = CommittedLedger(self.ledger)
-        self.trainer = DaskTrainer(client, self._restore_trainer)
+        self.gang = TrainerGang(
+            client,
+            num_ranks=recipe.cluster.num_trainers,
+            replace=cluster.fleet.replace_named,
+        )
+        self.trainer = DaskTrainer(client, self.gang, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -204,10 +210,12 @@ class Session:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.client, self.recipe, self.progress)
+        begun = await begin_policy(self.gang, self.recipe, self.progress)
         seconds = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()
+        if self.recipe.cluster.num_trainers > 1:
+            await self._restore_trainer()  # only the leader has version 0 so far
         return self._plan()
 
     async def _restore(self) -> FlowStart:
@@ -230,7 +238,7 @@ class Session:
 
     async def _restore_trainer(self) -> str:
         restored = await restore_policy(
-            self.client, self.layout, self.recipe, self.ledger, self.channel
+            self.gang, self.layout, self.recipe, self.ledger, self.channel
         )
         self.progress.update(f"the trainer is restored: {restored.num_replayed} steps replayed")
         return restored.weights_hash

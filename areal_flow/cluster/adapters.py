@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from distributed import Client, Future, KilledWorker, wait
+from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import tasks
+from areal_flow.cluster.gang import TrainerGang
 from areal_flow.cluster.liveness import SILENT_S
+from areal_flow.cluster.placement import trainer_name
+from areal_flow.cluster.results import result_of
 from areal_flow.errors import (
     ArealFlowError,
-    EngineError,
     SchemaError,
     TrainerLost,
     TrainingError,
@@ -112,19 +114,24 @@ class SharedWrites:
 
 
 class DaskTrainer:
-    """Sends steps and checkpoints to the trainer rank; restores it if it came back empty."""
+    """Sends steps and checkpoints to the trainer; restores it if it came back empty."""
 
-    def __init__(self, client: Client, restore: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(
+        self, client: Client, gang: TrainerGang, restore: Callable[[], Awaitable[Any]]
+    ) -> None:
         self._client = client
+        self._gang = gang
         self._restore = restore
 
     async def step(self, request: StepRequest) -> StepResult:
-        result: StepResult = await self._run(tasks.train_step, request)
+        result: StepResult = await self._persist(lambda: self._gang.step(request))
         return result
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
-        await self._run(tasks.take_snapshot, weights_hash, next_submission_index)
+        await self._persist(
+            lambda: self._gang.lead(tasks.take_snapshot, weights_hash, next_submission_index)
+        )
 
     async def write_snapshot(self, step: int) -> None:
         """Write the snapshot of a step as a checkpoint, beside the steps that follow.
@@ -133,16 +140,16 @@ class DaskTrainer:
             TrainerLost: the trainer died with it.
             RunError, StorageError: nothing was written.
         """
-        trainers = await worker_addresses(self._client, "trainer")
+        leader = await worker_addresses(self._client, trainer_name(0))
         try:
-            written = await self._client.run(tasks.write_snapshot, step, workers=trainers)
+            written = await self._client.run(tasks.write_snapshot, step, workers=leader)
         except OSError as error:
             raise TrainerLost(f"the trainer died while it wrote step {step}: {error}") from error
         if not written:
             raise TrainerLost(f"no trainer is there to write the snapshot of step {step}")
 
-    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run on the trainer, restored first where that is needed: it may be lost again meanwhile.
+    async def _persist(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.
 
         Raises:
             TrainingError: it was lost once too often; the message is the last loss.
@@ -151,7 +158,7 @@ class DaskTrainer:
             try:
                 if num_restored:
                     await self._restore()
-                return await on_trainer(self._client, function, *arguments)
+                return await ask()
             except TrainerLost as lost:
                 logger.warning("%s; restoring it from checkpoint and ledger", lost)
                 last = lost
@@ -239,42 +246,8 @@ def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
     return not errors
 
 
-async def worker_addresses(client: Client, role: str) -> list[str]:
-    """Return the addresses of live workers of a role."""
+async def worker_addresses(client: Client, resource: str) -> list[str]:
+    """Return the addresses of live workers that have a resource."""
     identity: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
-    return [
-        address for address, worker in identity["workers"].items() if role in worker["resources"]
-    ]
-
-
-async def on_trainer(client: Client, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on the trainer; never again by itself, since a step must not repeat.
-
-    Raises:
-        TrainerLost: the trainer died, or does not stand where the request starts.
-    """
-    future = client.submit(function, *arguments, pure=False, resources={"trainer": 1}, retries=0)
-    try:
-        return await result_of(future)
-    except EngineError as error:
-        raise TrainerLost(f"the trainer died: {error}") from error
-
-
-async def result_of(future: Future) -> Any:
-    """Return a task's result, its failure as one of ours.
-
-    Raises:
-        ArealFlowError: as raised by the task, or what became of it.
-    """
-    try:
-        return await future
-    except ArealFlowError:
-        raise
-    except KilledWorker as error:
-        raise EngineError(f"its worker died again and again: {error}") from error
-    except asyncio.CancelledError:
-        if future.cancelled():
-            raise EngineError("the task was cancelled on the cluster") from None
-        raise
-    except Exception as error:
-        raise ArealFlowError(f"{type(error).__name__}: {error}") from error
+    workers = identity["workers"].items()
+    return [address for address, worker in workers if resource in worker["resources"]]

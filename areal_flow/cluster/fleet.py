@@ -190,7 +190,7 @@ class Fleet:
             known = ", ".join(m.name for m in self.members.all() if m.is_expected)
             raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
         if member.role == "trainer":
-            raise RunError(f"{name} is the trainer and cannot be removed; stop the run instead")
+            raise RunError(f"{name} trains and cannot be removed; stop the run instead")
         others = [m for m in self.members.present(member.role) if m is not member]
         if member.role and not others:
             raise RunError(
@@ -262,6 +262,12 @@ class Fleet:
             await self._forget(member)
             await self._ask_nanny(member, "kill")
 
+    async def replace_named(self, name: str, *, why: str) -> None:
+        """Replace the worker of this name, if it is there."""
+        member = self.members.named(name)
+        if member is not None and member.address:
+            await self.replace(member, why=why)
+
     async def revive(self) -> None:
         """Start nannies again that gave up because their process did not start."""
         if self._closing:
@@ -288,7 +294,7 @@ class Fleet:
         logger.warning("%s", message)
         self.spawn(self._dismiss(member))
         self._tell_followers()
-        if not self.members.expected(member.role):
+        if member.role == "trainer" or not self.members.expected(member.role):
             self._break(f"the run has no {member.title} left: {message}, then resume")
 
     def _break(self, reason: str) -> None:

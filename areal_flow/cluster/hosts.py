@@ -15,11 +15,12 @@ from areal_flow.layout import RunLayout
 from areal_flow.modeling.directory import stop_token_ids
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
-from areal_flow.types import Completion, EngineStats, GroupRequest, Sampling, Score
+from areal_flow.types import Completion, EngineStats, GroupRequest, Meeting, Sampling, Score
 from areal_flow.weights.directory import DirectoryChannel
 
 if TYPE_CHECKING:
     from areal_flow.generation.loop import EngineLoop
+    from areal_flow.trainer.gang import Together
     from areal_flow.trainer.rank import TrainerRank
 
 
@@ -141,6 +142,18 @@ def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
         channel=DirectoryChannel(layout.weights_of(writer_epoch)),
         read_rows=TrainingRows(layout.trajectories, layout.writers),
     )
+
+
+def meet(run_directory: Path, writer_epoch: int, meeting: Meeting, *, host: str) -> Together:
+    """Return the gang of this rank, once all ranks have come.
+
+    Raises:
+        TrainerLost: they did not.
+    """
+    from areal_flow.trainer.gang import Together
+
+    point = RunLayout(run_directory).meeting_point(writer_epoch, meeting.name)
+    return Together(meeting, point, host=host)
 
 
 def recipe_of(run_directory: Path) -> Recipe:

@@ -40,7 +40,7 @@ def nanny_specification(
         "cls": ReportingNanny,
         "options": {
             "nthreads": placement.num_threads,
-            "resources": {placement.role: placement.num_slots},
+            "resources": placement.resources,
             "env": placement.environment,
             "memory_limit": 0,
             "host": HOST,

@@ -22,12 +22,18 @@ class WorkerPlacement:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def resources(self) -> dict[str, int]:
+        """Return what its tasks ask for: slots of its role and, of a trainer, that very rank."""
+        rank = {self.name: 1} if self.role == "trainer" else {}
+        return {self.role: self.num_slots, **rank}
+
+    @property
     def num_threads(self) -> int:
         return self.num_slots + CONTROL_THREADS
 
 
 def place_workers(recipe: Recipe) -> list[WorkerPlacement]:
-    """Return generators, the trainer and the reward workers of a local cluster."""
+    """Return generators, trainer ranks and reward workers of a local cluster."""
     cluster = recipe.cluster
     generators = [
         WorkerPlacement(
@@ -38,14 +44,22 @@ def place_workers(recipe: Recipe) -> list[WorkerPlacement]:
         )
         for index in range(cluster.num_generators)
     ]
-    trainer = WorkerPlacement(
-        "trainer-0", "trainer", 1, worker_environment(cluster.num_trainer_threads)
-    )
+    trainers = [
+        WorkerPlacement(
+            trainer_name(rank), "trainer", 1, worker_environment(cluster.num_trainer_threads)
+        )
+        for rank in range(cluster.num_trainers)
+    ]
     rewards = [
         WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1))
         for index in range(recipe.rewards.num_workers)
     ]
-    return [*generators, trainer, *rewards]
+    return [*generators, *trainers, *rewards]
+
+
+def trainer_name(rank: int) -> str:
+    """Return the name of a trainer rank's worker, which is also a resource that it alone has."""
+    return f"trainer-{rank}"
 
 
 def groups_in_flight(recipe: Recipe) -> int:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from distributed import Worker
+from distributed import Worker, get_worker
 
-from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank
+from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank, meet
 from areal_flow.cluster.plugins import Holder, holder
 from areal_flow.controller.seeds import member_seed
 from areal_flow.errors import SchemaError, TrainerLost
@@ -28,6 +28,7 @@ from areal_flow.types import (
     EngineStats,
     Episode,
     GroupReceipt,
+    Meeting,
     PolicyHashes,
     Prompt,
     StepRequest,
@@ -218,9 +219,14 @@ async def write_snapshot(step: int, dask_worker: Worker) -> Path:
     return await asyncio.to_thread(rank.write_snapshot, step, writer)
 
 
-def restore_trainer(checkpoint_step: int) -> PolicyHashes:
-    """Load a checkpoint into this trainer."""
-    return trainer_rank().restore(checkpoint_step)
+def restore_trainer(checkpoint_step: int, meeting: Meeting) -> PolicyHashes:
+    """Meet the other ranks, if there are any, and load a checkpoint into this one."""
+    rank = trainer_rank()
+    rank.leave()
+    if meeting.num_ranks > 1:
+        of = holder()
+        rank.join(meet(of.run_directory, of.writer_epoch, meeting, host=get_worker().ip))
+    return rank.restore(checkpoint_step)
 
 
 def _generator(of: Holder) -> GeneratorHost:

@@ -168,7 +168,8 @@ def trajectory_outcomes(
     clipped_by_sequence = {
         index: tuple(trained and next(clipped) for trained in sequences[index].trained)
         for minibatch in plan
-        for indices in minibatch
+        for micro_batches in minibatch
+        for indices in micro_batches
         for index in indices
     }
     return [

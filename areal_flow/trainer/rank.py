@@ -2,6 +2,9 @@
 
 A request names its parent by hash. At the parent the rank computes; at the child of the very same
 request it answers what it has; anywhere else it refuses, and must be restored first.
+
+Each rank holds the whole state and reads the whole batch; it computes its share of the gradient,
+and all make the same update. Only the leader's weights and checkpoints are written.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from areal_flow.trainer.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
+from areal_flow.trainer.gang import Alone, Gang
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -36,6 +40,7 @@ from areal_flow.trainer.state import TrainerState, numeric_environment
 from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsStage
+from areal_flow.weights.hashing import HashingStage
 from areal_flow.writers import Writer
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
@@ -59,6 +64,7 @@ class TrainerRank:
         self._channel = channel
         self._read_rows = read_rows
         self._snapshot: Snapshot | None = None
+        self._gang: Gang = Alone(recipe.cluster.num_trainers)
         self.loss = loss
         self._last: tuple[StepRequest, StepResult] | None = None
         self._hashes: PolicyHashes | None = None
@@ -82,24 +88,42 @@ class TrainerRank:
             algorithm=self._recipe.algorithm,
             temperature=self._recipe.generation.temperature,
             seed=self._recipe.seed,
+            num_ranks=self._recipe.cluster.num_trainers,
             loss=self.loss,
         )
+
+    def join(self, gang: Gang) -> None:
+        """Compute with others from here on; a rank that never did computes every share itself."""
+        self._gang = gang
+
+    def leave(self) -> None:
+        """Be of its gang no more, so that nobody waits for this rank."""
+        self._gang.leave()
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
         self._step, self._last = 0, None
         self._hashes = self._stage(0)
-        return self._hashes, numeric_environment(self._recipe.trainer)
+        return self._hashes, self._numeric_environment()
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
 
         Raises:
-            TrainerLost: this rank is not at the parent.
+            TrainerLost: this rank is not at the parent, or another one was lost.
             TrainingError: numbers are not finite.
         """
         if self._last and self._last[0] == request:
             return self._last[1]
+        try:
+            result = self._compute(request)
+        except BaseException:
+            self.leave()
+            raise
+        self._step, self._last = request.step, (request, result)
+        return result
+
+    def _compute(self, request: StepRequest) -> StepResult:
         self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
         rows = self._read_rows(request.trajectory_ids)
@@ -119,11 +143,7 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        result = StepResult(
-            request.step, self._hashes, metrics, numeric_environment(self._recipe.trainer)
-        )
-        self._step, self._last = request.step, (request, result)
-        return result
+        return StepResult(request.step, self._hashes, metrics, self._numeric_environment())
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
@@ -190,16 +210,24 @@ class TrainerRank:
         # From here until its weights are staged this rank stands nowhere: an error must not leave
         # changed weights under the parent's name.
         self._hashes = None
-        return train_step(self.state, sequences, step=request.step, settings=self.settings)
+        return train_step(
+            self.state, sequences, step=request.step, settings=self.settings, gang=self._gang
+        )
+
+    def _numeric_environment(self) -> str:
+        return numeric_environment(
+            self._recipe.trainer, num_ranks=self._recipe.cluster.num_trainers
+        )
 
     def _stage(self, version: int) -> PolicyHashes:
         assert self.state is not None
         dtype = DTYPES[self._recipe.generation.dtype]
         tensors = {name: tensor.to(dtype) for name, tensor in self.state.tensors().items()}
+        channel = self._channel if self._gang.leads else HashingStage()
         return PolicyHashes(
             weights_hash=self.state.weights_hash(),
             optimizer_hash=self.state.optimizer_hash(),
-            served_hash=self._channel.stage(version, tensors),
+            served_hash=channel.stage(version, tensors),
         )
 
     def _metrics(

@@ -78,11 +78,12 @@ class TrainerState:
         return hash_tensors(self.optimizer_tensors())
 
 
-def numeric_environment(settings: TrainerSettings) -> str:
+def numeric_environment(settings: TrainerSettings, *, num_ranks: int) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
     return json.dumps(
         {
             "torch": torch.__version__,
+            "ranks": num_ranks,
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]

@@ -2,15 +2,16 @@
 
 Advantages over the whole batch, then minibatches, each one optimizer update, each packed into
 micro-batches whose gradients add up: losses are divided by the trained tokens of the minibatch, so
-the packing does not change the gradient.
+neither the packing nor the number of ranks that share the micro-batches changes the gradient.
 
 It refuses to know where sequences come from and where weights go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import reduce
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, decoupled_ppo_lo
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.config import AlgorithmSettings
 from areal_flow.errors import TrainingError
+from areal_flow.trainer.gang import Alone, Gang
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
 from areal_flow.trainer.state import TrainerState
 
@@ -33,6 +35,7 @@ class StepSettings:
     algorithm: AlgorithmSettings
     temperature: float
     seed: int
+    num_ranks: int = 1
     loss: TokenLoss = decoupled_ppo_loss
 
 
@@ -47,61 +50,130 @@ class UpdateNumbers:
     behavior_weight_sum: float = 0.0
     behavior_weight_max: float = 0.0
 
-    def add(self, loss: PolicyLoss, num_tokens: int) -> None:
+    def add(self, shares: Sequence[ShareNumbers]) -> None:
+        """Add the shares of one update."""
+        for share in shares:
+            self.num_tokens += share.num_tokens
+            self.num_clipped += share.num_clipped
+            self.behavior_weight_sum += share.behavior_weight_sum
+            self.behavior_weight_max = max(self.behavior_weight_max, share.behavior_weight_max)
+
+
+@dataclass(slots=True)
+class ShareNumbers:
+    """Sums over the micro-batches of one rank's share of a minibatch."""
+
+    loss: float = 0.0
+    num_tokens: int = 0
+    num_clipped: int = 0
+    behavior_weight_sum: float = 0.0
+    behavior_weight_max: float = 0.0
+
+    def add(self, loss: PolicyLoss, *, divisor: int, num_tokens: int) -> None:
+        self.loss += float(loss.loss_sum.detach()) / divisor
         self.num_tokens += num_tokens
         self.num_clipped += int(loss.num_clipped)
         self.behavior_weight_sum += float(loss.behavior_weight_sum)
         self.behavior_weight_max = max(self.behavior_weight_max, float(loss.behavior_weight_max))
 
+    def tensor(self) -> Tensor:
+        """Return the numbers as other ranks receive them."""
+        return torch.tensor(astuple(self), dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> ShareNumbers:
+        loss, num_tokens, num_clipped, *weights = tensor.tolist()
+        return cls(loss, int(num_tokens), int(num_clipped), *weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes of a minibatch; without `proximal`, its own forward pass serves."""
+
+    micro_batches: Sequence[MicroBatch]
+    proximal: Sequence[Tensor] | None
+
 
 def train_step(
-    state: TrainerState, sequences: Sequence[TrainingSequence], *, step: int, settings: StepSettings
+    state: TrainerState,
+    sequences: Sequence[TrainingSequence],
+    *,
+    step: int,
+    settings: StepSettings,
+    gang: Gang | None = None,
 ) -> UpdateNumbers:
-    """Update the policy once per minibatch; deterministic in (state, sequences, step, seed).
+    """Update the policy once per minibatch; deterministic in (state, sequences, step, settings).
+
+    Args:
+        sequences: the whole batch, on every rank.
+        gang: the other ranks; without one this process computes every rank's share.
 
     Raises:
         TrainingError: a loss or a gradient is not finite. The state must not be used any more.
+        TrainerLost: another rank left in the midst. The same.
     """
+    gang = gang or Alone(settings.num_ranks)
     advantages = compute_advantages(sequences, settings.algorithm)
+    plan = plan_micro_batches(
+        sequences, step=step, settings=settings, max_tokens=state.settings.tokens_per_micro_batch
+    )
     minibatches = [
-        [
-            pack_sequences(
-                [sequences[index] for index in indices],
-                [advantages[index] for index in indices],
-                device=state.settings.device,
-            )
-            for indices in minibatch
-        ]
-        for minibatch in plan_micro_batches(
-            sequences,
-            step=step,
-            settings=settings,
-            max_tokens=state.settings.tokens_per_micro_batch,
-        )
+        {
+            rank: [
+                pack_sequences(
+                    [sequences[index] for index in indices],
+                    [advantages[index] for index in indices],
+                    device=state.settings.device,
+                )
+                for indices in minibatch[rank]
+            ]
+            for rank in gang.mine
+        }
+        for minibatch in plan
     ]
-    later_proximal = [
-        [_logprobs_without_gradient(state, micro, settings) for micro in minibatch]
+    proximal = [
+        {
+            rank: [_logprobs_without_gradient(state, micro, settings) for micro in micro_batches]
+            for rank, micro_batches in minibatch.items()
+        }
         for minibatch in minibatches[1:]
     ]
     state.set_learning_rate(state.learning_rate(step))
     numbers = UpdateNumbers()
-    for minibatch, proximal in zip(minibatches, [None, *later_proximal], strict=True):
-        _update(state, minibatch, proximal, settings, numbers)
+    for planned, minibatch, of_ranks in zip(plan, minibatches, [{}, *proximal], strict=True):
+        shares = {
+            rank: Share(micro_batches, of_ranks.get(rank))
+            for rank, micro_batches in minibatch.items()
+        }
+        num_tokens = sum(
+            sequences[index].num_trained
+            for micro_batches in planned
+            for indices in micro_batches
+            for index in indices
+        )
+        if num_tokens:
+            _update(state, shares, num_tokens, gang, settings, numbers)
     return numbers
 
 
 def plan_micro_batches(
     sequences: Sequence[TrainingSequence], *, step: int, settings: StepSettings, max_tokens: int
-) -> list[list[list[int]]]:
-    """Return the indices in each minibatch's micro-batches, in an order drawn from (seed, step)."""
+) -> list[list[list[list[int]]]]:
+    """Return the indices of each minibatch's ranks' micro-batches; (seed, step) draw the order."""
     order = np.random.default_rng([settings.seed, step]).permutation(len(sequences))
     plan = []
     for part in np.array_split(order, settings.algorithm.num_minibatches):
         members = sorted(part.tolist())
-        packed = pack_first_fit_decreasing(
-            [sequences[member].num_tokens for member in members], max_tokens=max_tokens
+        lengths = [sequences[member].num_tokens for member in members]
+        packed = pack_first_fit_decreasing(lengths, max_tokens=max_tokens)
+        if missing := -len(packed) % settings.num_ranks:
+            packed = pack_first_fit_decreasing(
+                lengths, max_tokens=max_tokens, min_micro_batches=len(packed) + missing
+            )
+        micro_batches = [[members[index] for index in indices] for indices in packed]
+        plan.append(
+            [micro_batches[rank :: settings.num_ranks] for rank in range(settings.num_ranks)]
         )
-        plan.append([[members[index] for index in indices] for indices in packed])
     return plan
 
 
@@ -121,22 +193,22 @@ def compute_advantages(
 
 def _update(
     state: TrainerState,
-    minibatch: Sequence[MicroBatch],
-    proximal: Sequence[Tensor] | None,
+    shares: Mapping[int, Share],
+    num_tokens: int,
+    gang: Gang,
     settings: StepSettings,
     numbers: UpdateNumbers,
 ) -> None:
-    num_tokens = sum(micro.targets_M.numel() for micro in minibatch)
-    if not num_tokens:
-        return
-    state.optimizer.zero_grad(set_to_none=True)
-    loss_total = 0.0
-    for index, micro in enumerate(minibatch):
-        proximal_M = None if proximal is None else proximal[index]
-        loss = _micro_batch_loss(state, micro, proximal_M, settings)
-        (loss.loss_sum / num_tokens).backward()  # type: ignore[no-untyped-call]
-        loss_total += float(loss.loss_sum.detach()) / num_tokens
-        numbers.add(loss, micro.targets_M.numel())
+    """Make one optimizer update of a minibatch with so many trained tokens."""
+    computed = {
+        rank: _compute_share(state, share, num_tokens, settings) for rank, share in shares.items()
+    }
+    of_ranks = gang.gather({rank: mine.tensor() for rank, (mine, _) in computed.items()})
+    found = [ShareNumbers.from_tensor(tensor) for tensor in of_ranks]
+    loss_total = sum(share.loss for share in found)
+    for index, parameter in enumerate(state.policy.parameters()):
+        mine = {rank: gradients[index] for rank, (_, gradients) in computed.items()}
+        parameter.grad = reduce(torch.add, gang.gather(mine))
     grad_norm = float(
         torch.nn.utils.clip_grad_norm_(state.policy.parameters(), state.settings.max_grad_norm)
     )
@@ -147,8 +219,27 @@ def _update(
             "trainer.learning_rate"
         )
     state.optimizer.step()
+    numbers.add(found)
     numbers.losses.append(loss_total)
     numbers.grad_norms.append(grad_norm)
+
+
+def _compute_share(
+    state: TrainerState, share: Share, num_tokens: int, settings: StepSettings
+) -> tuple[ShareNumbers, list[Tensor]]:
+    """Return the numbers and the gradients of one rank's share, in the order of parameters."""
+    state.optimizer.zero_grad(set_to_none=True)
+    numbers = ShareNumbers()
+    for index, micro in enumerate(share.micro_batches):
+        proximal_M = None if share.proximal is None else share.proximal[index]
+        loss = _micro_batch_loss(state, micro, proximal_M, settings)
+        (loss.loss_sum / num_tokens).backward()  # type: ignore[no-untyped-call]
+        numbers.add(loss, divisor=num_tokens, num_tokens=micro.targets_M.numel())
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in state.policy.parameters()
+    ]
+    return numbers, gradients
 
 
 def _micro_batch_loss(

@@ -16,6 +16,7 @@ from areal_flow.cluster.remote import WorkerStatus, list_workers, remove_worker
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
 from areal_flow.layout import RunLayout
+from pipelines.replay import replay_from_genesis
 from pipelines.workers import scheduler_of
 from tests.integration.runs import check_books, cli, run_while, small_recipe, step_reached
 
@@ -174,3 +175,36 @@ def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run
     with pytest.raises(EngineError, match="no generator left: generator-0 is quarantined"):
         run_while(layout.root, elastic_recipe(), kill_one_then_the_other)
     check_books(layout)
+
+
+def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them(
+    tmp_path: Path,
+) -> None:
+    layout = RunLayout((tmp_path / "runs" / "g").resolve())
+    observed = Observed(layout)
+    committed: list[int] = []
+
+    async def lose_either_rank() -> None:
+        await step_reached(layout, 2)
+        committed.append(observed.num_committed())
+        other = await observed.process("trainer-0")
+        await lose("trainer-1", signal.SIGKILL)
+        committed.append(observed.num_committed())
+        await step_reached(layout, observed.head() + 1)
+        assert await observed.process("trainer-0") == other
+        await lose("trainer-0", signal.SIGSTOP)
+        await step_reached(layout, observed.head() + 1)
+
+    async def lose(name: str, how: signal.Signals) -> None:
+        pid = await observed.process(name)
+        os.kill(pid, how)
+        await observed.process(name, other_than=pid)
+
+    recipe = elastic_recipe(num_generators=1, num_trainers=2, silent_after_s=3.0)
+    run_while(layout.root, recipe, lose_either_rank)
+    check_books(layout)
+    assert committed[0] < committed[1]
+    rows = areal_flow.open_run(layout.root).steps("arrow").sort_by("step").to_pylist()
+    assert len({row["weights_hash"] for row in rows}) == len(rows)
+    assert replay_from_genesis(layout).weights_hash == rows[-1]["weights_hash"]
+    assert not any(path.is_file() for path in layout.gangs.rglob("*"))

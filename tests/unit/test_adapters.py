@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
+from areal_flow.cluster.gang import TrainerGang
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.testing import MemoryChannel
 from tests.unit.virtual_time import run_in_virtual_time
@@ -57,7 +58,12 @@ class FakeGenerators:
         self.replaced.append(address)
 
 
-def restored_over(losses: int) -> tuple[Any, int]:
+def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
+    gang = TrainerGang(client, num_ranks=1, replace=FakeGenerators().replace)
+    return DaskTrainer(client, gang, restore)
+
+
+def restored_over(losses: int) -> int:
     num_restored = 0
 
     async def restore() -> None:
@@ -65,13 +71,14 @@ def restored_over(losses: int) -> tuple[Any, int]:
         num_restored += 1
 
     lost = [TrainerLost("the trainer died") for _ in range(losses)]
-    trainer = DaskTrainer(FakeClient([*lost, "done"]), restore)
-    return asyncio.run(trainer.step(None)), num_restored  # type: ignore[arg-type]
+    trainer = trainer_of(FakeClient([*lost, "done"]), restore)
+    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
+    return num_restored
 
 
 @pytest.mark.parametrize("losses", [0, 1, 2, 3])
 def test_lost_trainer_is_restored_and_asked_again(losses: int) -> None:
-    assert restored_over(losses) == ("done", losses)
+    assert restored_over(losses) == losses
 
 
 def test_trainer_that_is_lost_too_often_ends_with_the_cause() -> None:
@@ -88,8 +95,8 @@ def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
         if num_restored == 1:
             raise TrainerLost("the trainer died: in the middle of it")
 
-    trainer = DaskTrainer(FakeClient([TrainerLost("it died"), "done"]), restore)
-    assert asyncio.run(trainer.step(None)) == "done"  # type: ignore[arg-type]
+    trainer = trainer_of(FakeClient([TrainerLost("it died"), "done"]), restore)
+    asyncio.run(trainer.take_snapshot(weights_hash="w", next_submission_index=0))
     assert num_restored == 2
 
 

@@ -1,0 +1,113 @@
+"""All trainer ranks as one: a request goes to each, and counts when all give the same answer.
+
+A rank that fails ends its gang. The others notice, since its connections close; those that do not
+are replaced, like it. Then all are restored together, as a new gang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+from uuid import uuid4
+
+from distributed import Client, Future
+
+from areal_flow.cluster import tasks
+from areal_flow.cluster.placement import trainer_name
+from areal_flow.cluster.results import result_of
+from areal_flow.errors import EngineError, TrainerLost
+from areal_flow.types import Meeting, PolicyHashes, StepRequest, StepResult
+
+NOTICE_S = 10.0
+"""How long ranks have to notice that another one failed."""
+
+
+class ReplaceWorker(Protocol):
+    """Gives a worker up and has another started in its place."""
+
+    def __call__(self, name: str, *, why: str) -> Awaitable[None]: ...
+
+
+class TrainerGang:
+    """The trainer ranks of a run."""
+
+    def __init__(self, client: Client, *, num_ranks: int, replace: ReplaceWorker) -> None:
+        self._client = client
+        self._num_ranks = num_ranks
+        self._replace = replace
+
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        """Have all ranks load a checkpoint and meet as a new gang.
+
+        Raises:
+            TrainerLost: a rank died, or did not load what the others did.
+            ArealFlowError: as raised by a rank.
+        """
+        name = uuid4().hex
+        meetings = [Meeting(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
+        found = await self._answers(
+            [
+                self._submit(meeting.rank, tasks.restore_trainer, checkpoint, meeting)
+                for meeting in meetings
+            ]
+        )
+        _require_one(found, of=f"checkpoint {checkpoint}")
+        return found[0]  # type: ignore[no-any-return]
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """Compute one step on all ranks; never again by itself, since a step must not repeat.
+
+        Raises:
+            TrainerLost: a rank died, stands elsewhere, or made other weights than the others.
+            ArealFlowError: as raised by a rank.
+        """
+        ranks = range(self._num_ranks)
+        found = await self._answers([self._submit(r, tasks.train_step, request) for r in ranks])
+        _require_one([result.hashes for result in found], of=f"step {request.step}")
+        return found[0]  # type: ignore[no-any-return]
+
+    async def lead(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function on the leader: what one process does for all.
+
+        Raises:
+            TrainerLost: it died, or does not stand where it must.
+            ArealFlowError: as raised by it.
+        """
+        (answer,) = await self._answers([self._submit(0, function, *arguments)])
+        return answer
+
+    def _submit(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Future:
+        resources = {trainer_name(rank): 1}
+        return self._client.submit(function, *arguments, pure=False, resources=resources, retries=0)
+
+    async def _answers(self, futures: Sequence[Future]) -> list[Any]:
+        """Return what the ranks answer, rank 0 first; raise the failure that caused the others."""
+        answers = [asyncio.ensure_future(_answer(future)) for future in futures]
+        try:
+            _, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=NOTICE_S)
+            for rank, answer in enumerate(answers):
+                if answer in waiting:
+                    await self._replace(trainer_name(rank), why="its gang has ended")
+            found = await asyncio.gather(*answers, return_exceptions=True)
+        finally:
+            for answer in answers:
+                answer.cancel()
+        failures = [answer for answer in found if isinstance(answer, BaseException)]
+        for failure in sorted(failures, key=lambda failure: isinstance(failure, TrainerLost)):
+            raise failure
+        return found
+
+
+async def _answer(future: Future) -> Any:
+    try:
+        return await result_of(future)
+    except EngineError as error:
+        raise TrainerLost(f"the trainer died: {error}") from error
+
+
+def _require_one(found: Sequence[PolicyHashes], *, of: str) -> None:
+    if any(hashes != found[0] for hashes in found):
+        raise TrainerLost(f"{of}: the trainer's ranks hold different weights: {found}")

@@ -1,0 +1,128 @@
+"""How the ranks of a trainer add up their gradients: in the order of ranks, whoever computes them.
+
+A minibatch is dealt to ranks as shares. Each share's gradient is computed by itself, and the shares
+are then added in order. So one process that computes every share (`Alone`) makes, bit for bit, what
+the processes of a gang make together (`Together`): a replay needs no gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from areal_flow.errors import TrainerLost
+from areal_flow.types import Meeting
+
+MEETING_TIMEOUT_S = 300.0
+EXCHANGE_TIMEOUT_S = 3600.0
+"""A rank that dies closes its connections, and one that hangs is killed: this is for neither."""
+
+
+class Gang(Protocol):
+    """The ranks, seen from one process."""
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """The ranks whose shares this process computes."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process stages weights and writes checkpoints."""
+        ...
+
+    def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return every rank's tensor in the order of ranks; all have one shape and dtype.
+
+        Args:
+            tensors: those of `mine`.
+
+        Raises:
+            TrainerLost: another rank left.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Be of this gang no more: the others' exchanges fail at once instead of waiting."""
+        ...
+
+
+class Alone:
+    """One process that computes every share: the only rank there is, or a replay of many."""
+
+    leads = True
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.mine = range(num_ranks)
+
+    def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+        return [tensors[rank] for rank in self.mine]
+
+    def leave(self) -> None: ...
+
+
+class Together:
+    """One rank a process, connected by gloo. Tensors travel through main memory."""
+
+    def __init__(self, meeting: Meeting, point: Path, *, host: str) -> None:
+        """Meet the other ranks.
+
+        Args:
+            point: a file for this meeting alone, on a file system that all ranks see.
+            host: where this process listens.
+
+        Raises:
+            TrainerLost: not all came, or this rank had come before, as another process.
+        """
+        self.mine = (meeting.rank,)
+        self.leads = meeting.rank == 0
+        self._num_ranks = meeting.num_ranks
+        self._group: Any = None
+        try:
+            self._group = _connect(meeting, point, host)
+        except RuntimeError as error:
+            raise TrainerLost(f"rank {meeting.rank} met nobody: {_first_line(error)}") from error
+        finally:
+            if self.leads:
+                point.unlink(missing_ok=True)
+
+    def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
+        (tensor,) = tensors.values()
+        sent = tensor.detach().cpu().contiguous()
+        received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
+        if self._group is None:
+            raise TrainerLost(f"rank {self.mine[0]} left its gang")
+        try:
+            self._group.allgather([received], [sent]).wait()
+        except RuntimeError as error:
+            self.leave()
+            raise TrainerLost(f"another trainer rank left: {_first_line(error)}") from error
+        return [part.to(tensor.device) for part in received]
+
+    def leave(self) -> None:
+        self._group = None  # its end closes the connections
+
+
+def _connect(meeting: Meeting, point: Path, host: str) -> Any:
+    point.parent.mkdir(parents=True, exist_ok=True)
+    store = FileStore(str(point), meeting.num_ranks)
+    store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+    if store.add(f"came-{meeting.rank}", 1) > 1:
+        raise TrainerLost(f"rank {meeting.rank} was replaced while its gang met")
+    store.wait([f"came-{rank}" for rank in range(meeting.num_ranks)])
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
+    group: Any = ProcessGroupGloo(store, meeting.rank, meeting.num_ranks, options)
+    group.barrier().wait()  # the others may still be reading where to connect
+    return group
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

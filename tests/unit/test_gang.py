@@ -1,0 +1,171 @@
+"""Trainer ranks: shares add up, processes make what one process makes, ends are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_flow.cluster.gang import NOTICE_S, TrainerGang
+from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
+from areal_flow.trainer.gang import Together
+from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.types import Meeting, PolicyHashes
+from tests.unit.test_trainer import make_sequences, settings, state
+from tests.unit.virtual_time import run_in_virtual_time
+
+HASHES = PolicyHashes("weights", "optimizer", "served")
+
+
+def trained(of: TrainerState, num_ranks: int, gang: Together | None = None) -> dict[str, Any]:
+    """Return what two steps make of a policy, and their numbers."""
+    how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
+    numbers = [
+        train_step(of, make_sequences(seed=step), step=step, settings=how, gang=gang)
+        for step in (1, 2)
+    ]
+    return {"weights": of.weights_hash(), "optimizer": of.optimizer_hash(), "numbers": numbers}
+
+
+def together(point: Path, num_ranks: int, work: Callable[[Together], Any]) -> list[Any]:
+    """Run `work` on ranks that meet, each in a thread; return what they return or raise."""
+
+    def run(rank: int) -> Any:
+        gang = Together(Meeting("gang", rank, num_ranks), point, host="127.0.0.1")
+        try:
+            return work(gang)
+        except TrainerLost as lost:
+            return lost
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(run, range(num_ranks)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_shares(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
+    found = together(
+        tmp_path / "meeting", num_ranks, lambda gang: trained(states[gang.mine[0]], num_ranks, gang)
+    )
+    assert found == [trained(state(), num_ranks)] * num_ranks
+    assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 20])
+def test_shares_add_up_to_the_gradient_of_the_whole(num_ranks: int) -> None:
+    """Also with more ranks than sequences: shares may be empty."""
+
+    def gradients(num: int) -> list[torch.Tensor]:
+        of = state(learning_rate=1e-12, max_grad_norm=1e9)
+        how = replace(settings(num_minibatches=1), num_ranks=num)
+        train_step(of, make_sequences(), step=1, settings=how)
+        return [parameter.grad for parameter in of.policy.parameters()]
+
+    for shared, whole in zip(gradients(num_ranks), gradients(1), strict=True):
+        scale = max(1e-8, float(whole.abs().max()))
+        assert float((shared - whole).abs().max()) / scale < 1e-5
+
+
+def test_every_sequence_is_some_ranks_and_shares_are_alike() -> None:
+    sequences = make_sequences(50)
+    how = replace(settings(num_minibatches=2), num_ranks=3)
+    plan = plan_micro_batches(sequences, step=1, settings=how, max_tokens=64)
+    planned = [i for minibatch in plan for share in minibatch for micro in share for i in micro]
+    assert sorted(planned) == list(range(50))
+    for minibatch in plan:
+        tokens = [sum(sequences[i].num_tokens for micro in s for i in micro) for s in minibatch]
+        assert max(tokens) - min(tokens) <= 64
+
+
+def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
+    def leave_or_wait(gang: Together) -> Any:
+        if gang.leads:
+            gang.leave()
+        return gang.gather({rank: torch.ones(2) for rank in gang.mine})
+
+    for lost in together(tmp_path / "meeting", 2, leave_or_wait):
+        assert isinstance(lost, TrainerLost)
+
+
+def test_rank_that_was_replaced_while_its_gang_met_is_refused(tmp_path: Path) -> None:
+    point = tmp_path / "meeting"
+    together(point, 2, lambda gang: None)
+    store = torch.distributed.FileStore(str(point), 2)
+    store.add("came-1", 1)
+    with pytest.raises(TrainerLost, match="rank 1 was replaced"):
+        Together(Meeting("gang", 1, 2), point, host="127.0.0.1")
+
+
+class FakeRanks:
+    """A Dask client whose ranks answer after some time; one that waits for ever can be replaced."""
+
+    def __init__(self, *answers: tuple[float, Any]) -> None:
+        self._answers = answers
+        self._replaced = {f"trainer-{rank}": asyncio.Event() for rank in range(len(answers))}
+        self.replaced: list[str] = []
+
+    def submit(self, function: Any, *arguments: Any, resources: dict[str, int], **_: Any) -> Any:
+        (name,) = resources
+        return self._answer(name, *self._answers[int(name.rpartition("-")[2])])
+
+    async def _answer(self, name: str, after_s: float, answer: Any) -> Any:
+        try:
+            await asyncio.wait_for(self._replaced[name].wait(), after_s)
+            raise TrainerLost(f"{name} was replaced")
+        except TimeoutError:
+            if isinstance(answer, Exception):
+                raise answer from None
+            return answer
+
+    async def replace(self, name: str, *, why: str) -> None:
+        self.replaced.append(name)
+        self._replaced[name].set()
+
+
+def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Sequence[str], float]:
+    """Return what a gang with such ranks says, whom it had replaced, and the seconds it took."""
+
+    async def restore() -> Any:
+        ranks = FakeRanks(*answers)
+        gang = TrainerGang(ranks, num_ranks=len(answers), replace=ranks.replace)
+        try:
+            said: PolicyHashes | Exception = await gang.restore(3)
+        except ArealFlowError as error:
+            said = error
+        return said, ranks.replaced, asyncio.get_running_loop().time()
+
+    return run_in_virtual_time(restore())
+
+
+def test_gang_answers_when_all_ranks_agree() -> None:
+    assert restored((1.0, HASHES), (5.0, HASHES)) == (HASHES, [], 5.0)
+
+
+def test_ranks_with_different_weights_are_lost() -> None:
+    said, replaced, _ = restored((1.0, HASHES), (1.0, replace(HASHES, weights_hash="others")))
+    assert isinstance(said, TrainerLost)
+    assert "hold different weights" in str(said)
+    assert replaced == []
+
+
+def test_failure_that_caused_the_others_is_told() -> None:
+    full = StorageError("the disk is full")
+    said, replaced, _ = restored((1.0, TrainerLost("another rank left")), (2.0, full))
+    assert said is full
+    assert replaced == []
+
+
+def test_rank_that_does_not_notice_its_gangs_end_is_replaced() -> None:
+    said, replaced, seconds = restored((1.0, TrainerLost("it died")), (1e6, HASHES))
+    assert isinstance(said, TrainerLost)
+    assert replaced == ["trainer-1"]
+    assert seconds == pytest.approx(1.0 + NOTICE_S)

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+
+from areal_flow.modeling.huggingface import AttentionInterface
 
 ATTENTION_NAME = "areal_flow"
 

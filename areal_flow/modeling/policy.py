@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.modeling.attention import ATTENTION_NAME
+from areal_flow.modeling.huggingface import AutoConfig, AutoModelForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

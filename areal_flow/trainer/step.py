@@ -119,41 +119,48 @@ def train_step(
     )
     minibatches = [
         {
-            rank: [
-                pack_sequences(
-                    [sequences[index] for index in indices],
-                    [advantages[index] for index in indices],
-                    device=state.settings.device,
-                )
-                for indices in minibatch[rank]
-            ]
+            rank: _lay_out(
+                state,
+                sequences,
+                advantages,
+                minibatch[rank],
+                settings,
+                with_proximal=number > 0,
+            )
             for rank in gang.mine
         }
-        for minibatch in plan
-    ]
-    proximal = [
-        {
-            rank: [_logprobs_without_gradient(state, micro, settings) for micro in micro_batches]
-            for rank, micro_batches in minibatch.items()
-        }
-        for minibatch in minibatches[1:]
+        for number, minibatch in enumerate(plan)
     ]
     state.set_learning_rate(state.learning_rate(step))
     numbers = UpdateNumbers()
-    for planned, minibatch, of_ranks in zip(plan, minibatches, [{}, *proximal], strict=True):
-        shares = {
-            rank: Share(micro_batches, of_ranks.get(rank))
-            for rank, micro_batches in minibatch.items()
-        }
-        num_tokens = sum(
-            sequences[index].num_trained
-            for micro_batches in planned
-            for indices in micro_batches
-            for index in indices
-        )
-        if num_tokens:
+    for minibatch, shares in zip(plan, minibatches, strict=True):
+        members = [i for share in minibatch for indices in share for i in indices]
+        if num_tokens := sum(sequences[member].num_trained for member in members):
             _update(state, shares, num_tokens, gang, settings, numbers)
     return numbers
+
+
+def _lay_out(
+    state: TrainerState,
+    sequences: Sequence[TrainingSequence],
+    advantages: Sequence[float],
+    micro_batches: Sequence[Sequence[int]],
+    settings: StepSettings,
+    *,
+    with_proximal: bool,
+) -> Share:
+    """Pack a rank's share, and take its proximal log-probabilities before anything is updated."""
+    packed = [
+        pack_sequences(
+            [sequences[index] for index in indices],
+            [advantages[index] for index in indices],
+            device=state.settings.device,
+        )
+        for indices in micro_batches
+    ]
+    if not with_proximal:
+        return Share(packed, None)
+    return Share(packed, [_logprobs_without_gradient(state, micro, settings) for micro in packed])
 
 
 def plan_micro_batches(

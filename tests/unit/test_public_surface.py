@@ -39,3 +39,9 @@ def test_driver_and_reward_workers_never_import_torch() -> None:
     assert "distributed" in loaded
     assert "torch" not in loaded
     assert "transformers" not in loaded
+
+
+def test_policies_are_imported_without_what_no_language_model_needs() -> None:
+    assert not modules_after("import areal_flow.modeling.policy") & {"sklearn", "scipy"}
+    later = "import areal_flow.modeling.policy, scipy, sklearn"
+    assert {"sklearn", "scipy"} <= modules_after(later)

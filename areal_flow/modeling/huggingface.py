@@ -1,0 +1,31 @@
+"""What we use of `transformers`, imported without what no language model needs.
+
+Wherever they are installed, it also imports scikit-learn (for assisted generation) and SciPy (for
+object detection). MLflow brings both, and they take longer than torch itself: every generator and
+every trainer would pay for them at each start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def _hidden(*packages: str) -> Iterator[None]:
+    """Have packages look as if they were not installed, unless they are imported already."""
+    hidden = [package for package in packages if package not in sys.modules]
+    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
+    modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for package in hidden:
+            del modules[package]
+
+
+with _hidden("sklearn", "scipy"):
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+__all__ = ["AttentionInterface", "AutoConfig", "AutoModelForCausalLM"]

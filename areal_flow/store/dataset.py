@@ -103,6 +103,7 @@ def compact(dataset: lance.LanceDataset, committing: Lock) -> None:
 
     Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
     opened for as long as the space allows: with the defaults of Lance they would take everything.
+    A cleanup reads every manifest that stays, so it waits until a quarter more are there.
     """
     plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
     rewritten = [task.execute(dataset) for task in plan.tasks]
@@ -110,11 +111,11 @@ def compact(dataset: lance.LanceDataset, committing: Lock) -> None:
         with committing:
             Compaction.commit(dataset, rewritten)
     root = Path(dataset.uri)
-    largest_manifest = max(_file_sizes(root / "_versions"), default=1)
-    affordable = sum(_file_sizes(root / "data")) // (4 * largest_manifest)
-    dataset.cleanup_old_versions(
-        retain_versions=max(LEAST_VERSIONS, affordable), error_if_tagged_old_versions=False
-    )
+    manifests = list(_file_sizes(root / "_versions"))
+    affordable = sum(_file_sizes(root / "data")) // (4 * max(manifests, default=1))
+    retained = max(LEAST_VERSIONS, affordable)
+    if len(manifests) > retained * 5 // 4:
+        dataset.cleanup_old_versions(retain_versions=retained, error_if_tagged_old_versions=False)
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:

@@ -178,6 +178,7 @@ class Reporter:
         self._root, self._num_steps, self._work = root, num_steps, work
         self._committer, self._ledger = committer, ledger
         self.reports: list[dict[str, float]] = []
+        self.append_ms: list[float] = []
 
     async def on_step(self, row: dict[str, Any]) -> None:
         if row["step"] % CHECKPOINT_EVERY_STEPS == 0:
@@ -198,6 +199,7 @@ class Reporter:
             "payload_mb": (self._work.payload_bytes + self._ledger.payload_bytes) / 1e6,
             "driver_mb": psutil.Process().memory_info().rss / 1e6,
         }
+        self.append_ms += appends
         commits.clear()
         appends.clear()
         return report
@@ -238,6 +240,7 @@ async def run(
     await flow.close()
     await log.close()
     await kept.close()
+    reporter.reports[-1]["append_median_of_all_ms"] = median(reporter.append_ms)
     return reporter.reports
 
 
@@ -246,9 +249,10 @@ def print_reports(reports: Sequence[dict[str, float]]) -> None:
     for name in reports[0]:
         table.add_column(name, justify="right")
     for report in reports:
-        table.add_row(*(f"{value:,.1f}" for value in report.values()))
+        table.add_row(*(f"{report[name]:,.1f}" for name in reports[0]))
     Console(width=140).print(table)
     last = reports[-1]
+    print(f"ledger append, median of all steps = {last['append_median_of_all_ms']:.1f} ms")
     print(f"directory / payload = {last['directory_mb'] / last['payload_mb']:.2f}")
     print(
         f"driver's memory, last / first report = {last['driver_mb'] / reports[0]['driver_mb']:.2f}"

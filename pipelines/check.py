@@ -231,6 +231,7 @@ def _row_findings(
     rows: pa.Table, part: Log, recipe: Recipe | None, prompts: PromptTable | None
 ) -> Iterator[Finding]:
     yield from trajectories.check_identities(rows)
+    yield from trajectories.check_contents(rows)
     yield from trajectories.check_versions(part)
     if recipe is not None:
         yield from trajectories.check_seeds(

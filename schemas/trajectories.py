@@ -6,7 +6,7 @@ import pandera.polars as pa
 import polars as pl
 from pandera.api.polars.types import PolarsData
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FINISH_REASONS = ("stop", "length")
 
@@ -45,6 +45,7 @@ class TrajectoryRow(pa.DataFrameModel):
     started_at: pl.Datetime("us", "UTC")
     finished_at: pl.Datetime("us", "UTC")
     scored_at: pl.Datetime("us", "UTC")
+    content_hash: str = pa.Field(description="of tokens, log-probabilities, mask, spans, reward")
     schema_version: pl.Int32 = pa.Field(eq=SCHEMA_VERSION)
 
     class Config:

@@ -11,6 +11,7 @@ from areal_flow.audit.findings import LOG_CHANGED, Finding
 from areal_flow.audit.log import Log
 from areal_flow.controller.seeds import member_seed
 from areal_flow.types import group_id, trajectory_id
+from schemas import content_hashes
 
 _PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
 
@@ -52,6 +53,17 @@ def check_prompts(table: pa.Table, prompts: pa.Table) -> Iterator[Finding]:
             if not found.slice(row, 1).equals(expected.slice(row, 1)):
                 wanted = f"{name} of the prompt table at its submission"
                 yield _finding("prompt", identifier, wanted, "another")
+
+
+def check_contents(table: pa.Table) -> Iterator[Finding]:
+    """Yield rows that are not what was written."""
+    written = table["content_hash"].to_pylist()
+    identifiers = table["trajectory_id"].to_pylist()
+    for identifier, found, expected in zip(
+        identifiers, content_hashes(table), written, strict=True
+    ):
+        if found != expected:
+            yield _finding("content-hash", identifier, expected, found)
 
 
 def check_versions(log: Log) -> Iterator[Finding]:

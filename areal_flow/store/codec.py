@@ -18,7 +18,7 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
-from schemas import TrajectoryRow, arrow_schema
+from schemas import TrajectoryRow, arrow_schema, content_hashes
 from schemas.trajectories import SCHEMA_VERSION
 
 TRAJECTORIES = arrow_schema(TrajectoryRow)
@@ -26,7 +26,7 @@ TRAJECTORIES = arrow_schema(TrajectoryRow)
 RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
-_SCORED = ("reward", "reward_detail", "verifier", "scored_at")
+_SCORED = ("reward", "reward_detail", "verifier", "scored_at", "content_hash")
 
 
 def rollout_table(
@@ -76,6 +76,9 @@ def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> 
     for name, values in columns.items():
         field = TRAJECTORIES.field(name)
         table = table.append_column(field, pa.array(values, field.type))
+    table = table.append_column(
+        TRAJECTORIES.field("content_hash"), pa.array(content_hashes(table), pa.string())
+    )
     return table.select(TRAJECTORIES.names).cast(TRAJECTORIES)
 
 

@@ -1,4 +1,7 @@
-"""Trajectory ids in, what training needs of them out: how a trainer rank reads the log."""
+"""Trajectory ids in, what training needs of them out: how a trainer rank reads the log.
+
+A row that is not what was written, by its `content_hash`, trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_flow.errors import StorageError
 from areal_flow.store.trajectories import TrajectoryReader
+from schemas import content_hashes
 
 
 class TrainingRows:
@@ -20,6 +25,7 @@ class TrainingRows:
         "loss_mask",
         "version_spans",
         "reward",
+        "content_hash",
     )
 
     def __init__(self, trajectories: Path, writers: Path) -> None:
@@ -29,5 +35,15 @@ class TrainingRows:
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         if self._reader is None:
             self._reader = TrajectoryReader(*self._paths)
-        rows: list[dict[str, Any]] = self._reader.read(trajectory_ids, self.COLUMNS).to_pylist()
+        table = self._reader.read(trajectory_ids, self.COLUMNS)
+        written = table["content_hash"].to_pylist()
+        for identifier, found, expected in zip(
+            trajectory_ids, content_hashes(table), written, strict=True
+        ):
+            if found != expected:
+                raise StorageError(
+                    f"trajectory {identifier} is not what was written: expected content_hash "
+                    f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"
+                )
+        rows: list[dict[str, Any]] = table.to_pylist()
         return rows

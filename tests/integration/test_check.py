@@ -123,6 +123,10 @@ def not_finite(row: dict[str, Any]) -> None:
     row["behavior_logprobs"][0] = float("nan")
 
 
+def another_token(row: dict[str, Any]) -> None:
+    row["output_tokens"][0] = row["output_tokens"][0] + 1
+
+
 def misaligned(row: dict[str, Any]) -> None:
     row["behavior_logprobs"] = row["behavior_logprobs"][:-1]
 
@@ -216,6 +220,11 @@ DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
     "log-probabilities are not numbers": (
         "trained-not-finite",
         trained_in_first_step(not_finite),
+    ),
+    "another token": ("content-hash", trained_in_first_step(another_token)),
+    "another log-probability": (
+        "content-hash",
+        edit_log(lambda rows: rows[-1]["behavior_logprobs"].__setitem__(0, -0.125)),
     ),
     "token columns differ in length": ("schema", trained_in_first_step(misaligned)),
     "an id twice": ("trajectory-twice", edit_log(lambda rows: rows.append(rows[0]))),

@@ -1,0 +1,52 @@
+"""Trajectory rows in, a hash each of what a step makes of them out: the row's own seal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+CONTENT_COLUMNS = (
+    "trajectory_id",
+    "prompt_tokens",
+    "output_tokens",
+    "behavior_logprobs",
+    "loss_mask",
+    "version_spans",
+    "reward",
+)
+
+
+def content_hashes(table: pa.Table) -> list[str]:
+    """Return the `content_hash` of each row, 32 hexadecimal digits, from `CONTENT_COLUMNS`."""
+    columns = [_bytes_of_rows(table[name].combine_chunks()) for name in CONTENT_COLUMNS]
+    return [_hash(parts) for parts in zip(*columns, strict=True)]
+
+
+def _hash(parts: tuple[bytes, ...]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return (text.encode() for text in column.to_pylist())
+    if not pa.types.is_nested(column.type):
+        return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
+    offsets = column.offsets.to_numpy()
+    flat = _flat(column.values)
+    return (flat[begin:end].tobytes() for begin, end in pairwise(offsets))
+
+
+def _flat(values: pa.Array) -> Any:
+    """Return a NumPy array with one row an element; a struct's fields side by side."""
+    if pa.types.is_struct(values.type):
+        return np.stack([_flat(field) for field in values.flatten()], axis=1)
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,75 @@
+"""The seal of a row: of its content alone, however the row lies in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lance
+import pyarrow as pa
+import pytest
+
+from areal_flow.errors import StorageError
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.training_rows import TrainingRows
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.writers import Writer
+from schemas import content_hashes
+from schemas.content import CONTENT_COLUMNS
+from tests.rows import group_table, written_group
+
+NOBODY = Path("nobody")
+
+
+def changed(table: pa.Table, column: str) -> pa.Table:
+    """Return the rows with a little added to one column of the first."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    value = rows[0][column]
+    rows[0][column] = {
+        str: lambda: value + "0",
+        float: lambda: value + 0.5,
+        int: lambda: value + 1,
+        list: lambda: value[:-1],
+    }.get(type(value), lambda: value)()
+    return pa.Table.from_pylist(rows, schema=TRAJECTORIES)
+
+
+def test_known_rows_have_their_known_hashes() -> None:
+    """A log that was sealed by an older version must stay readable."""
+    assert content_hashes(group_table(3, version=2)) == [
+        "839b0bb97c1a488e6539fedad82b5c1c",
+        "f87def5e19cb21d9233d64c81d498a3e",
+    ]
+
+
+def test_hash_is_of_the_content_and_of_nothing_else() -> None:
+    table = group_table(0)
+    before = content_hashes(table)
+    assert table["content_hash"].to_pylist() == before
+    for column in TRAJECTORIES.names:
+        found = content_hashes(changed(table, column))
+        assert (found[0] != before[0]) == (column in CONTENT_COLUMNS), column
+        assert found[1] == before[1]
+
+
+def test_hash_does_not_depend_on_chunks_and_slices() -> None:
+    tables = [group_table(index, length=3 + index, rewards=(1.0, None, 0.0)) for index in range(4)]
+    whole = pa.concat_tables(tables)
+    alone = [text for table in tables for text in content_hashes(table)]
+    assert len(set(alone)) == 12
+    assert content_hashes(whole) == alone
+    assert content_hashes(whole.combine_chunks()) == alone
+    assert content_hashes(whole.slice(5, 4)) == alone[5:9]
+    assert content_hashes(whole.take([7, 2])) == [alone[7], alone[2]]
+
+
+def test_row_that_was_changed_trains_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.lance"
+    create_trajectories(path)
+    receipts = [written_group(path, index) for index in range(2)]
+    TrajectoryCommitter(path, Writer(NOBODY, 1)).commit(receipts)
+    ids = [t.trajectory_id for receipt in receipts for t in receipt.trajectories]
+    assert [row["reward"] for row in TrainingRows(path, NOBODY)(ids)] == [1.0, 0.0, 1.0, 0.0]
+    lance.dataset(str(path)).update({"reward": "1.0"}, where=f"trajectory_id = '{ids[1]}'")
+    with pytest.raises(StorageError, match=f"{ids[1]} is not what was written"):
+        TrainingRows(path, NOBODY)(ids)

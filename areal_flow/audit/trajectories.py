@@ -11,7 +11,7 @@ from areal_flow.audit.findings import LOG_CHANGED, Finding
 from areal_flow.audit.log import Log
 from areal_flow.controller.seeds import member_seed
 from areal_flow.types import group_id, trajectory_id
-from schemas import content_hashes
+from schemas import broken_seals
 
 _PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
 
@@ -57,13 +57,8 @@ def check_prompts(table: pa.Table, prompts: pa.Table) -> Iterator[Finding]:
 
 def check_contents(table: pa.Table) -> Iterator[Finding]:
     """Yield rows that are not what was written."""
-    written = table["content_hash"].to_pylist()
-    identifiers = table["trajectory_id"].to_pylist()
-    for identifier, found, expected in zip(
-        identifiers, content_hashes(table), written, strict=True
-    ):
-        if found != expected:
-            yield _finding("content-hash", identifier, expected, found)
+    for identifier, expected, found in broken_seals(table):
+        yield _finding("content-hash", identifier, expected, found)
 
 
 def check_versions(log: Log) -> Iterator[Finding]:

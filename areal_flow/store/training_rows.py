@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_flow.errors import StorageError
 from areal_flow.store.trajectories import TrajectoryReader
-from schemas import content_hashes
+from schemas import broken_seals
 
 
 class TrainingRows:
@@ -33,17 +33,18 @@ class TrainingRows:
         self._reader: TrajectoryReader | None = None
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+        """Return the rows.
+
+        Raises:
+            StorageError: an id is not in the log, or its row was changed.
+        """
         if self._reader is None:
             self._reader = TrajectoryReader(*self._paths)
         table = self._reader.read(trajectory_ids, self.COLUMNS)
-        written = table["content_hash"].to_pylist()
-        for identifier, found, expected in zip(
-            trajectory_ids, content_hashes(table), written, strict=True
-        ):
-            if found != expected:
-                raise StorageError(
-                    f"trajectory {identifier} is not what was written: expected content_hash "
-                    f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"
-                )
+        for identifier, expected, found in broken_seals(table):
+            raise StorageError(
+                f"trajectory {identifier} is not what was written: expected content_hash "
+                f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"
+            )
         rows: list[dict[str, Any]] = table.to_pylist()
         return rows

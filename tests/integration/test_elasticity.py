@@ -200,7 +200,7 @@ def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them
         os.kill(pid, how)
         await observed.process(name, other_than=pid)
 
-    recipe = elastic_recipe(num_generators=1, num_trainers=2, silent_after_s=3.0)
+    recipe = elastic_recipe(num_generators=1, num_trainers=2, silent_after_s=5.0)
     run_while(layout.root, recipe, lose_either_rank)
     check_books(layout)
     assert committed[0] < committed[1]

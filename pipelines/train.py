@@ -215,12 +215,12 @@ class Session:
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()
         if self.recipe.cluster.num_trainers > 1:
-            await self._restore_trainer()  # only the leader has version 0 so far
+            await self.trainer.restore()  # only the leader has version 0 so far
         return self._plan()
 
     async def _restore(self) -> FlowStart:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
-        weights_hash = await self._restore_trainer()
+        weights_hash = await self.trainer.restore()
         start = replace(self._plan(), weights_hash=weights_hash)
         self.progress.phase(
             f"Resuming at step {start.policy_version}: {len(start.waiting)} groups waiting, "

@@ -117,11 +117,17 @@ class DaskTrainer:
     """Sends steps and checkpoints to the trainer; restores it if it came back empty."""
 
     def __init__(
-        self, client: Client, gang: TrainerGang, restore: Callable[[], Awaitable[Any]]
+        self, client: Client, gang: TrainerGang, restore: Callable[[], Awaitable[str]]
     ) -> None:
+        """Take a gang, and how to bring it to the ledger's head; that returns its weights' hash."""
         self._client = client
         self._gang = gang
         self._restore = restore
+
+    async def restore(self) -> str:
+        """Bring the trainer to the ledger's head, whoever dies meanwhile; return its hash."""
+        weights_hash: str = await self._persist(self._restore)
+        return weights_hash
 
     async def step(self, request: StepRequest) -> StepResult:
         result: StepResult = await self._persist(lambda: self._gang.step(request))
@@ -156,7 +162,7 @@ class DaskTrainer:
         """
         for num_restored in range(MAX_RESTORATIONS + 1):
             try:
-                if num_restored:
+                if num_restored and ask is not self._restore:
                     await self._restore()
                 return await ask()
             except TrainerLost as lost:

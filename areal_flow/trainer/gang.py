@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from areal_flow.errors import TrainerLost
 from areal_flow.types import Meeting
@@ -110,6 +109,9 @@ class Together:
 
 
 def _connect(meeting: Meeting, point: Path, host: str) -> Any:
+    # Here, since not every build of torch has them, and a rank alone needs neither.
+    from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
     point.parent.mkdir(parents=True, exist_ok=True)
     store = FileStore(str(point), meeting.num_ranks)
     store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))

@@ -100,6 +100,20 @@ def test_trainer_that_dies_during_its_restoration_is_restored_again() -> None:
     assert num_restored == 2
 
 
+def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
+    tries = 0
+
+    async def restore() -> str:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise TrainerLost("it died")
+        return "weights"
+
+    assert asyncio.run(trainer_of(FakeClient(), restore).restore()) == "weights"
+    assert tries == 3
+
+
 def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
     async def announce() -> float:
         weights = DaskWeights(FakeClient(load_s=load_s), MemoryChannel(), live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ LEAST_VERSIONS = 64
 def create_dataset(
     path: Path, schema: pa.Schema, *, stable_row_ids: bool = False
 ) -> lance.LanceDataset:
-    """Create an empty dataset.
+    """Create an empty dataset: whoever looks finds none, or a whole one.
 
     Args:
         stable_row_ids: number rows in the order of their commits (`COMMIT_ORDER`). Each commit then
@@ -42,14 +43,18 @@ def create_dataset(
     """
     if path.exists():
         raise RunError(f"{path} exists already")
+    aside = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
     with storage_errors(path):
-        dataset = lance.write_dataset(
+        lance.write_dataset(
             schema.empty_table(),
-            str(path),
+            str(aside),
             schema=schema,
             enable_stable_row_ids=stable_row_ids,
             data_storage_version=FORMAT_VERSION,
         )
+        aside.rename(path)
+    dataset = open_dataset(path)
     assert dataset.has_stable_row_ids == stable_row_ids
     return dataset
 

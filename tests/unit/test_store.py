@@ -185,6 +185,17 @@ def test_versions_are_tagged_while_others_are_committed(path: Path) -> None:
     assert not open_dataset(path).tags.list()
 
 
+def test_dataset_that_is_being_created_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{index}.lance" for index in range(20)]
+    with ThreadPoolExecutor(1) as beside:
+        creating = [beside.submit(create_ledger, path) for path in paths]
+        for path, created in zip(paths, creating, strict=True):
+            while not path.is_dir() and not created.done():
+                pass
+            assert open_dataset(path).count_rows() == 0
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
 def test_invalid_groups_are_refused_without_printing_tokens() -> None:
     table = group_table(0)
     short = pa.array([[-0.5], [-0.5]], TRAJECTORIES.field("behavior_logprobs").type)

@@ -47,10 +47,7 @@ class TrainerGang:
         name = uuid4().hex
         meetings = [Meeting(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
         found = await self._answers(
-            [
-                self._submit(meeting.rank, tasks.restore_trainer, checkpoint, meeting)
-                for meeting in meetings
-            ]
+            [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in meetings]
         )
         _require_one(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]

@@ -12,21 +12,13 @@ from typing import Any
 from areal_flow.errors import StorageError
 from areal_flow.store.trajectories import TrajectoryReader
 from schemas import broken_seals
+from schemas.content import CONTENT_COLUMNS
 
 
 class TrainingRows:
     """Reads trajectories in the order asked for; opens the log on first use."""
 
-    COLUMNS = (
-        "submission_index",
-        "prompt_tokens",
-        "output_tokens",
-        "behavior_logprobs",
-        "loss_mask",
-        "version_spans",
-        "reward",
-        "content_hash",
-    )
+    COLUMNS = ("submission_index", *CONTENT_COLUMNS, "content_hash")
 
     def __init__(self, trajectories: Path, writers: Path) -> None:
         self._paths = trajectories, writers

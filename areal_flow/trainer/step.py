@@ -40,41 +40,34 @@ class StepSettings:
 
 
 @dataclass(slots=True)
-class UpdateNumbers:
-    """Sums over the minibatches of a step."""
+class TokenNumbers:
+    """Sums over trained tokens."""
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_clipped: int = 0
     behavior_weight_sum: float = 0.0
     behavior_weight_max: float = 0.0
 
-    def add(self, shares: Sequence[ShareNumbers]) -> None:
-        """Add the shares of one update."""
-        for share in shares:
-            self.num_tokens += share.num_tokens
-            self.num_clipped += share.num_clipped
-            self.behavior_weight_sum += share.behavior_weight_sum
-            self.behavior_weight_max = max(self.behavior_weight_max, share.behavior_weight_max)
+    def add(self, other: TokenNumbers) -> None:
+        self.num_tokens += other.num_tokens
+        self.num_clipped += other.num_clipped
+        self.behavior_weight_sum += other.behavior_weight_sum
+        self.behavior_weight_max = max(self.behavior_weight_max, other.behavior_weight_max)
 
 
 @dataclass(slots=True)
-class ShareNumbers:
-    """Sums over the micro-batches of one rank's share of a minibatch."""
+class UpdateNumbers(TokenNumbers):
+    """Of all minibatches of a step, each of which was one update."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ShareNumbers(TokenNumbers):
+    """Of one rank's share of a minibatch."""
 
     loss: float = 0.0
-    num_tokens: int = 0
-    num_clipped: int = 0
-    behavior_weight_sum: float = 0.0
-    behavior_weight_max: float = 0.0
-
-    def add(self, loss: PolicyLoss, *, divisor: int, num_tokens: int) -> None:
-        self.loss += float(loss.loss_sum.detach()) / divisor
-        self.num_tokens += num_tokens
-        self.num_clipped += int(loss.num_clipped)
-        self.behavior_weight_sum += float(loss.behavior_weight_sum)
-        self.behavior_weight_max = max(self.behavior_weight_max, float(loss.behavior_weight_max))
 
     def tensor(self) -> Tensor:
         """Return the numbers as other ranks receive them."""
@@ -82,8 +75,8 @@ class ShareNumbers:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> ShareNumbers:
-        loss, num_tokens, num_clipped, *weights = tensor.tolist()
-        return cls(loss, int(num_tokens), int(num_clipped), *weights)
+        num_tokens, num_clipped, *others = tensor.tolist()
+        return cls(int(num_tokens), int(num_clipped), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +219,8 @@ def _update(
             "trainer.learning_rate"
         )
     state.optimizer.step()
-    numbers.add(found)
+    for share_numbers in found:
+        numbers.add(share_numbers)
     numbers.losses.append(loss_total)
     numbers.grad_norms.append(grad_norm)
 
@@ -241,7 +235,15 @@ def _compute_share(
         proximal_M = None if share.proximal is None else share.proximal[index]
         loss = _micro_batch_loss(state, micro, proximal_M, settings)
         (loss.loss_sum / num_tokens).backward()  # type: ignore[no-untyped-call]
-        numbers.add(loss, divisor=num_tokens, num_tokens=micro.targets_M.numel())
+        numbers.loss += float(loss.loss_sum.detach()) / num_tokens
+        numbers.add(
+            TokenNumbers(
+                micro.targets_M.numel(),
+                int(loss.num_clipped),
+                float(loss.behavior_weight_sum),
+                float(loss.behavior_weight_max),
+            )
+        )
     gradients = [
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for parameter in state.policy.parameters()

@@ -278,7 +278,7 @@ class MemoryChannel:
         self._published: dict[int, dict[str, Any]] = {}
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
-        from areal_flow.modeling.hashing import hash_tensors
+        from areal_flow.models.hashing import hash_tensors
 
         self._staged[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         return hash_tensors(tensors)

@@ -38,9 +38,9 @@ import psutil
 from distributed.core import rpc
 
 import areal_flow
-from areal_flow.checkpoints import list_checkpoints
-from areal_flow.cluster.remote import WorkerStatus, list_workers
+from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import list_checkpoints
 from pipelines.check import check_run
 from pipelines.replay import replay_from_genesis
 
@@ -249,7 +249,7 @@ class Chaos:
         self.record.num_lives += 1
         self._said_before = (self._root / "drivers.log").stat().st_size
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "pipelines.cli", "train", *arguments],
+            [sys.executable, "-m", "pipelines.cli.main", "train", *arguments],
             cwd=self._root,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             stdout=self._log,

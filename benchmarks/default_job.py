@@ -37,7 +37,7 @@ def summary_of(runs: Path, seed: int) -> dict[str, Any]:
     path = runs / f"seed{seed}"
     if not (path / "summary.json").is_file():
         options = ["--runs", str(runs), "train", "--name", path.name, "--seed", str(seed)]
-        subprocess.run([sys.executable, "-m", "pipelines.cli", *options], check=True)
+        subprocess.run([sys.executable, "-m", "pipelines.cli.main", *options], check=True)
     return areal_flow.open_run(path).summary()
 
 

@@ -33,10 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.controller.seeds import group_seeds
+from areal_flow.recovery.lease import Writer, claim_run
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
@@ -55,7 +56,6 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
-from areal_flow.writers import Writer, claim_run
 from pipelines.assembly import CommittedLedger, CommittedLog
 
 LIMITS = FlowLimits(

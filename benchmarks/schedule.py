@@ -106,7 +106,7 @@ def train(cwd: Path, name: str, options: list[str]) -> None:
 
 
 def run_cli(cwd: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    command = [sys.executable, "-m", "pipelines.cli.main", *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")

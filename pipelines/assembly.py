@@ -17,7 +17,7 @@ from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
 from pipelines.checkpointing import Checkpoints
-from pipelines.progress import Progress
+from pipelines.cli.progress import Progress
 
 logger = logging.getLogger(__name__)
 

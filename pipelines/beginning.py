@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.cluster import tasks
-from areal_flow.cluster.gang import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerGang
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.config import TINY_MODEL, Recipe
-from areal_flow.controller.comparison import bits_must_agree
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.controller.recovery import choose_checkpoint, request_from_row
 from areal_flow.errors import RunError, TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.directory import resolve_model
+from areal_flow.models.directory import resolve_model
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
+from areal_flow.recovery.comparison import bits_must_agree
+from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import Ledger
 from areal_flow.types import PolicyHashes, StepResult
 from areal_flow.weights.channel import WeightsChannel
-from pipelines.progress import Progress
+from pipelines.cli.progress import Progress
 
 logger = logging.getLogger(__name__)
 

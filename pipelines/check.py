@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow import __version__
-from areal_flow.audit import books, consumption, ledger, trajectories, weights
+from areal_flow.audit import accounting as books
+from areal_flow.audit import consumption, ledger, trajectories, weights
 from areal_flow.audit.findings import LEDGER_CHANGED, LOG_CHANGED, Finding, Findings, Report
 from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
 from areal_flow.audit.tables import check_schema, conform

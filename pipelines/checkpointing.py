@@ -10,15 +10,15 @@ import asyncio
 import logging
 from typing import Any
 
-from areal_flow.checkpoints import checkpoint_hashes, checkpoint_path, prune_checkpoints
 from areal_flow.cluster.adapters import DaskTrainer
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, prune_checkpoints
+from areal_flow.recovery.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.tracking import MlflowTracker, NullTracker
-from areal_flow.writers import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import place_workers
-from areal_flow.cluster.plugins import RunPlugin
+from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.directory import check_model_directory, copy_model_description
+from areal_flow.models.directory import check_model_directory, copy_model_description
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_flow.checkpoints import (
+from areal_flow.errors import ModelError
+from areal_flow.recovery.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     read_checkpoint_state,
 )
-from areal_flow.errors import ModelError
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.queries import Run
 from areal_flow.tracking import RegisteredVersion, registered_version
 from pipelines.assembly import default_tracking_uri
+from pipelines.cli.table_file import write_table_file
 from pipelines.models import run_of_checkpoint
 from pipelines.run_directory import find_run
-from pipelines.table_file import write_table_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
-from areal_flow.checkpoints import checkpoint_hashes
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.controller.comparison import ComparedStep, result_from_row
-from areal_flow.controller.recovery import choose_checkpoint, request_from_row
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_hashes
+from areal_flow.recovery.comparison import ComparedStep, result_from_row
+from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.training_rows import TrainingRows
 from areal_flow.trainer.inspection import (

@@ -14,7 +14,7 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout, run_layout
-from areal_flow.writers import Writer, claim_run, is_held, newest_claim
+from areal_flow.recovery.lease import Writer, claim_run, is_held, newest_claim
 
 logger = logging.getLogger(__name__)
 

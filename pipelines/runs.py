@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import newest_claim
 from areal_flow.store.queries import open_run
-from areal_flow.writers import newest_claim
 from pipelines.run_directory import list_runs, observed_state
 
 

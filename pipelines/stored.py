@@ -21,12 +21,12 @@ from areal_flow.audit.weights import (
     StoredCheckpoint,
     StoredWeights,
 )
-from areal_flow.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
 from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
+from areal_flow.recovery.lease import newest_claim
 from areal_flow.store.orphans import unreferenced_files
-from areal_flow.writers import newest_claim
 
 RESTORE = "restore it from a copy"
 HARMLESS = "nothing: nobody reads it"
@@ -79,7 +79,7 @@ def listed_checkpoints(layout: RunLayout) -> list[int]:
 
 def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding | None:
     """Return a checkpoint with the hashes of its tensors; None if it is gone."""
-    from areal_flow.modeling.hashing import hash_file
+    from areal_flow.models.hashing import hash_file
 
     path = checkpoint_path(layout.checkpoints, step)
     try:
@@ -107,7 +107,7 @@ def listed_weights(layout: RunLayout) -> list[Path]:
 
 def read_weights(layout: RunLayout, path: Path) -> StoredWeights | Finding | None:
     """Return a published version with the hash of its tensors; None if it is gone."""
-    from areal_flow.modeling.hashing import hash_file
+    from areal_flow.models.hashing import hash_file
 
     where = path.relative_to(layout.root).as_posix()
     try:

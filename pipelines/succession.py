@@ -12,10 +12,10 @@ import shutil
 from pathlib import Path
 
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer, is_sole_writer, record_floor
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.orphans import remove_orphans
-from areal_flow.writers import Writer, is_sole_writer, record_floor
 
 logger = logging.getLogger(__name__)
 

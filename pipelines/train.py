@@ -18,25 +18,26 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
 )
-from areal_flow.cluster.gang import TrainerGang
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
-from areal_flow.cluster.plugins import RunPlugin
+from areal_flow.cluster.trainer_replicas import TrainerGang
+from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance
-from areal_flow.controller.recovery import PLAN_COLUMNS, plan_flow_start
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.directory import (
+from areal_flow.models.directory import (
     check_model_directory,
     copy_model_description,
     resolve_model,
 )
-from areal_flow.modeling.tiny import write_tiny_model
+from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.plan import PLAN_COLUMNS, plan_flow_start
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
@@ -46,12 +47,11 @@ from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
-from areal_flow.writers import Writer
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
 from pipelines.checkpointing import Checkpoints
+from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.progress import Progress, make_progress
 from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
 from pipelines.succession import succeed

@@ -15,11 +15,11 @@ from areal_flow.store.selection import (
     select_ids,
     stream_rows,
 )
+from pipelines.cli.table_file import refuse_target, write_table_file
+from pipelines.cli.terminal import make_console
+from pipelines.cli.trajectory_listing import LISTED, listing
+from pipelines.cli.trajectory_page import print_page
 from pipelines.inspection import inspect_trajectory
-from pipelines.table_file import refuse_target, write_table_file
-from pipelines.terminal import make_console
-from pipelines.trajectory_listing import LISTED, listing
-from pipelines.trajectory_page import print_page
 
 
 def list_trajectories(layout: RunLayout, selection: Selection, *, at: int | None) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from areal_flow.cluster.control import WorkerStatus, add_workers, list_workers, remove_worker
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.cluster.remote import WorkerStatus, add_workers, list_workers, remove_worker
 from areal_flow.config import load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal_flow.modeling.attention import ATTENTION_NAME
-from areal_flow.modeling.tiny import build_tokenizer, write_tiny_model
+from areal_flow.models.attention import ATTENTION_NAME
+from areal_flow.models.tiny import build_tokenizer, write_tiny_model
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:
@@ -39,7 +39,7 @@ def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> 
 
 def write_model_directory(directory: Path, *, seed: int = 0) -> Path:
     """Write a complete model directory: the tiny tokenizer and random weights."""
-    from areal_flow.modeling.policy import empty_policy
+    from areal_flow.models.policy import empty_policy
 
     write_tiny_model(directory, context_tokens=512)
     torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from areal_flow.audit.findings import Finding
 from areal_flow.audit.ledger import Row, replayed
-from areal_flow.checkpoints import CheckpointState
+from areal_flow.recovery.checkpoints import CheckpointState
 
 REMOVE_CHECKPOINT = "remove it: --resume goes on from an older one"
 REMOVE_WEIGHTS = "remove it: --resume publishes the newest version again"

@@ -12,10 +12,10 @@ from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import tasks
-from areal_flow.cluster.gang import TrainerGang
-from areal_flow.cluster.liveness import SILENT_S
+from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import result_of
+from areal_flow.cluster.trainer_replicas import TrainerGang
 from areal_flow.errors import (
     ArealFlowError,
     SchemaError,

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import dask
 from distributed import Client, Scheduler, SpecCluster
 
-from areal_flow.cluster.fleet import CONNECT_TIMEOUT, Fleet, FleetPlugin
-from areal_flow.cluster.nannies import HOST
+from areal_flow.cluster.control import serve_fleet
+from areal_flow.cluster.health import Watch
+from areal_flow.cluster.nanny import HOST
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
-from areal_flow.cluster.plugins import RunPlugin
-from areal_flow.cluster.remote import serve_fleet
-from areal_flow.cluster.watch import Watch
+from areal_flow.cluster.pool import CONNECT_TIMEOUT, Fleet, FleetPlugin
+from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from distributed import Worker, get_worker
 
-from areal_flow.cluster.hosts import GeneratorHost, RewardHost, make_trainer_rank, meet
-from areal_flow.cluster.plugins import Holder, holder
+from areal_flow.cluster.worker_context import Holder, holder
+from areal_flow.cluster.worker_roles import GeneratorHost, RewardHost, make_trainer_rank, meet
 from areal_flow.controller.seeds import member_seed
 from areal_flow.errors import SchemaError, TrainerLost
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
 from areal_flow.types import (
     EngineStats,
@@ -34,7 +35,6 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
-from areal_flow.writers import Writer
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_flow.cluster.hosts import recipe_of
-from areal_flow.cluster.plugins import holder
 from areal_flow.cluster.tasks import trainer_rank
+from areal_flow.cluster.worker_context import holder
+from areal_flow.cluster.worker_roles import recipe_of
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.directory import stop_token_ids
+from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.arithmetic import blurted_answer, running_sums, worked_answer
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import PolicyHashes
@@ -54,7 +54,7 @@ def draw_policy(run_directory: Path) -> Any:
     """Draw a policy's weights from the run's seed."""
     import torch
 
-    from areal_flow.modeling.policy import empty_policy
+    from areal_flow.models.policy import empty_policy
 
     torch.manual_seed(recipe_of(run_directory).seed)
     return empty_policy(RunLayout(run_directory).model)

@@ -23,9 +23,9 @@ from datetime import UTC, datetime
 from time import monotonic
 
 from areal_flow.controller.buffer import Buffer
+from areal_flow.controller.change_notifier import Pulse
+from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.gate import Gate
-from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
-from areal_flow.controller.pulse import Pulse
 from areal_flow.controller.records import (
     LogPosition,
     Provenance,

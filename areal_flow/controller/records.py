@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.controller.books import Entries
+from areal_flow.controller.accounting import Entries
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 
 

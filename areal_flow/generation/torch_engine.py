@@ -22,8 +22,8 @@ from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import Interruption
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SlotScheduler
-from areal_flow.modeling.attention import DecodeLayout, PrefillLayout, Prefix, SlotCache
-from areal_flow.modeling.policy import assign_tensors
+from areal_flow.models.attention import DecodeLayout, PrefillLayout, Prefix, SlotCache
+from areal_flow.models.policy import assign_tensors
 from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, version_spans_of
 
 PREFILL_ROWS = 16

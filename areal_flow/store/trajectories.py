@@ -15,12 +15,12 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata, write_fragments
 
 from areal_flow.errors import StorageError
+from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.visibility import both, trajectories_that_count
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
-from areal_flow.writers import Writer
 from schemas import TrajectoryRow, validate
 
 

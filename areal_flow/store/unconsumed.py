@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from areal_flow.controller.recovery import CommittedGroups
+from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import open_dataset

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from areal_flow.recovery.lease import read_floors
 from areal_flow.store.dataset import COMMIT_ORDER
-from areal_flow.writers import read_floors
 
 
 def trajectories_that_count(writers: Path) -> str | None:

@@ -19,19 +19,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from areal_flow.checkpoints import (
+from areal_flow.durable import force_to_disk
+from areal_flow.errors import StorageError, TrainingError
+from areal_flow.models.policy import assign_tensors
+from areal_flow.recovery.checkpoints import (
     RNG_STATE,
     CheckpointState,
     checkpoint_path,
     read_checkpoint_state,
     set_aside,
 )
-from areal_flow.durable import force_to_disk
-from areal_flow.errors import StorageError, TrainingError
-from areal_flow.modeling.policy import assign_tensors
+from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.state import TrainerState
 from areal_flow.types import PolicyHashes
-from areal_flow.writers import Writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ from typing import Any
 
 from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
 from areal_flow.algorithms.staleness import count_staleness
-from areal_flow.checkpoints import checkpoint_path
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.policy import DTYPES, empty_policy, load_policy
+from areal_flow.models.policy import DTYPES, empty_policy, load_policy
+from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     describe,
@@ -29,7 +30,7 @@ from areal_flow.trainer.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from areal_flow.trainer.gang import Alone, Gang
+from areal_flow.trainer.replicas import Alone, Gang
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -41,7 +42,6 @@ from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsStage
 from areal_flow.weights.hashing import HashingStage
-from areal_flow.writers import Writer
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Trajectory ids in, their rows out, in the same order."""

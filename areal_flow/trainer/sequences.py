@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.staleness import trainable_mask
-from areal_flow.modeling.attention import PackedLayout
+from areal_flow.models.attention import PackedLayout
 from areal_flow.types import VersionSpan
 
 

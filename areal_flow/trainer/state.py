@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from areal_flow.config import TrainerSettings
-from areal_flow.modeling.hashing import hash_tensors
-from areal_flow.modeling.policy import DTYPES, policy_tensors
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.policy import DTYPES, policy_tensors
 
 
 class TrainerState:

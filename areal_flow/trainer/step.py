@@ -23,7 +23,7 @@ from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, decoupled_ppo_lo
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.config import AlgorithmSettings
 from areal_flow.errors import TrainingError
-from areal_flow.trainer.gang import Alone, Gang
+from areal_flow.trainer.replicas import Alone, Gang
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
 from areal_flow.trainer.state import TrainerState
 

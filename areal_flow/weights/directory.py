@@ -33,7 +33,7 @@ class DirectoryChannel:
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
         from safetensors.torch import save_file
 
-        from areal_flow.modeling.hashing import hash_tensors
+        from areal_flow.models.hashing import hash_tensors
 
         staged = self._staged(version)
         shutil.rmtree(staged, ignore_errors=True)
@@ -68,7 +68,7 @@ class DirectoryChannel:
     def load(self, version: int) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
-        from areal_flow.modeling.hashing import hash_tensors
+        from areal_flow.models.hashing import hash_tensors
 
         directory = self._published(version)
         try:
@@ -117,7 +117,7 @@ def publish_model_directory(source: Path, root: Path) -> None:
     Raises:
         ModelError: the directory cannot be loaded.
     """
-    from areal_flow.modeling.policy import load_policy, policy_tensors
+    from areal_flow.models.policy import load_policy, policy_tensors
 
     channel = DirectoryChannel(root)
     channel.stage(0, policy_tensors(load_policy(source)))

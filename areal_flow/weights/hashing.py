@@ -13,6 +13,6 @@ class HashingStage:
     """A `WeightsStage` that keeps the hash alone; there is nothing to publish or to load."""
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        from areal_flow.modeling.hashing import hash_tensors
+        from areal_flow.models.hashing import hash_tensors
 
         return hash_tensors(tensors)

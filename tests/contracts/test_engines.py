@@ -16,12 +16,12 @@ import torch
 from scipy.stats import chisquare
 
 from areal_flow.errors import EngineError
-from areal_flow.generation.loop import EngineLoop
 from areal_flow.generation.protocol import EngineCore, Interruption
 from areal_flow.generation.sampling import processed_logprobs
+from areal_flow.generation.threaded_engine import EngineLoop
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.modeling.attention import PackedLayout
-from areal_flow.modeling.policy import policy_tensors
+from areal_flow.models.attention import PackedLayout
+from areal_flow.models.policy import policy_tensors
 from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion, GroupRequest, Sampling
 from tests.policies import small_policy

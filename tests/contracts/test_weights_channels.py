@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from areal_flow.errors import WeightsError
-from areal_flow.modeling.hashing import hash_tensors
-from areal_flow.modeling.policy import assign_tensors, policy_tensors
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.policy import assign_tensors, policy_tensors
 from areal_flow.testing import MemoryChannel
 from areal_flow.weights.channel import WeightsChannel
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryChannel

@@ -7,8 +7,8 @@ import torch
 
 from areal_flow.config import AlgorithmSettings, TrainerSettings
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.modeling.attention import PackedLayout
-from areal_flow.modeling.policy import policy_tensors
+from areal_flow.models.attention import PackedLayout
+from areal_flow.models.policy import policy_tensors
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.state import TrainerState
 from areal_flow.trainer.step import StepSettings, train_step

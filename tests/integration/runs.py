@@ -18,7 +18,7 @@ from distributed import Client, default_client
 import areal_flow
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.layout import RunLayout
-from areal_flow.writers import Writer
+from areal_flow.recovery.lease import Writer
 from pipelines.check import check_run
 from pipelines.run_directory import create_run, hold_run
 from pipelines.train import Outcome, prepare_run, run_training
@@ -120,7 +120,7 @@ def cli(
 ) -> subprocess.CompletedProcess[str]:
     """Run `areal-flow` as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        [sys.executable, "-m", "pipelines.cli.main", *map(str, arguments)],
         cwd=cwd,
         env=ENVIRONMENT,
         capture_output=True,
@@ -134,7 +134,7 @@ def cli(
 def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Start `areal-flow` in a process group of its own; kill what is left of it at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        [sys.executable, "-m", "pipelines.cli.main", *map(str, arguments)],
         cwd=cwd,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

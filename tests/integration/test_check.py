@@ -11,12 +11,12 @@ from typing import Any
 import lance
 import pytest
 
-from areal_flow.checkpoints import checkpoint_path
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import create_dataset
 from areal_flow.store.ledger import STEPS
-from pipelines.cli import main
+from pipelines.cli.main import main
 from tests.integration.runs import run_small, small_recipe
 from tests.rows import written_group
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.cluster.remote import WorkerStatus, list_workers, remove_worker
+from areal_flow.cluster.control import WorkerStatus, list_workers, remove_worker
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
 from areal_flow.layout import RunLayout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
-from areal_flow.cluster.gang import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerGang
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.testing import MemoryChannel
 from tests.unit.virtual_time import run_in_virtual_time

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.algorithms.staleness import trainable_mask
-from areal_flow.audit.books import check_staleness
+from areal_flow.audit.accounting import check_staleness
 from areal_flow.audit.findings import MAX_PER_RULE, Finding, Findings, Report
 from areal_flow.audit.ledger import check_configuration, check_ledger
 from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids

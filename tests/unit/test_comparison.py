@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from areal_flow.config import AlgorithmSettings, TrainerSettings
-from areal_flow.controller.comparison import ComparedStep, result_from_row
 from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.types import PolicyHashes, StepResult
 from pipelines.replay_settings import settings_of_a_step
 

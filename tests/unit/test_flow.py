@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trainable_mask
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError

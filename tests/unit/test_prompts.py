@@ -13,7 +13,7 @@ import pytest
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.tiny import write_tiny_model
+from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.arithmetic import (
     arithmetic_questions,
     blurted_answer,

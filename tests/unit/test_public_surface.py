@@ -31,7 +31,7 @@ def test_import_loads_no_vendor() -> None:
 
 
 def test_command_line_loads_no_vendor_until_a_command_needs_it() -> None:
-    assert not modules_after("import pipelines.cli") & set(HEAVY)
+    assert not modules_after("import pipelines.cli.main") & set(HEAVY)
 
 
 def test_driver_and_reward_workers_never_import_torch() -> None:
@@ -42,6 +42,6 @@ def test_driver_and_reward_workers_never_import_torch() -> None:
 
 
 def test_policies_are_imported_without_what_no_language_model_needs() -> None:
-    assert not modules_after("import areal_flow.modeling.policy") & {"sklearn", "scipy"}
-    later = "import areal_flow.modeling.policy, scipy, sklearn"
+    assert not modules_after("import areal_flow.models.policy") & {"sklearn", "scipy"}
+    later = "import areal_flow.models.policy, scipy, sklearn"
     assert {"sklearn", "scipy"} <= modules_after(later)

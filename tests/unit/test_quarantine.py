@@ -7,9 +7,9 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.cluster.members import Member, Members
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.quarantine import Death, QuarantineRule, describe_exit
+from areal_flow.cluster.registry import Member, Members
 
 LIVES = st.lists(st.floats(0, 100), max_size=12)
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.makings import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.controller.recovery import (
+from areal_flow.controller.schedules import run_async_schedule
+from areal_flow.recovery.plan import (
     CommittedGroups,
     choose_checkpoint,
     plan_flow_start,
     request_from_row,
 )
-from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
 from areal_flow.types import Episode, GroupReceipt, PolicyHashes, submission_index_of
 from tests.unit.virtual_time import run_in_virtual_time

@@ -18,10 +18,11 @@ from lance.optimize import Compaction
 
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.books import Entries
+from areal_flow.controller.accounting import Entries
 from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
@@ -32,7 +33,6 @@ from areal_flow.store.trajectories import (
     validate_groups,
 )
 from areal_flow.types import Discard, PolicyHashes, StepMetrics, StepRequest, StepResult
-from areal_flow.writers import Writer
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.config import AlgorithmSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
+from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
+from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -25,7 +26,6 @@ from areal_flow.trainer.step import (
     micro_batch_logprobs,
     train_step,
 )
-from areal_flow.writers import Writer
 from tests.policies import small_policy
 
 WRITER = Writer(Path("nobody"), 1)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 if TYPE_CHECKING:
     from areal_flow.audit.findings import Report

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import ConfigError
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 
 def add_to(commands: Any) -> None:
@@ -32,9 +32,9 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     if known.step is not None and known.model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
     from pipelines import lineage
-    from pipelines.lineage_page import print_lineage
-    from pipelines.table_file import refuse_target
-    from pipelines.terminal import make_console
+    from pipelines.cli.lineage_page import print_lineage
+    from pipelines.cli.table_file import refuse_target
+    from pipelines.cli.terminal import make_console
 
     if known.to:
         refuse_target(known.to)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from areal_flow.modeling.huggingface import AttentionInterface
+from areal_flow.models.huggingface import AttentionInterface
 
 ATTENTION_NAME = "areal_flow"
 

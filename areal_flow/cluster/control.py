@@ -12,11 +12,11 @@ from typing import Any
 
 from distributed.core import rpc
 
-from areal_flow.cluster.fleet import Fleet
-from areal_flow.cluster.liveness import SILENT_S
-from areal_flow.cluster.members import Member
-from areal_flow.cluster.plugins import VERSION_METRIC
-from areal_flow.cluster.watch import Watch
+from areal_flow.cluster.failure_detector import SILENT_S
+from areal_flow.cluster.health import Watch
+from areal_flow.cluster.pool import Fleet
+from areal_flow.cluster.registry import Member
+from areal_flow.cluster.worker_context import VERSION_METRIC
 from areal_flow.errors import RunError
 
 HANDLER = "areal_flow_workers"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import ConfigError
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 DEFAULT_LIMIT = 20
 

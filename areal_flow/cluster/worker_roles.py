@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.layout import RunLayout
-from areal_flow.modeling.directory import stop_token_ids
+from areal_flow.models.directory import stop_token_ids
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
 from areal_flow.types import Completion, EngineStats, GroupRequest, Meeting, Sampling, Score
 from areal_flow.weights.directory import DirectoryChannel
 
 if TYPE_CHECKING:
-    from areal_flow.generation.loop import EngineLoop
-    from areal_flow.trainer.gang import Together
+    from areal_flow.generation.threaded_engine import EngineLoop
     from areal_flow.trainer.rank import TrainerRank
+    from areal_flow.trainer.replicas import Together
 
 
 class GeneratorHost:
@@ -79,13 +79,13 @@ class GeneratorHost:
         return self._engine.stats() if self._engine else EngineStats()
 
     async def _make_engine(self) -> EngineLoop:
-        from areal_flow.generation.loop import EngineLoop
+        from areal_flow.generation.threaded_engine import EngineLoop
 
         return EngineLoop(await asyncio.to_thread(self._load_core))
 
     def _load_core(self) -> Any:
         from areal_flow.generation.torch_engine import TorchEngine
-        from areal_flow.modeling.policy import assign_tensors, empty_policy
+        from areal_flow.models.policy import assign_tensors, empty_policy
 
         generation = self._recipe.generation
         policy = empty_policy(self._layout.model, dtype=generation.dtype, device=generation.device)
@@ -150,7 +150,7 @@ def meet(run_directory: Path, writer_epoch: int, meeting: Meeting, *, host: str)
     Raises:
         TrainerLost: they did not.
     """
-    from areal_flow.trainer.gang import Together
+    from areal_flow.trainer.replicas import Together
 
     point = RunLayout(run_directory).meeting_point(writer_epoch, meeting.name)
     return Together(meeting, point, host=host)

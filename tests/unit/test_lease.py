@@ -16,6 +16,14 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import (
+    Writer,
+    claim_run,
+    is_held,
+    is_sole_writer,
+    newest_claim,
+    read_floors,
+)
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
@@ -26,14 +34,6 @@ from areal_flow.store.trajectories import (
 )
 from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.types import PolicyHashes
-from areal_flow.writers import (
-    Writer,
-    claim_run,
-    is_held,
-    is_sole_writer,
-    newest_claim,
-    read_floors,
-)
 from pipelines.succession import succeed
 from tests.rows import written_group
 

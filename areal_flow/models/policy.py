@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from areal_flow.errors import ModelError, WeightsError
-from areal_flow.modeling.attention import ATTENTION_NAME
-from areal_flow.modeling.huggingface import AutoConfig, AutoModelForCausalLM
+from areal_flow.models.attention import ATTENTION_NAME
+from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -27,10 +27,10 @@ import dask
 from distributed import SchedulerPlugin, SpecCluster, Status
 from distributed.core import rpc
 
-from areal_flow.cluster.members import Member, Members
-from areal_flow.cluster.nannies import ENDED, nanny_specification
+from areal_flow.cluster.nanny import ENDED, nanny_specification
 from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.quarantine import describe_exit
+from areal_flow.cluster.registry import Member, Members
 from areal_flow.errors import EngineError, RunError
 
 logger = logging.getLogger(__name__)

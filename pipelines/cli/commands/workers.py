@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 
 def add_to(commands: Any) -> None:

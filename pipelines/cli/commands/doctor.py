@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 
 def add_to(commands: Any) -> None:
@@ -17,6 +17,6 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Look at this machine."""
     refuse_settings(dotted)
-    from pipelines.doctor import doctor
+    from pipelines.cli.doctor import doctor
 
     return doctor(known.runs)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.controller.books import Books, Entries
-from areal_flow.controller.makings import FlowStart
+from areal_flow.controller.accounting import Books, Entries
+from areal_flow.controller.flow_setup import FlowStart
 from areal_flow.types import (
     Discard,
     GroupReceipt,

@@ -15,10 +15,10 @@ from time import monotonic
 
 import psutil
 
-from areal_flow.cluster.fleet import Fleet
-from areal_flow.cluster.liveness import Liveness, SignsOfLife
-from areal_flow.cluster.members import Member
-from areal_flow.cluster.nannies import HOST
+from areal_flow.cluster.failure_detector import Liveness, SignsOfLife
+from areal_flow.cluster.nanny import HOST
+from areal_flow.cluster.pool import Fleet
+from areal_flow.cluster.registry import Member
 from areal_flow.config import ClusterSettings
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.controller.books import Books
+from areal_flow.controller.accounting import Books
 from areal_flow.controller.protocols import (
     Observer,
     Prompts,

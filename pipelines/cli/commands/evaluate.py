@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipelines.commands.settings import refuse_settings
+from pipelines.cli.commands.settings import refuse_settings
 
 
 def add_to(commands: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.commands import (
+from pipelines.cli.commands import (
     check,
     doctor,
     evaluate,
@@ -28,8 +28,8 @@ from pipelines.commands import (
     trajectories,
     workers,
 )
-from pipelines.commands.settings import split_dotted
-from pipelines.commands.train import EXIT_CODES
+from pipelines.cli.commands.settings import split_dotted
+from pipelines.cli.commands.train import EXIT_CODES
 
 COMMANDS = (
     *(train, evaluate, export, trajectories, lineage, replay, check),

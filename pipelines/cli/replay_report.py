@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_flow.controller.comparison import ComparedStep, compared_values
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.trainer.inspection import InspectedTrajectory
 from pipelines.replay import Replayed
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.checkpoints import list_checkpoints
 from areal_flow.config import Recipe, build_recipe, load_recipe, parse_overrides
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
-from areal_flow.writers import Writer
+from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.lease import Writer
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.terminal import one_line
+from pipelines.cli.terminal import one_line
 
 LISTED = (
     "trajectory_id",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_flow.cluster.liveness import Liveness, SignsOfLife
+from areal_flow.cluster.failure_detector import Liveness, SignsOfLife
 
 
 def watched() -> Liveness:

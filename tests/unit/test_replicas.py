@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.cluster.gang import NOTICE_S, TrainerGang
+from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerGang
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
-from areal_flow.trainer.gang import Together
+from areal_flow.trainer.replicas import Together
 from areal_flow.trainer.state import TrainerState
 from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.types import Meeting, PolicyHashes

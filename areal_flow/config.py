@@ -39,7 +39,7 @@ class PromptSettings(Settings):
     path: Path | None = Field(None, strict=False)
     held_out_path: Path | None = Field(None, strict=False)
     question_field: str = "question"
-    reference_field: str = "answer"
+    answer_field: str = "answer"
     template: str = "{question}"
     num_prompts: int = Field(24_000, ge=1)
     num_held_out: int = Field(1024, ge=0)
@@ -78,8 +78,8 @@ class GenerationSettings(Settings):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_new_tokens: int = Field(64, ge=1)
-    context_tokens: int = Field(128, ge=2)
-    num_slots: int = Field(128, ge=1)
+    max_model_len: int = Field(128, ge=2)
+    max_num_seqs: int = Field(128, ge=1)
     kv_cache_tokens: int = Field(65_536, ge=1)
     interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -87,16 +87,16 @@ class GenerationSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
-        needed = self.num_slots * self.context_tokens
+        needed = self.max_num_seqs * self.max_model_len
         _require(
             needed <= self.kv_cache_tokens,
-            f"generation.num_slots ({self.num_slots}) x context_tokens ({self.context_tokens}) = "
-            f"{needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
+            f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
+            f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
         )
         _require(
-            self.max_new_tokens < self.context_tokens,
+            self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
-            f"context_tokens ({self.context_tokens})",
+            f"max_model_len ({self.max_model_len})",
         )
         return self
 
@@ -123,14 +123,14 @@ class ControllerSettings(Settings):
 class AlgorithmSettings(Settings):
     """Decoupled PPO (arXiv 2505.24298, eq. 5) and its advantages."""
 
-    advantage: Literal["paper", "grpo", "dr_grpo", "rloo"] = "dr_grpo"
+    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo"] = "dr_grpo"
     reward_bias: float = -0.5
     reward_scale: float = Field(10.0, gt=0)
     epsilon: float = Field(0.2, gt=0)
     epsilon_high: float | None = Field(None, gt=0)
     num_minibatches: int = Field(2, ge=1)
-    behavior_weight_rule: Literal["full", "truncate", "mask"] = "full"
-    behavior_weight_cap: float = Field(5.0, gt=1)
+    importance_weight_rule: Literal["full", "truncate", "mask"] = "full"
+    importance_weight_cap: float = Field(5.0, gt=1)
 
 
 class TrainerSettings(Settings):
@@ -210,9 +210,9 @@ class Recipe(Settings):
             f"{self.groups_per_step} groups of a batch",
         )
         _require(
-            self.trainer.tokens_per_micro_batch >= self.generation.context_tokens,
+            self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
-            f"sequence of generation.context_tokens ({self.generation.context_tokens})",
+            f"sequence of generation.max_model_len ({self.generation.max_model_len})",
         )
         return self
 

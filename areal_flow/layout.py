@@ -9,7 +9,7 @@ runs/NAME/
     evaluations.lance      held-out answers
     checkpoints/           snapshots
     weights/00000002/      what the generators of one driver's life load
-    gangs/00000002/        where the trainer ranks of one driver's life meet
+    rendezvous/00000002/        where the trainer ranks of one driver's life meet
     forks.jsonl            replayed steps that differed, in another numeric environment
     mlflow-spool.jsonl     metrics on their way to MLflow
     summary.json           written at the end
@@ -84,12 +84,12 @@ class RunLayout:
         return self.weights / f"{writer_epoch:08d}"
 
     @property
-    def gangs(self) -> Path:
-        return self.root / "gangs"
+    def rendezvous(self) -> Path:
+        return self.root / "rendezvous"
 
-    def meeting_point(self, writer_epoch: int, name: str) -> Path:
-        """Return the file at which the ranks of one gang meet."""
-        return self.gangs / f"{writer_epoch:08d}" / name
+    def rendezvous_file(self, writer_epoch: int, name: str) -> Path:
+        """Return the file at which the ranks of one replica group meet."""
+        return self.rendezvous / f"{writer_epoch:08d}" / name
 
     @property
     def spool(self) -> Path:

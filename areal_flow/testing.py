@@ -181,12 +181,12 @@ class BigramEngine:
     """
 
     def __init__(
-        self, logits: Sequence[Sequence[float]], *, version: int = 0, num_slots: int = 4
+        self, logits: Sequence[Sequence[float]], *, version: int = 0, max_num_seqs: int = 4
     ) -> None:
         self.version = version
         self.num_interruptions = 0
         self._logits = logits
-        self._num_slots = num_slots
+        self._max_num_seqs = max_num_seqs
         self._groups: dict[str, tuple[GroupRequest, dict[int, _Partial]]] = {}
 
     def add(self, request: GroupRequest) -> None:
@@ -202,7 +202,7 @@ class BigramEngine:
         return bool(self._groups)
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        slots = self._num_slots
+        slots = self._max_num_seqs
         for request, partials in self._groups.values():
             for index, partial in partials.items():
                 if partial.finish_reason is None and slots:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
-Verdict = Literal["right", "wrong", "parse_error", "bad_reference", "error"]
+Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error"]
 
 
 class VersionSpan(NamedTuple):
@@ -28,7 +28,7 @@ class Prompt:
 
     prompt_id: str
     text: str
-    reference: str
+    answer: str
     difficulty: int
     tokens: tuple[int, ...]
 
@@ -149,8 +149,8 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a trainer's ranks come together: one name a gang, never used again."""
+class Rendezvous:
+    """Where a trainer's ranks come together: one name a replica group, never used again."""
 
     name: str
     rank: int
@@ -177,8 +177,8 @@ class StepMetrics:
     grad_norm: float
     learning_rate: float
     clip_fraction: float
-    behavior_weight_mean: float
-    behavior_weight_max: float
+    importance_weight_mean: float
+    importance_weight_max: float
     reward_mean: float
     completion_tokens_mean: float
     num_trained_tokens: int
@@ -196,8 +196,8 @@ NOTHING_TRAINED = StepMetrics(
     grad_norm=0.0,
     learning_rate=0.0,
     clip_fraction=0.0,
-    behavior_weight_mean=1.0,
-    behavior_weight_max=1.0,
+    importance_weight_mean=1.0,
+    importance_weight_max=1.0,
     reward_mean=0.0,
     completion_tokens_mean=0.0,
     num_trained_tokens=0,

@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.controller.seeds import group_seeds
-from areal_flow.recovery.lease import Writer, claim_run
+from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
@@ -58,7 +58,7 @@ from areal_flow.types import (
 )
 from pipelines.assembly import CommittedLedger, CommittedLog
 
-LIMITS = FlowLimits(
+LIMITS = FlowConfig(
     batch_size=8, group_size=4, max_staleness=2, max_running=8, num_steps=0, run_seed=0
 )
 CHECKPOINT_EVERY_STEPS = 20
@@ -232,8 +232,8 @@ async def run(
     reporter = Reporter(root, num_steps, work, committer, ledger)
     flow = Flow(
         replace(LIMITS, num_steps=num_steps),
-        FlowParts(FakePrompts(), work, log, kept, work, work, reporter),
-        FlowStart(weights_hash="w0"),
+        FlowBackends(FakePrompts(), work, log, kept, work, work, reporter),
+        InitialState(weights_hash="w0"),
         provenance,
     )
     await run_async_schedule(flow)
@@ -267,7 +267,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="areal-flow-long-log-") as scratch:
         root = Path(scratch)
         workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        with claim_run(root / "writers") as writer, workers as executor:
+        with hold_lease(root / "writers") as writer, workers as executor:
             reports = asyncio.run(run(root, writer, executor, arguments.steps))
     print_reports(reports)
     if arguments.json:

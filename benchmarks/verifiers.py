@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def reward_short(*, prompt: str, completion: str, reference: str) -> float:
+def reward_short(*, prompt: str, completion: str, answer: str) -> float:
     """Return 1 for an empty completion, less for a longer one."""
     return 1.0 / (1.0 + len(completion))

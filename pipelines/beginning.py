@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.cluster import tasks
-from areal_flow.cluster.trainer_replicas import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.records import Provenance, genesis_row
@@ -43,16 +43,16 @@ class Restored:
 
 
 async def begin_policy(
-    gang: TrainerGang, recipe: Recipe, progress: Progress
+    replicas: TrainerReplicas, recipe: Recipe, progress: Progress
 ) -> tuple[PolicyHashes, str]:
     """Make version 0 on the leader: a pretrained directory, or a warm-started tiny policy."""
     if recipe.model != TINY_MODEL:
-        return await gang.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
+        return await replicas.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
     num_steps, taken = recipe.warm_start.num_steps, 0
     while taken < num_steps:
-        taken, loss = await gang.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
+        taken, loss = await replicas.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
         progress.update(f"warm start {taken}/{num_steps}, loss {loss:.3f}")
-    return await gang.lead(begin_from_warm_start)  # type: ignore[no-any-return]
+    return await replicas.lead(begin_from_warm_start)  # type: ignore[no-any-return]
 
 
 async def commit_genesis(
@@ -70,7 +70,11 @@ async def commit_genesis(
 
 
 async def restore_policy(
-    gang: TrainerGang, layout: RunLayout, recipe: Recipe, ledger: Ledger, channel: WeightsChannel
+    replicas: TrainerReplicas,
+    layout: RunLayout,
+    recipe: Recipe,
+    ledger: Ledger,
+    channel: WeightsChannel,
 ) -> Restored:
     """Bring all ranks to the ledger's head and publish it.
 
@@ -80,14 +84,14 @@ async def restore_policy(
         RunError: there is no usable checkpoint.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
-    checkpoint, hashes = await _restore_checkpoint(gang, layout, ledger.rows(["weights_hash"]))
+    checkpoint, hashes = await _restore_checkpoint(replicas, layout, ledger.rows(["weights_hash"]))
     for row in ledger.rows(since=checkpoint + 1):
         request = request_from_row(
             row,
             parent_hash=hashes.weights_hash,
             max_staleness=recipe.controller.max_staleness,
         )
-        replayed = await gang.step(request)
+        replayed = await replicas.step(request)
         after_fork = request.parent_hash != row["parent_hash"]
         note_fork(layout, row, replayed, after_fork=after_fork)
         hashes = replayed.hashes
@@ -96,12 +100,12 @@ async def restore_policy(
 
 
 async def _restore_checkpoint(
-    gang: TrainerGang, layout: RunLayout, rows: Sequence[dict[str, Any]]
+    replicas: TrainerReplicas, layout: RunLayout, rows: Sequence[dict[str, Any]]
 ) -> tuple[int, PolicyHashes]:
     usable = checkpoint_hashes(layout.checkpoints)
     while (checkpoint := choose_checkpoint(usable, rows)) is not None:
         try:
-            return checkpoint, await gang.restore(checkpoint)
+            return checkpoint, await replicas.restore(checkpoint)
         except TrainerLost:
             raise
         except TrainingError as error:

@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow import __version__
-from areal_flow.audit import accounting as books
-from areal_flow.audit import consumption, ledger, trajectories, weights
+from areal_flow.audit import accounting, consumption, ledger, trajectories, weights
 from areal_flow.audit.findings import LEDGER_CHANGED, LOG_CHANGED, Finding, Findings, Report
 from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
 from areal_flow.audit.tables import check_schema, conform
@@ -219,12 +218,12 @@ def _log_findings(
 ) -> Iterator[Finding]:
     yield from consumption.check_consumed_committed(rows, log)
     yield from consumption.check_position(rows, log, num_rows=num_rows)
-    yield from books.check_books(rows, log)
-    yield from books.check_trained(rows, log)
+    yield from accounting.check_accounting(rows, log)
+    yield from accounting.check_trained(rows, log)
     if recipe is None:
         return
     max_staleness = recipe.controller.max_staleness
-    yield from books.check_staleness(rows, log, max_staleness=max_staleness)
+    yield from accounting.check_staleness(rows, log, max_staleness=max_staleness)
     yield from consumption.check_discards(rows, log, max_staleness=max_staleness)
 
 

@@ -103,7 +103,7 @@ class Checkpoints:
             except TrainerLost as lost:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
-        self._writer.require()
+        self._writer.check_current()
         self._register(row)
         self._prune()
 

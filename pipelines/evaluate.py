@@ -68,7 +68,7 @@ async def _answer(
 ) -> EvaluationTable:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
-        rows = await cluster.fleet.guard(
+        rows = await cluster.pool.guard(
             answer_held_out(
                 cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
             )

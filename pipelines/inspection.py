@@ -48,7 +48,7 @@ class Inspected:
     run_name: str
     row: dict[str, Any]
     tokens: tuple[InspectedToken, ...]
-    reference: str | None
+    answer: str | None
     group: tuple[tuple[str, float | None], ...]
     batch: TrainedBatch | None
     max_staleness: int
@@ -71,15 +71,15 @@ def inspect_trajectory(run: Run, identifier: str, *, at: int | None = None) -> I
             "SELECT trajectory_id, reward FROM trajectories WHERE group_id = ? ORDER BY 1",
             params=[row["group_id"]],
         ).fetchall()
-        references = database.sql(
-            "SELECT reference FROM prompts WHERE prompt_id = ? LIMIT 1", params=[row["prompt_id"]]
+        answers = database.sql(
+            "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[row["prompt_id"]]
         ).fetchall()
     tokenizer = Tokenizer.from_file(str(run.layout.model / "tokenizer.json"))
     return Inspected(
         run_name=run.layout.name,
         row=row,
         tokens=_tokens(row, token_texts(tokenizer, row["output_tokens"]), max_staleness),
-        reference=references[0][0] if references else None,
+        answer=answers[0][0] if answers else None,
         group=tuple(group),
         batch=_batch(run, row, recipe.algorithm, max_staleness),
         max_staleness=max_staleness,
@@ -96,7 +96,7 @@ def _tokens(
     row: dict[str, Any], texts: Sequence[str], max_staleness: int
 ) -> tuple[InspectedToken, ...]:
     columns = ("output_tokens", "token_versions", "behavior_logprobs", "loss_mask")
-    parent = row["policy_version"] if row["fate"] == "trained" else None
+    parent = row["policy_version"] if row["status"] == "trained" else None
     tokens = []
     for text, token, version, logprob, chosen in zip(
         texts, *(row[name] for name in columns), strict=True
@@ -111,7 +111,7 @@ def _batch(
     run: Run, row: dict[str, Any], algorithm: AlgorithmSettings, max_staleness: int
 ) -> TrainedBatch | None:
     """Compute the advantages of the step that trained the row, as the trainer did."""
-    if row["fate"] != "trained":
+    if row["status"] != "trained":
         return None
     from areal_flow.trainer.sequences import sequences_from_rows
     from areal_flow.trainer.step import compute_advantages

@@ -14,7 +14,7 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout, run_layout
-from areal_flow.recovery.lease import Writer, claim_run, is_held, newest_claim
+from areal_flow.recovery.lease import Writer, hold_lease, is_held, newest_lease
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
     Raises:
         RunError: another driver holds it; says which and since when.
     """
-    with claim_run(layout.writers, take_over=take_over) as writer:
+    with hold_lease(layout.writers, take_over=take_over) as writer:
         before = read_state(layout)
         held = RunState("running", seconds_driven=before.seconds_driven)
         _write_state(layout, held)
@@ -126,7 +126,7 @@ def observed_state(layout: RunLayout) -> RunState:
     recorded = read_state(layout)
     if recorded.state != "running":
         return recorded
-    claim = newest_claim(layout.writers)
+    claim = newest_lease(layout.writers)
     if claim and is_held(layout.writers, claim.writer_epoch):
         return recorded
     return replace(recorded, state="crashed")

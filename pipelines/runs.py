@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import newest_claim
+from areal_flow.recovery.lease import newest_lease
 from areal_flow.store.queries import open_run
 from pipelines.run_directory import list_runs, observed_state
 
@@ -43,7 +43,7 @@ def _num_steps(layout: RunLayout) -> str:
 
 
 def _since(layout: RunLayout) -> str:
-    claim = newest_claim(layout.writers)
+    claim = newest_lease(layout.writers)
     return claim.since if claim else "-"
 
 

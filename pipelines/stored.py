@@ -25,7 +25,7 @@ from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
-from areal_flow.recovery.lease import newest_claim
+from areal_flow.recovery.lease import newest_lease
 from areal_flow.store.orphans import unreferenced_files
 
 RESTORE = "restore it from a copy"
@@ -99,7 +99,7 @@ def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
     """Return the directories of published versions: those of the newest writer, which count."""
-    claim = newest_claim(layout.writers)
+    claim = newest_lease(layout.writers)
     root = layout.weights_of(claim.writer_epoch if claim else 0)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     return sorted({file.parent for file in files if file.parent.name.isdigit()})

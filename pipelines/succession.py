@@ -1,6 +1,6 @@
 """What a driver does with the run directory of the one before it, once it holds the claim.
 
-While any earlier driver is alive, and may wake up, a floor says where the logs stood, so that
+While any earlier driver is alive, and may wake up, a fence says where the logs stood, so that
 nothing it still writes counts. Once all are dead this one cleans up: whatever was written and not
 yet named by a log is an orphan now.
 """
@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import Writer, is_sole_writer, record_floor
+from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.orphans import remove_orphans
@@ -28,24 +28,24 @@ def succeed(layout: RunLayout, writer: Writer) -> None:
     Raises:
         RunError: another driver took over already.
     """
-    writer.require()
+    writer.check_current()
     if not is_sole_writer(writer):
         watermark = open_dataset(layout.trajectories).count_rows()
         head = Ledger(layout.steps, writer).head
-        record_floor(writer, trajectory_watermark=watermark, step=head)
+        record_fence(writer, trajectory_watermark=watermark, step=head)
         return
     for dataset in (layout.trajectories, layout.steps):
-        if num_removed := remove_orphans(dataset, written_before=writer.claimed_at):
+        if num_removed := remove_orphans(dataset, written_before=writer.began_at):
             logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
     for leftover in _leftovers(layout, before=writer.writer_epoch):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
-    """Return weights, meeting points and half-written checkpoints of earlier epochs."""
+    """Return weights, rendezvous points and half-written checkpoints of earlier epochs."""
     candidates = [
         *layout.weights.glob("[0-9]*"),
-        *layout.gangs.glob("[0-9]*"),
+        *layout.rendezvous.glob("[0-9]*"),
         *layout.checkpoints.glob(".partial-*"),
     ]
     return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]

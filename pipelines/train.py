@@ -20,11 +20,11 @@ from areal_flow.cluster.adapters import (
 )
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
-from areal_flow.cluster.trainer_replicas import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.layout import RunLayout
@@ -37,7 +37,7 @@ from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.plan import PLAN_COLUMNS, plan_flow_start
+from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
@@ -79,7 +79,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """
     load_verifier(recipe.rewards.verifier)
     if recipe.model == TINY_MODEL:
-        write_tiny_model(layout.model, context_tokens=recipe.generation.context_tokens)
+        write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
         source = resolve_model(recipe.model)
         check_model_directory(source)
@@ -118,7 +118,7 @@ async def run_training(
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 session = Session(layout, recipe, cluster, progress, tracker, signals, writer)
                 with reachable(layout, cluster):
-                    outcome = await cluster.fleet.guard(session.run(resume=resume, began=began))
+                    outcome = await cluster.pool.guard(session.run(resume=resume, began=began))
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
@@ -158,12 +158,12 @@ class Session:
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
         self.committed_ledger = CommittedLedger(self.ledger)
-        self.gang = TrainerGang(
+        self.replicas = TrainerReplicas(
             client,
             num_ranks=recipe.cluster.num_trainers,
-            replace=cluster.fleet.replace_named,
+            replace=cluster.pool.replace_named,
         )
-        self.trainer = DaskTrainer(client, self.gang, self._restore_trainer)
+        self.trainer = DaskTrainer(client, self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -186,7 +186,7 @@ class Session:
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
         self.signals.training(flow)
-        self.cluster.fleet.follow(partial(self._follow_generators, flow))
+        self.cluster.pool.follow(partial(self._follow_generators, flow))
         with self._deadline(flow, began):
             try:
                 await SCHEDULES[self.recipe.schedule](flow)
@@ -206,11 +206,11 @@ class Session:
     def _follow_generators(self, flow: Flow, num_generators: int) -> None:
         flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
 
-    async def _begin(self) -> FlowStart:
+    async def _begin(self) -> InitialState:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.gang, self.recipe, self.progress)
+        begun = await begin_policy(self.replicas, self.recipe, self.progress)
         seconds = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()
@@ -218,7 +218,7 @@ class Session:
             await self.trainer.restore()  # only the leader has version 0 so far
         return self._plan()
 
-    async def _restore(self) -> FlowStart:
+    async def _restore(self) -> InitialState:
         self.progress.phase("Restoring the policy from checkpoint and ledger")
         weights_hash = await self.trainer.restore()
         start = replace(self._plan(), weights_hash=weights_hash)
@@ -228,17 +228,17 @@ class Session:
         )
         return start
 
-    def _plan(self) -> FlowStart:
+    def _plan(self) -> InitialState:
         unconsumed, committed = read_unconsumed(
             self.layout.trajectories, self.layout.writers, self.ledger
         )
-        return plan_flow_start(
+        return plan_initial_state(
             self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head
         )
 
     async def _restore_trainer(self) -> str:
         restored = await restore_policy(
-            self.gang, self.layout, self.recipe, self.ledger, self.channel
+            self.replicas, self.layout, self.recipe, self.ledger, self.channel
         )
         self.progress.update(f"the trainer is restored: {restored.num_replayed} steps replayed")
         return restored.weights_hash
@@ -248,14 +248,14 @@ class Session:
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
         results: dict[str, Any] = await self.client.run(
-            function, workers=self.cluster.fleet.generators(), on_error="ignore"
+            function, workers=self.cluster.pool.generators(), on_error="ignore"
         )
         return results
 
-    def _flow(self, start: FlowStart) -> Flow:
+    def _flow(self, initial: InitialState) -> Flow:
         recipe, controller = self.recipe, self.recipe.controller
 
-        limits = FlowLimits(
+        config = FlowConfig(
             batch_size=controller.batch_size,
             group_size=controller.group_size,
             max_staleness=controller.max_staleness,
@@ -267,7 +267,7 @@ class Session:
             max_attempts=controller.max_attempts,
             max_consecutive_failures=controller.max_consecutive_failures,
         )
-        parts = FlowParts(
+        backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=DaskRollouts(self.client, self.channel),
             log=self.log,
@@ -280,7 +280,7 @@ class Session:
                 checkpoints=self.checkpoints,
             ),
         )
-        return Flow(limits, parts, start, self.provenance)
+        return Flow(config, backends, initial, self.provenance)
 
     async def _evaluate(self, name: str, version: int) -> EvaluationTable | None:
         if not self.recipe.prompts.num_held_out:
@@ -290,7 +290,7 @@ class Session:
         rows = await answer_held_out(
             self.client, table.rows(), name=name, seed=self.recipe.seed, version=version
         )
-        self.writer.require()
+        self.writer.check_current()
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
         found = tabulate(rows)
         self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
@@ -329,7 +329,7 @@ class Session:
             num_generators=self.recipe.cluster.num_generators,
             seconds_total=earlier + monotonic() - began,
         )
-        self.writer.require()
+        self.writer.check_current()
         write_summary(self.layout, summary)
         print_summary(
             self.layout,

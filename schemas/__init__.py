@@ -1,7 +1,7 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
 from schemas.arrow import arrow_schema
-from schemas.content import broken_seals, content_hashes
+from schemas.content import content_hash_mismatches, content_hashes
 from schemas.evaluations import EvaluationRow
 from schemas.prompts import PromptRow
 from schemas.steps import StepRow
@@ -14,7 +14,7 @@ __all__ = [
     "StepRow",
     "TrajectoryRow",
     "arrow_schema",
-    "broken_seals",
+    "content_hash_mismatches",
     "content_hashes",
     "validate",
     "violations",

@@ -27,7 +27,7 @@ def content_hashes(table: pa.Table) -> list[str]:
     return [_hash(parts) for parts in zip(*columns, strict=True)]
 
 
-def broken_seals(table: pa.Table) -> Iterator[tuple[str, str, str]]:
+def content_hash_mismatches(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """Yield id, `content_hash` and hash found of the rows that are not what was written."""
     names = ("trajectory_id", "content_hash")
     identifiers, written = (table[name].to_pylist() for name in names)

@@ -15,7 +15,7 @@ class EvaluationRow(pa.DataFrameModel):
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt: str
     completion: str
-    reference: str
+    answer: str
     num_output_tokens: pl.Int32 = pa.Field(ge=0)
     finish_reason: str
     reward: pl.Float64 = pa.Field(nullable=True)

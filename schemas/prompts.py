@@ -13,7 +13,7 @@ class PromptRow(pa.DataFrameModel):
         str_length={"min_value": 1}, description="names the question; equal texts may share it"
     )
     prompt: str = pa.Field(str_length={"min_value": 1}, description="text after the template")
-    reference: str = pa.Field(
+    answer: str = pa.Field(
         str_length={"min_value": 1}, description="what the verifier compares with"
     )
     difficulty: pl.Int32 = pa.Field(

@@ -56,8 +56,8 @@ class StepRow(pa.DataFrameModel):
     grad_norm: pl.Float64 = pa.Field(nullable=True)
     learning_rate: pl.Float64 = pa.Field(ge=0)
     clip_fraction: pl.Float64 = pa.Field(ge=0, le=1)
-    behavior_weight_mean: pl.Float64 = pa.Field(description="mean of pi_prox / pi_behav")
-    behavior_weight_max: pl.Float64
+    importance_weight_mean: pl.Float64 = pa.Field(description="mean of pi_prox / pi_behav")
+    importance_weight_max: pl.Float64
 
     config_hash: str
     code_version: str

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def paper_advantages(
+def batch_norm_advantages(
     rewards_B: Tensor, num_tokens_B: Tensor, *, bias: float = -0.5, scale: float = 10.0
 ) -> Tensor:
     """Return (scale (r + bias) - mean) / (std + 1e-5), moments over all tokens of the global batch.

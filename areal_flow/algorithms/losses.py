@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-BehaviorWeightRule = Literal["full", "truncate", "mask"]
+ImportanceWeightRule = Literal["full", "truncate", "mask"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class PolicyLoss:
 
     loss_sum: Tensor
     num_clipped: Tensor
-    behavior_weight_sum: Tensor
-    behavior_weight_max: Tensor
+    importance_weight_sum: Tensor
+    importance_weight_max: Tensor
 
 
 class TokenLoss(Protocol):
@@ -33,8 +33,8 @@ class TokenLoss(Protocol):
         advantages_T: Tensor,
         epsilon_low: float,
         epsilon_high: float,
-        behavior_weight_rule: BehaviorWeightRule,
-        behavior_weight_cap: float,
+        importance_weight_rule: ImportanceWeightRule,
+        importance_weight_cap: float,
     ) -> PolicyLoss: ...
 
 
@@ -46,8 +46,8 @@ def decoupled_ppo_loss(
     advantages_T: Tensor,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
-    behavior_weight_rule: BehaviorWeightRule = "full",
-    behavior_weight_cap: float = 5.0,
+    importance_weight_rule: ImportanceWeightRule = "full",
+    importance_weight_cap: float = 5.0,
 ) -> PolicyLoss:
     """Sum the decoupled PPO loss over trained tokens (AReaL, arXiv 2505.24298, eq. 5).
 
@@ -60,23 +60,23 @@ def decoupled_ppo_loss(
     Args:
         logprobs_T: of the policy being trained; the only argument with a gradient.
         proximal_logprobs_T, behavior_logprobs_T, advantages_T: aligned with it, trained tokens.
-        behavior_weight_rule: "full" keeps w; "truncate" clamps it at the cap; "mask" gives tokens
+        importance_weight_rule: "full" keeps w; "truncate" clamps it at the cap; "mask" gives tokens
             beyond the cap no gradient. The divisor counts such tokens all the same.
     """
     ratio_T = (logprobs_T - proximal_logprobs_T).exp()
     clipped_T = ratio_T.clamp(1 - epsilon_low, 1 + epsilon_high)
     surrogate_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     weight_T = (proximal_logprobs_T - behavior_logprobs_T).exp()
-    applied_T = apply_behavior_weight_rule(
-        weight_T, rule=behavior_weight_rule, cap=behavior_weight_cap
+    applied_T = apply_importance_weight_rule(
+        weight_T, rule=importance_weight_rule, cap=importance_weight_cap
     )
     return PolicyLoss(
         loss_sum=-(applied_T * surrogate_T).sum(),
         num_clipped=clip_binds(
             ratio_T, advantages_T, epsilon_low=epsilon_low, epsilon_high=epsilon_high
         ).sum(),
-        behavior_weight_sum=weight_T.sum(),
-        behavior_weight_max=weight_T.max() if weight_T.numel() else weight_T.sum(),
+        importance_weight_sum=weight_T.sum(),
+        importance_weight_max=weight_T.max() if weight_T.numel() else weight_T.sum(),
     )
 
 
@@ -88,7 +88,9 @@ def clip_binds(
     return clipped_T * advantages_T < ratio_T * advantages_T
 
 
-def apply_behavior_weight_rule(weight_T: Tensor, *, rule: BehaviorWeightRule, cap: float) -> Tensor:
+def apply_importance_weight_rule(
+    weight_T: Tensor, *, rule: ImportanceWeightRule, cap: float
+) -> Tensor:
     """Return the importance weights after the optional correction; see `decoupled_ppo_loss`."""
     match rule:
         case "full":

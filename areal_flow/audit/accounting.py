@@ -13,7 +13,7 @@ from areal_flow.audit.ledger import Row, place
 from areal_flow.audit.log import Log
 
 
-def check_books(rows: Sequence[Row], log: Log) -> Iterator[Finding]:
+def check_accounting(rows: Sequence[Row], log: Log) -> Iterator[Finding]:
     """Yield rows whose token accounts differ from the log's: generated, consumed, waiting.
 
     Args:

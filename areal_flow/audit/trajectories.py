@@ -11,7 +11,7 @@ from areal_flow.audit.findings import LOG_CHANGED, Finding
 from areal_flow.audit.log import Log
 from areal_flow.controller.seeds import member_seed
 from areal_flow.types import group_id, trajectory_id
-from schemas import broken_seals
+from schemas import content_hash_mismatches
 
 _PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
 
@@ -57,7 +57,7 @@ def check_prompts(table: pa.Table, prompts: pa.Table) -> Iterator[Finding]:
 
 def check_contents(table: pa.Table) -> Iterator[Finding]:
     """Yield rows that are not what was written."""
-    for identifier, expected, found in broken_seals(table):
+    for identifier, expected, found in content_hash_mismatches(table):
         yield _finding("content-hash", identifier, expected, found)
 
 

@@ -15,7 +15,7 @@ from areal_flow.cluster import tasks
 from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import result_of
-from areal_flow.cluster.trainer_replicas import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import (
     ArealFlowError,
     SchemaError,
@@ -117,11 +117,11 @@ class DaskTrainer:
     """Sends steps and checkpoints to the trainer; restores it if it came back empty."""
 
     def __init__(
-        self, client: Client, gang: TrainerGang, restore: Callable[[], Awaitable[str]]
+        self, client: Client, replicas: TrainerReplicas, restore: Callable[[], Awaitable[str]]
     ) -> None:
-        """Take a gang, and how to bring it to the ledger's head; that returns its weights' hash."""
+        """Take the ranks, and how to restore them to the ledger's head, which returns a hash."""
         self._client = client
-        self._gang = gang
+        self._replicas = replicas
         self._restore = restore
 
     async def restore(self) -> str:
@@ -130,13 +130,13 @@ class DaskTrainer:
         return weights_hash
 
     async def step(self, request: StepRequest) -> StepResult:
-        result: StepResult = await self._persist(lambda: self._gang.step(request))
+        result: StepResult = await self._persist(lambda: self._replicas.step(request))
         return result
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
         await self._persist(
-            lambda: self._gang.lead(tasks.take_snapshot, weights_hash, next_submission_index)
+            lambda: self._replicas.lead(tasks.take_snapshot, weights_hash, next_submission_index)
         )
 
     async def write_snapshot(self, step: int) -> None:
@@ -175,7 +175,7 @@ class DaskTrainer:
 
 
 class LiveGenerators(Protocol):
-    """What announcing weights has to know of generators; `Watch` is one."""
+    """What announcing weights has to know of generators; `HealthMonitor` is one."""
 
     def generators(self) -> list[str]:
         """Return the addresses of those that take work."""

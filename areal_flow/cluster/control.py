@@ -1,4 +1,4 @@
-"""A running fleet from another process: its scheduler answers for it.
+"""A running pool from another process: its scheduler answers for it.
 
 Requests go through the scheduler of the run, so that the driver starts every worker itself and
 nothing outlives it. Whoever reaches that port may do anything anyhow: it listens on loopback only.
@@ -13,9 +13,9 @@ from typing import Any
 from distributed.core import rpc
 
 from areal_flow.cluster.failure_detector import SILENT_S
-from areal_flow.cluster.health import Watch
-from areal_flow.cluster.pool import Fleet
-from areal_flow.cluster.registry import Member
+from areal_flow.cluster.health import HealthMonitor
+from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker_context import VERSION_METRIC
 from areal_flow.errors import RunError
 
@@ -39,39 +39,39 @@ class WorkerStatus:
     num_deaths: int = 0
 
 
-def serve_fleet(fleet: Fleet, watch: Watch) -> None:
+def serve_pool(pool: WorkerPool, watch: HealthMonitor) -> None:
     """Have the scheduler answer `list_workers`, `add_workers` and `remove_worker`."""
 
     async def answer(request: str, **arguments: Any) -> Any:
         if request == "list":
-            return [asdict(status) for status in fleet_status(fleet, watch)]
+            return [asdict(status) for status in pool_status(pool, watch)]
         if request == "add":
-            return await fleet.add(arguments["role"], arguments["num_workers"])
-        return await fleet.remove(arguments["name"])
+            return await pool.add(arguments["role"], arguments["num_workers"])
+        return await pool.remove(arguments["name"])
 
-    fleet.scheduler.handlers[HANDLER] = answer
+    pool.scheduler.handlers[HANDLER] = answer
 
 
-def fleet_status(fleet: Fleet, watch: Watch) -> list[WorkerStatus]:
+def pool_status(pool: WorkerPool, watch: HealthMonitor) -> list[WorkerStatus]:
     """Return every worker that is there, starts or is quarantined."""
-    shown = [m for m in fleet.members.all() if m.address or m.is_expected or m.is_quarantined]
-    return [_status(member, fleet, watch) for member in shown]
+    shown = [m for m in pool.registry.all() if m.address or m.is_expected or m.is_quarantined]
+    return [_status(record, pool, watch) for record in shown]
 
 
-def _status(member: Member, fleet: Fleet, watch: Watch) -> WorkerStatus:
-    worker = fleet.scheduler.workers.get(member.address)
-    num_deaths = len(member.deaths)
+def _status(record: WorkerRecord, pool: WorkerPool, watch: HealthMonitor) -> WorkerStatus:
+    worker = pool.scheduler.workers.get(record.address)
+    num_deaths = len(record.deaths)
     if worker is None:
-        state = "quarantined" if member.is_quarantined else "starting"
-        return WorkerStatus(member.name, member.role, state, num_deaths=num_deaths)
-    silence_s = watch.silence_s(member.address)
+        state = "quarantined" if record.is_quarantined else "starting"
+        return WorkerStatus(record.name, record.role, state, num_deaths=num_deaths)
+    silence_s = watch.silence_s(record.address)
     return WorkerStatus(
-        name=member.name,
-        role=member.role,
-        state=_state(member, silence_s),
+        name=record.name,
+        role=record.role,
+        state=_state(record, silence_s),
         pid=worker.pid,
-        address=member.address,
-        num_slots=member.num_slots,
+        address=record.address,
+        num_slots=record.num_slots,
         policy_version=worker.metrics.get(VERSION_METRIC),
         num_running=worker.metrics["task_counts"].get("executing", 0),
         num_assigned=len(worker.processing),
@@ -80,8 +80,8 @@ def _status(member: Member, fleet: Fleet, watch: Watch) -> WorkerStatus:
     )
 
 
-def _state(member: Member, silence_s: float) -> str:
-    if member.is_leaving:
+def _state(record: WorkerRecord, silence_s: float) -> str:
+    if record.is_leaving:
         return "leaving"
     return "silent" if silence_s > SILENT_S else "live"
 

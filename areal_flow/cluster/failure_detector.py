@@ -39,7 +39,7 @@ class _Observed:
     worked_awake_s: float
 
 
-class Liveness:
+class FailureDetector:
     """Remembers when each worker was last heard and last seen at work."""
 
     def __init__(

@@ -15,10 +15,10 @@ from time import monotonic
 
 import psutil
 
-from areal_flow.cluster.failure_detector import Liveness, SignsOfLife
+from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
 from areal_flow.cluster.nanny import HOST
-from areal_flow.cluster.pool import Fleet
-from areal_flow.cluster.registry import Member
+from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.config import ClusterSettings
 
 logger = logging.getLogger(__name__)
@@ -26,28 +26,28 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 
 
-class Watch:
-    """Looks at a fleet's workers and has those replaced that hang."""
+class HealthMonitor:
+    """Looks at a pool's workers and has those replaced that hang."""
 
-    def __init__(self, fleet: Fleet, settings: ClusterSettings) -> None:
-        self._fleet = fleet
-        self._liveness = Liveness(
+    def __init__(self, pool: WorkerPool, settings: ClusterSettings) -> None:
+        self._pool = pool
+        self._detector = FailureDetector(
             silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
         )
 
     def silence_s(self, address: str) -> float:
         """Return for how long a worker has not been heard, in time that the driver was awake."""
-        return self._liveness.silence_s(address)
+        return self._detector.silence_s(address)
 
     def generators(self) -> list[str]:
         """Return the addresses of generators that take work."""
-        return self._fleet.generators()
+        return self._pool.generators()
 
     async def replace(self, address: str, *, why: str) -> None:
         """Replace a worker that does not do what it should."""
-        member = self._fleet.members.at(address)
-        if member is not None:
-            await self._fleet.replace(member, why=why)
+        record = self._pool.registry.at(address)
+        if record is not None:
+            await self._pool.replace(record, why=why)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -64,33 +64,33 @@ class Watch:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 self._look()
-                self._fleet.spawn(self._fleet.revive())
+                self._pool.spawn(self._pool.revive())
             except Exception:
                 logger.exception("the workers could not be looked at")
 
     def _look(self) -> None:
         watched = self._watched()
-        signs = {key: self._signs(member) for key, member in watched.items()}
-        self._liveness.observe(signs, now=monotonic())
-        for key in self._liveness.hung():
-            why = f"silent for {self._liveness.silence_s(key):.0f} s"
-            self._liveness.forget(key)
-            self._fleet.spawn(self._fleet.replace(watched[key], why=why))
+        signs = {key: self._signs(record) for key, record in watched.items()}
+        self._detector.observe(signs, now=monotonic())
+        for key in self._detector.hung():
+            why = f"silent for {self._detector.silence_s(key):.0f} s"
+            self._detector.forget(key)
+            self._pool.spawn(self._pool.replace(watched[key], why=why))
 
-    def _watched(self) -> dict[str, Member]:
+    def _watched(self) -> dict[str, WorkerRecord]:
         """Return members that have a process: by its address, or by name while it starts."""
-        wanted = [member for member in self._fleet.members.all() if member.is_wanted]
+        wanted = [record for record in self._pool.registry.all() if record.is_wanted]
         return {m.address or m.name: m for m in wanted if m.address or self._starting_pid(m)}
 
-    def _starting_pid(self, member: Member) -> int | None:
-        nanny = self._fleet.nanny_of(member)
+    def _starting_pid(self, record: WorkerRecord) -> int | None:
+        nanny = self._pool.nanny_of(record)
         return nanny.pid if nanny is not None else None
 
-    def _signs(self, member: Member) -> SignsOfLife:
+    def _signs(self, record: WorkerRecord) -> SignsOfLife:
         """Return a registered worker's heartbeat and work; one that starts is heard if it works."""
-        worker = self._fleet.scheduler.workers.get(member.address)
+        worker = self._pool.scheduler.workers.get(record.address)
         if worker is None:
-            return SignsOfLife(processor_s(self._starting_pid(member)) or 0.0, None)
+            return SignsOfLife(processor_s(self._starting_pid(record)) or 0.0, None)
         here = worker.host == HOST
         return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
 

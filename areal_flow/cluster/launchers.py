@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import dask
 from distributed import Client, Scheduler, SpecCluster
 
-from areal_flow.cluster.control import serve_fleet
-from areal_flow.cluster.health import Watch
+from areal_flow.cluster.control import serve_pool
+from areal_flow.cluster.health import HealthMonitor
 from areal_flow.cluster.nanny import HOST
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
-from areal_flow.cluster.pool import CONNECT_TIMEOUT, Fleet, FleetPlugin
+from areal_flow.cluster.pool import CONNECT_TIMEOUT, PoolPlugin, WorkerPool
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
@@ -28,8 +28,8 @@ class RunningCluster:
     """A client, the workers, who looks after them, and where to watch."""
 
     client: Client
-    fleet: Fleet
-    watch: Watch
+    pool: WorkerPool
+    watch: HealthMonitor
     scheduler: str
     dashboard: str
 
@@ -45,8 +45,8 @@ async def local_cluster(
     """
     _refuse_busy_port(settings.dashboard_port)
     _quieten_dask()
-    fleet = Fleet(placements)
-    watch = Watch(fleet, settings)
+    pool = WorkerPool(placements)
+    watch = HealthMonitor(pool, settings)
     with dask.config.set(_dask_settings()):
         async with (
             SpecCluster(
@@ -56,26 +56,26 @@ async def local_cluster(
                         "host": HOST,
                         "port": 0,
                         "dashboard_address": f"{HOST}:{settings.dashboard_port}",
-                        "plugins": (FleetPlugin(fleet),),
+                        "plugins": (PoolPlugin(pool),),
                     },
                 },
-                workers=fleet.specification(),
+                workers=pool.specification(),
                 asynchronous=True,
                 silence_logs=False,
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
-            fleet.attach(cluster)
-            serve_fleet(fleet, watch)
+            pool.attach(cluster)
+            serve_pool(pool, watch)
             await client.wait_for_workers(len(placements), timeout=START_TIMEOUT_S)
             await client.register_plugin(plugin)
             async with watch.watching():
                 try:
                     yield RunningCluster(
-                        client, fleet, watch, cluster.scheduler_address, cluster.dashboard_link
+                        client, pool, watch, cluster.scheduler_address, cluster.dashboard_link
                     )
                 finally:
-                    fleet.close()
+                    pool.close()
 
 
 def _dask_settings() -> dict[str, object]:
@@ -84,7 +84,7 @@ def _dask_settings() -> dict[str, object]:
         "distributed.nanny.pre-spawn-environ": PROCESS_ENVIRONMENT,
         "distributed.scheduler.worker-ttl": None,  # see `watch`
         "distributed.deploy.lost-worker-timeout": "1 day",  # or slow restarts would be the last
-        CONNECT_TIMEOUT: "30 s",  # `Fleet.scheduler_ends` makes it short
+        CONNECT_TIMEOUT: "30 s",  # `WorkerPool.scheduler_ends` makes it short
         "distributed.scheduler.allowed-failures": 3,
         "distributed.worker.profile.enabled": False,
         "distributed.admin.system-monitor.gil.enabled": False,

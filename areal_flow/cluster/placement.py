@@ -64,7 +64,7 @@ def trainer_name(rank: int) -> str:
 
 def groups_in_flight(recipe: Recipe) -> int:
     """Return how many groups one generator holds: enough to fill its slots, and two in waiting."""
-    return -(-recipe.generation.num_slots // recipe.controller.group_size) + 2
+    return -(-recipe.generation.max_num_seqs // recipe.controller.group_size) + 2
 
 
 def max_running_trajectories(recipe: Recipe, *, num_generators: int) -> int:

@@ -30,7 +30,7 @@ from distributed.core import rpc
 from areal_flow.cluster.nanny import ENDED, nanny_specification
 from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.quarantine import describe_exit
-from areal_flow.cluster.registry import Member, Members
+from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 from areal_flow.errors import EngineError, RunError
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ RETIRE_TIMEOUT_S = 20.0
 Result = TypeVar("Result")
 
 
-class Fleet:
+class WorkerPool:
     """The live set of workers, those of the driver's own and those that joined from elsewhere."""
 
     def __init__(self, placements: Sequence[WorkerPlacement]) -> None:
-        self.members = Members()
+        self.registry = WorkerRegistry()
         self._templates = {placement.role: placement for placement in reversed(placements)}
         self._first = placements
         self._cluster: SpecCluster | None = None
@@ -63,7 +63,7 @@ class Fleet:
         return {placement.name: self._place(placement) for placement in self._first}
 
     def attach(self, cluster: SpecCluster) -> None:
-        """Take charge of a cluster that was started with `specification` and `FleetPlugin`."""
+        """Take charge of a cluster that was started with `specification` and `PoolPlugin`."""
         self._cluster = cluster
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Fleet:
             task.cancel()
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` to its end, unless the fleet can do it no more.
+        """Run `work` to its end, unless the pool can do it no more.
 
         Raises:
             EngineError: the last worker of a role is quarantined; names it.
@@ -119,20 +119,20 @@ class Fleet:
     def follow(self, told: Callable[[int], None]) -> None:
         """Call `told` with the number of generators, now and whenever it changes."""
         self._followers.append(told)
-        told(len(self.members.present("generator")))
+        told(len(self.registry.present("generator")))
 
     def generators(self) -> list[str]:
         """Return the addresses of generators that take work."""
-        return [member.address for member in self.members.present("generator")]
+        return [record.address for record in self.registry.present("generator")]
 
-    def nanny_of(self, member: Member) -> Any:
+    def nanny_of(self, record: WorkerRecord) -> Any:
         """Return the nanny of one of ours, if it runs in this process already."""
-        return self.cluster.workers.get(member.name) if member.is_ours else None
+        return self.cluster.workers.get(record.name) if record.is_ours else None
 
     def joined(self, worker: Any) -> None:
         """The scheduler has registered a process (`WorkerState`)."""
         role = next((role for role in ROLES if role in worker.resources), "")
-        newcomer = Member(
+        newcomer = WorkerRecord(
             str(worker.name),
             role,
             int(worker.resources.get(role, 0)),
@@ -140,24 +140,24 @@ class Fleet:
             address=worker.address,
             nanny=worker.nanny or "",
         )
-        member = self.members.joined(newcomer, now=monotonic())
-        if not member.is_wanted:
-            self.spawn(self._dismiss(member))
+        record = self.registry.joined(newcomer, now=monotonic())
+        if not record.is_wanted:
+            self.spawn(self._dismiss(record))
         self._tell_followers()
 
     def left(self, address: str) -> None:
         """The scheduler has forgotten a process."""
-        member = self.members.at(address)
-        if member is None:
+        record = self.registry.at(address)
+        if record is None:
             return
-        self.members.left(member)
+        self.registry.left(record)
         self._tell_followers()
-        if not member.is_ours:
-            self._died(member, None)
+        if not record.is_ours:
+            self._died(record, None)
 
     def _tell_followers(self) -> None:
         for told in self._followers:
-            told(len(self.members.present("generator")))
+            told(len(self.registry.present("generator")))
 
     # Joining and leaving on request
 
@@ -185,49 +185,49 @@ class Fleet:
         Raises:
             RunError: there is none of that name, or the run needs this one.
         """
-        member = self.members.named(name)
-        if member is None:
-            known = ", ".join(m.name for m in self.members.all() if m.is_expected)
+        record = self.registry.named(name)
+        if record is None:
+            known = ", ".join(m.name for m in self.registry.all() if m.is_expected)
             raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
-        if member.role == "trainer":
+        if record.role == "trainer":
             raise RunError(f"{name} trains and cannot be removed; stop the run instead")
-        others = [m for m in self.members.present(member.role) if m is not member]
-        if member.role and not others:
+        others = [m for m in self.registry.present(record.role) if m is not record]
+        if record.role and not others:
             raise RunError(
-                f"{name} is the last {member.title} of this run and cannot be removed; add "
+                f"{name} is the last {record.title} of this run and cannot be removed; add "
                 "another first"
             )
-        await self._retire(member)
+        await self._retire(record)
 
-    async def _retire(self, member: Member) -> None:
-        member.is_leaving = True
+    async def _retire(self, record: WorkerRecord) -> None:
+        record.is_leaving = True
         self._tell_followers()
-        if member.address:
-            retired = self.scheduler.retire_workers([member.address], remove=True)
+        if record.address:
+            retired = self.scheduler.retire_workers([record.address], remove=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
-        await self._dismiss(member)
+        await self._dismiss(record)
 
-    async def _dismiss(self, member: Member) -> None:
+    async def _dismiss(self, record: WorkerRecord) -> None:
         """End a worker's process and its nanny for good."""
-        if member.is_ours:
-            self.cluster.worker_spec.pop(member.name, None)
+        if record.is_ours:
+            self.cluster.worker_spec.pop(record.name, None)
             await self.correct()
             return
-        await self._forget(member)
-        await self._ask_nanny(member, "terminate")
+        await self._forget(record)
+        await self._ask_nanny(record, "terminate")
 
-    async def _forget(self, member: Member) -> None:
+    async def _forget(self, record: WorkerRecord) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
-        if member.address in self.scheduler.workers:
-            await self.scheduler.remove_worker(member.address, stimulus_id="areal-flow")
+        if record.address in self.scheduler.workers:
+            await self.scheduler.remove_worker(record.address, stimulus_id="areal-flow")
 
-    async def _ask_nanny(self, member: Member, request: str) -> None:
+    async def _ask_nanny(self, record: WorkerRecord, request: str) -> None:
         """Ask the nanny of a worker from elsewhere; it may be gone, or hang itself."""
-        if not member.nanny:
+        if not record.nanny:
             return
         with suppress(OSError):
-            async with rpc(member.nanny) as nanny:
+            async with rpc(record.nanny) as nanny:
                 asked = getattr(nanny, request)(reason="areal-flow")
                 await asyncio.wait_for(asked, RETIRE_TIMEOUT_S)
 
@@ -245,60 +245,60 @@ class Fleet:
             raise EngineError(f"a worker did not start: {error}") from error
 
     def _free_name(self, role: str) -> str:
-        taken = {m.name for m in self.members.all()} | set(map(str, self.scheduler.aliases))
+        taken = {m.name for m in self.registry.all()} | set(map(str, self.scheduler.aliases))
         return next(n for i in count() if (n := f"{role}-{i}") not in taken)
 
     def _place(self, placement: WorkerPlacement) -> dict[str, object]:
-        member = self.members.place(placement)
-        return nanny_specification(placement, lambda code: self._died(member, code))
+        record = self.registry.place(placement)
+        return nanny_specification(placement, lambda code: self._died(record, code))
 
     # Hanging and dying
 
-    async def replace(self, member: Member, *, why: str) -> None:
+    async def replace(self, record: WorkerRecord, *, why: str) -> None:
         """Kill a worker that hangs; its nanny starts another, its tasks run again."""
-        logger.warning("%s: %s; its process is replaced, its work runs again", member.name, why)
-        nanny = self.nanny_of(member)
+        logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
+        nanny = self.nanny_of(record)
         if nanny is None or not _kill(nanny):
-            await self._forget(member)
-            await self._ask_nanny(member, "kill")
+            await self._forget(record)
+            await self._ask_nanny(record, "kill")
 
     async def replace_named(self, name: str, *, why: str) -> None:
         """Replace the worker of this name, if it is there."""
-        member = self.members.named(name)
-        if member is not None and member.address:
-            await self.replace(member, why=why)
+        record = self.registry.named(name)
+        if record is not None and record.address:
+            await self.replace(record, why=why)
 
     async def revive(self) -> None:
         """Start nannies again that gave up because their process did not start."""
         if self._closing:
             return
-        given_up = [m for m in self.members.all() if m.is_wanted and self._has_ended(m)]
-        for member in given_up:
-            del self.cluster.workers[member.name]
-            self._died(member, None)
+        given_up = [m for m in self.registry.all() if m.is_wanted and self._has_ended(m)]
+        for record in given_up:
+            del self.cluster.workers[record.name]
+            self._died(record, None)
         if given_up:
             await self.correct()
 
-    def _has_ended(self, member: Member) -> bool:
-        nanny = self.nanny_of(member)
+    def _has_ended(self, record: WorkerRecord) -> bool:
+        nanny = self.nanny_of(record)
         return nanny is not None and nanny.status in ENDED
 
-    def _died(self, member: Member, exit_code: int | None) -> None:
-        if self._closing or not member.is_wanted:
+    def _died(self, record: WorkerRecord, exit_code: int | None) -> None:
+        if self._closing or not record.is_wanted:
             return
         cause = describe_exit(exit_code)
-        if not self.members.died(member, cause, now=monotonic()):
-            logger.warning("%s died (%s)", member.name, cause)
+        if not self.registry.died(record, cause, now=monotonic()):
+            logger.warning("%s died (%s)", record.name, cause)
             return
-        message = self.members.rule.describe(member.name, member.title, member.deaths)
+        message = self.registry.rule.describe(record.name, record.title, record.deaths)
         logger.warning("%s", message)
-        self.spawn(self._dismiss(member))
+        self.spawn(self._dismiss(record))
         self._tell_followers()
-        if member.role == "trainer" or not self.members.expected(member.role):
-            self._break(f"the run has no {member.title} left: {message}, then resume")
+        if record.role == "trainer" or not self.registry.expected(record.role):
+            self._break(f"the run has no {record.title} left: {message}, then resume")
 
     def _break(self, reason: str) -> None:
-        """Have `guard` raise: the fleet can do its work no more."""
+        """Have `guard` raise: the pool can do its work no more."""
         if not self._broken.done():
             self._broken.set_exception(EngineError(reason))
 
@@ -323,21 +323,21 @@ def _kill(nanny: Any) -> bool:
     return True
 
 
-class FleetPlugin(SchedulerPlugin):
-    """Tells the fleet what the scheduler sees."""
+class PoolPlugin(SchedulerPlugin):
+    """Tells the pool what the scheduler sees."""
 
-    name = "areal-flow-fleet"
+    name = "areal-flow-pool"
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        self._fleet.joined(scheduler.workers[worker])
+        self._pool.joined(scheduler.workers[worker])
 
     def remove_worker(
         self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
     ) -> None:
-        self._fleet.left(worker)
+        self._pool.left(worker)
 
     async def before_close(self) -> None:
-        self._fleet.scheduler_ends()
+        self._pool.scheduler_ends()

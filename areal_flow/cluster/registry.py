@@ -1,6 +1,6 @@
 """Who belongs to a run: joins, leaves and deaths in, present and condemned workers out. Pure.
 
-A member outlives its processes: a nanny replaces a dead one under the same key. Workers that the
+A record outlives its processes: a nanny replaces a dead one under the same key. Workers that the
 driver started are keyed by name; those that joined from elsewhere by their nanny's address, since
 each of their processes may come with another name.
 """
@@ -14,7 +14,7 @@ from areal_flow.cluster.quarantine import Death, QuarantineRule
 
 
 @dataclass(slots=True)
-class Member:
+class WorkerRecord:
     """One worker, whichever process it runs in at the moment."""
 
     name: str
@@ -49,59 +49,59 @@ class Member:
         return self.is_wanted and (self.is_ours or bool(self.address))
 
 
-class Members:
+class WorkerRegistry:
     """All members of a run, past ones included. Times are of a clock that never goes back."""
 
     def __init__(self, rule: QuarantineRule | None = None) -> None:
         self.rule = rule or QuarantineRule()
-        self._by_key: dict[str, Member] = {}
+        self._by_key: dict[str, WorkerRecord] = {}
 
-    def all(self) -> list[Member]:
-        """Return every member, first come first."""
+    def all(self) -> list[WorkerRecord]:
+        """Return every record, first come first."""
         return list(self._by_key.values())
 
-    def present(self, role: str) -> list[Member]:
+    def present(self, role: str) -> list[WorkerRecord]:
         """Return who is registered and wanted."""
         return [m for m in self._by_key.values() if m.role == role and m.is_present]
 
-    def expected(self, role: str) -> list[Member]:
+    def expected(self, role: str) -> list[WorkerRecord]:
         """Return who is there or will be again."""
         return [m for m in self._by_key.values() if m.role == role and m.is_expected]
 
-    def named(self, name: str) -> Member | None:
-        """Return the wanted member of this name, if there is one."""
+    def named(self, name: str) -> WorkerRecord | None:
+        """Return the wanted record of this name, if there is one."""
         found = [m for m in self._by_key.values() if m.name == name and m.is_expected]
         return found[-1] if found else None
 
-    def at(self, address: str) -> Member | None:
-        """Return the member that is registered with this address."""
+    def at(self, address: str) -> WorkerRecord | None:
+        """Return the record that is registered with this address."""
         found = [m for m in self._by_key.values() if m.address == address]
         return found[0] if found else None
 
-    def place(self, placement: WorkerPlacement) -> Member:
+    def place(self, placement: WorkerPlacement) -> WorkerRecord:
         """Note a worker that the driver is about to start, and return it."""
-        member = Member(placement.name, placement.role, placement.num_slots, is_ours=True)
-        self._by_key[placement.name] = member
-        return member
+        record = WorkerRecord(placement.name, placement.role, placement.num_slots, is_ours=True)
+        self._by_key[placement.name] = record
+        return record
 
-    def joined(self, newcomer: Member, *, now: float) -> Member:
+    def joined(self, newcomer: WorkerRecord, *, now: float) -> WorkerRecord:
         """Note that a process has registered; return whose it is, `newcomer` if nobody's."""
         ours = self._by_key.get(newcomer.name)
         key = newcomer.name if ours else newcomer.nanny or newcomer.address
-        member = self._by_key.setdefault(key, newcomer)
-        member.name, member.address, member.joined_at = newcomer.name, newcomer.address, now
-        return member
+        record = self._by_key.setdefault(key, newcomer)
+        record.name, record.address, record.joined_at = newcomer.name, newcomer.address, now
+        return record
 
-    def left(self, member: Member) -> None:
+    def left(self, record: WorkerRecord) -> None:
         """Note that its process is registered no more."""
-        member.address = ""
+        record.address = ""
 
-    def died(self, member: Member, cause: str, *, now: float) -> bool:
+    def died(self, record: WorkerRecord, cause: str, *, now: float) -> bool:
         """Note a death that nobody asked for; return whether this was once too often."""
-        lived_s = now - member.joined_at if member.joined_at else 0.0
-        member.deaths.append(Death(lived_s, cause))
-        member.joined_at = 0.0
-        if not self.rule.condemns(member.deaths):
+        lived_s = now - record.joined_at if record.joined_at else 0.0
+        record.deaths.append(Death(lived_s, cause))
+        record.joined_at = 0.0
+        if not self.rule.condemns(record.deaths):
             return False
-        member.is_quarantined = True
+        record.is_quarantined = True
         return True

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from distributed import Worker, get_worker
 
-from areal_flow.cluster.worker_context import Holder, holder
-from areal_flow.cluster.worker_roles import GeneratorHost, RewardHost, make_trainer_rank, meet
+from areal_flow.cluster.worker_context import WorkerContext, holder
+from areal_flow.cluster.worker_roles import GeneratorRole, RewardRole, make_trainer_rank, meet
 from areal_flow.controller.seeds import member_seed
 from areal_flow.errors import SchemaError, TrainerLost
 from areal_flow.layout import RunLayout
@@ -29,9 +29,9 @@ from areal_flow.types import (
     EngineStats,
     Episode,
     GroupReceipt,
-    Meeting,
     PolicyHashes,
     Prompt,
+    Rendezvous,
     StepRequest,
     StepResult,
 )
@@ -56,7 +56,7 @@ def score(table: pa.Table, prompt: Prompt) -> pa.Table:
     """Score a group on this reward worker."""
     host = _rewards(holder())
     scores = host.score(
-        table["output_tokens"].to_pylist(), prompt=prompt.text, reference=prompt.reference
+        table["output_tokens"].to_pylist(), prompt=prompt.text, answer=prompt.answer
     )
     metadata = table.schema.metadata
     return scored_table(table, scores, verifier=host.verifier_identity).replace_schema_metadata(
@@ -138,7 +138,7 @@ def grade(
     texts = host.texts([answer["tokens"] for answer in answers])
     rows = []
     for prompt, answered, text in zip(prompts, answers, texts, strict=True):
-        (score_,) = host.score([answered["tokens"]], prompt=prompt.text, reference=prompt.reference)
+        (score_,) = host.score([answered["tokens"]], prompt=prompt.text, answer=prompt.answer)
         rows.append(
             {
                 "evaluation": evaluation,
@@ -147,7 +147,7 @@ def grade(
                 "difficulty": prompt.difficulty,
                 "prompt": prompt.text,
                 "completion": text,
-                "reference": prompt.reference,
+                "answer": prompt.answer,
                 "num_output_tokens": len(answered["tokens"]),
                 "finish_reason": answered["finish_reason"],
                 "reward": score_.reward,
@@ -165,7 +165,7 @@ async def load_weights(version: int, dask_worker: Worker) -> None:
 
     For `client.run`, which goes past the queue of rollouts.
     """
-    host = holder(dask_worker).get(GeneratorHost)
+    host = holder(dask_worker).get(GeneratorRole)
     if host is not None and host.is_serving:
         await host.serve(version)
 
@@ -186,7 +186,7 @@ async def prepare_generator(dask_worker: Worker) -> None:
 
 def engine_stats(dask_worker: Worker) -> EngineStats:
     """Return what this generator's engine did so far; for `client.run`."""
-    host = holder(dask_worker).get(GeneratorHost)
+    host = holder(dask_worker).get(GeneratorRole)
     return host.stats() if host else EngineStats()
 
 
@@ -219,24 +219,24 @@ async def write_snapshot(step: int, dask_worker: Worker) -> Path:
     return await asyncio.to_thread(rank.write_snapshot, step, writer)
 
 
-def restore_trainer(checkpoint_step: int, meeting: Meeting) -> PolicyHashes:
+def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
     """Meet the other ranks, if there are any, and load a checkpoint into this one."""
     rank = trainer_rank()
     rank.leave()
-    if meeting.num_ranks > 1:
+    if rendezvous.num_ranks > 1:
         of = holder()
-        rank.join(meet(of.run_directory, of.writer_epoch, meeting, host=get_worker().ip))
+        rank.join(meet(of.run_directory, of.writer_epoch, rendezvous, host=get_worker().ip))
     return rank.restore(checkpoint_step)
 
 
-def _generator(of: Holder) -> GeneratorHost:
+def _generator(of: WorkerContext) -> GeneratorRole:
     return of.ensure(
-        GeneratorHost, lambda: GeneratorHost(of.run_directory, of.writer_epoch, of.worker_name)
+        GeneratorRole, lambda: GeneratorRole(of.run_directory, of.writer_epoch, of.worker_name)
     )
 
 
-def _rewards(of: Holder) -> RewardHost:
-    return of.ensure(RewardHost, lambda: RewardHost(of.run_directory))
+def _rewards(of: WorkerContext) -> RewardRole:
+    return of.ensure(RewardRole, lambda: RewardRole(of.run_directory))
 
 
 def trainer_rank() -> TrainerRank:

@@ -1,7 +1,7 @@
 """All trainer ranks as one: a request goes to each, and counts when all give the same answer.
 
-A rank that fails ends its gang. The others notice, since its connections close; those that do not
-are replaced, like it. Then all are restored together, as a new gang.
+A rank that fails ends its replica group. The other ranks see the connections close; those that
+do not are replaced, like it. Then all are restored together, as a new replica group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_flow.cluster import tasks
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import result_of
 from areal_flow.errors import EngineError, TrainerLost
-from areal_flow.types import Meeting, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 
 NOTICE_S = 10.0
 """How long ranks have to notice that another one failed."""
@@ -29,7 +29,7 @@ class ReplaceWorker(Protocol):
     def __call__(self, name: str, *, why: str) -> Awaitable[None]: ...
 
 
-class TrainerGang:
+class TrainerReplicas:
     """The trainer ranks of a run."""
 
     def __init__(self, client: Client, *, num_ranks: int, replace: ReplaceWorker) -> None:
@@ -38,16 +38,16 @@ class TrainerGang:
         self._replace = replace
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
-        """Have all ranks load a checkpoint and meet as a new gang.
+        """Have all ranks load a checkpoint and meet as a new replica group.
 
         Raises:
             TrainerLost: a rank died, or did not load what the others did.
             ArealFlowError: as raised by a rank.
         """
         name = uuid4().hex
-        meetings = [Meeting(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
+        rendezvous = [Rendezvous(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
         found = await self._answers(
-            [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in meetings]
+            [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in rendezvous]
         )
         _require_one(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
@@ -87,7 +87,7 @@ class TrainerGang:
                 _, waiting = await asyncio.wait(waiting, timeout=NOTICE_S)
             for rank, answer in enumerate(answers):
                 if answer in waiting:
-                    await self._replace(trainer_name(rank), why="its gang has ended")
+                    await self._replace(trainer_name(rank), why="its replica group has ended")
             found = await asyncio.gather(*answers, return_exceptions=True)
         finally:
             for answer in answers:

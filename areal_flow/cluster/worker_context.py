@@ -20,7 +20,7 @@ VERSION_METRIC = "areal_flow_policy_version"
 Part = TypeVar("Part")
 
 
-class Holder:
+class WorkerContext:
     """A worker's parts by kind, each made once, on first use, by whichever task comes first."""
 
     def __init__(self, run_directory: Path, writer_epoch: int, worker_name: str) -> None:
@@ -59,10 +59,10 @@ class RunPlugin(WorkerPlugin):
     def __init__(self, run_directory: Path, writer_epoch: int) -> None:
         self.run_directory = run_directory
         self.writer_epoch = writer_epoch
-        self.holder: Holder | None = None
+        self.holder: WorkerContext | None = None
 
     def setup(self, worker: Worker) -> None:
-        self.holder = Holder(self.run_directory, self.writer_epoch, str(worker.name))
+        self.holder = WorkerContext(self.run_directory, self.writer_epoch, str(worker.name))
         worker.metrics[VERSION_METRIC] = self._policy_version
 
     def _policy_version(self, worker: Worker) -> int | None:
@@ -70,7 +70,7 @@ class RunPlugin(WorkerPlugin):
         return self.holder.policy_version() if self.holder else None
 
 
-def holder(worker: Worker | None = None) -> Holder:
+def holder(worker: Worker | None = None) -> WorkerContext:
     """Return the holder of the worker of this task; `client.run` passes the worker itself."""
     plugin = (worker or get_worker()).plugins[PLUGIN_NAME]
     assert isinstance(plugin, RunPlugin)

@@ -15,16 +15,16 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
-from areal_flow.types import Completion, EngineStats, GroupRequest, Meeting, Sampling, Score
+from areal_flow.types import Completion, EngineStats, GroupRequest, Rendezvous, Sampling, Score
 from areal_flow.weights.directory import DirectoryChannel
 
 if TYPE_CHECKING:
-    from areal_flow.generation.threaded_engine import EngineLoop
+    from areal_flow.generation.threaded_engine import ThreadedEngine
     from areal_flow.trainer.rank import TrainerRank
-    from areal_flow.trainer.replicas import Together
+    from areal_flow.trainer.replicas import GlooGroup
 
 
-class GeneratorHost:
+class GeneratorRole:
     """A generator worker's engine: made on first use, brought to the newest weights on demand."""
 
     def __init__(self, run_directory: Path, writer_epoch: int, name: str) -> None:
@@ -33,7 +33,7 @@ class GeneratorHost:
         self._recipe = load_recipe(self._layout.config)
         self._channel = DirectoryChannel(self._layout.weights_of(writer_epoch))
         self._loading = asyncio.Lock()
-        self._engine: EngineLoop | None = None
+        self._engine: ThreadedEngine | None = None
         generation = self._recipe.generation
         self.sampling = Sampling(
             max_new_tokens=generation.max_new_tokens,
@@ -52,7 +52,7 @@ class GeneratorHost:
         """Whether there is an engine; one that is being made will load what is newest then."""
         return self._engine is not None and not self._engine.broken
 
-    async def serve(self, version: int) -> EngineLoop:
+    async def serve(self, version: int) -> ThreadedEngine:
         """Return the engine once it serves `version` or a later one; a new one, the newest.
 
         Raises:
@@ -78,10 +78,10 @@ class GeneratorHost:
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
 
-    async def _make_engine(self) -> EngineLoop:
-        from areal_flow.generation.threaded_engine import EngineLoop
+    async def _make_engine(self) -> ThreadedEngine:
+        from areal_flow.generation.threaded_engine import ThreadedEngine
 
-        return EngineLoop(await asyncio.to_thread(self._load_core))
+        return ThreadedEngine(await asyncio.to_thread(self._load_core))
 
     def _load_core(self) -> Any:
         from areal_flow.generation.torch_engine import TorchEngine
@@ -94,13 +94,13 @@ class GeneratorHost:
         return TorchEngine(
             policy,
             version=version,
-            num_slots=generation.num_slots,
-            context_tokens=generation.context_tokens,
+            max_num_seqs=generation.max_num_seqs,
+            max_model_len=generation.max_model_len,
             interruption=generation.interruption,
         )
 
 
-class RewardHost:
+class RewardRole:
     """A reward worker's tokenizer and verifier."""
 
     def __init__(self, run_directory: Path) -> None:
@@ -119,14 +119,14 @@ class RewardHost:
         return self._tokenizer.decode_batch([list(tokens) for tokens in completions])
 
     def score(
-        self, completions: Sequence[Sequence[int]], *, prompt: str, reference: str
+        self, completions: Sequence[Sequence[int]], *, prompt: str, answer: str
     ) -> list[Score]:
         """Score completions of one prompt."""
         return score_completions(
             self._verifier.verify,
             prompt=prompt,
             completions=self.texts(completions),
-            reference=reference,
+            answer=answer,
         )
 
 
@@ -144,16 +144,16 @@ def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     )
 
 
-def meet(run_directory: Path, writer_epoch: int, meeting: Meeting, *, host: str) -> Together:
-    """Return the gang of this rank, once all ranks have come.
+def meet(run_directory: Path, writer_epoch: int, rendezvous: Rendezvous, *, host: str) -> GlooGroup:
+    """Return the replica group of this rank, once all ranks have come.
 
     Raises:
         TrainerLost: they did not.
     """
-    from areal_flow.trainer.replicas import Together
+    from areal_flow.trainer.replicas import GlooGroup
 
-    point = RunLayout(run_directory).meeting_point(writer_epoch, meeting.name)
-    return Together(meeting, point, host=host)
+    point = RunLayout(run_directory).rendezvous_file(writer_epoch, rendezvous.name)
+    return GlooGroup(rendezvous, point, host=host)
 
 
 def recipe_of(run_directory: Path) -> Recipe:

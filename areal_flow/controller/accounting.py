@@ -8,7 +8,7 @@ from areal_flow.types import Discard
 
 
 @dataclass(slots=True)
-class Entries:
+class StepEntries:
     """What happened since the last ledger row."""
 
     num_generated_tokens: int = 0
@@ -19,7 +19,7 @@ class Entries:
 
 
 @dataclass(slots=True)
-class Books:
+class TokenAccounting:
     """Totals of the run so far, and the entries that the next ledger row will carry."""
 
     committed: int = 0
@@ -27,7 +27,7 @@ class Books:
     masked: int = 0
     discarded: int = 0
     in_step: int = 0
-    entries: Entries = field(default_factory=Entries)
+    entries: StepEntries = field(default_factory=StepEntries)
 
     def commit(self, num_tokens: int) -> None:
         self.committed += num_tokens
@@ -45,9 +45,9 @@ class Books:
         self.trained += num_trained
         self.masked += num_masked
 
-    def close_entries(self) -> Entries:
+    def close_entries(self) -> StepEntries:
         """Return the entries for a ledger row and start new ones."""
-        closed, self.entries = self.entries, Entries()
+        closed, self.entries = self.entries, StepEntries()
         return closed
 
     def imbalance(self, *, num_waiting: int) -> int:

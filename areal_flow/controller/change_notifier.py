@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 
-class Pulse:
+class ChangeNotifier:
     """Read `count`, look at the state, then `wait_beyond(count)`: no event in between is missed."""
 
     def __init__(self) -> None:
         self.count = 0
         self._next = asyncio.Event()
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         """Something changed."""
         self.count += 1
         self._next.set()

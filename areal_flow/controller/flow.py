@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from time import monotonic
 
 from areal_flow.controller.buffer import Buffer
-from areal_flow.controller.change_notifier import Pulse
-from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.change_notifier import ChangeNotifier
+from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.records import (
     LogPosition,
@@ -43,41 +43,45 @@ class Flow:
     """The state of a run and its stages. One event loop, no threads, no locks."""
 
     def __init__(
-        self, limits: FlowLimits, parts: FlowParts, start: FlowStart, provenance: Provenance
+        self,
+        config: FlowConfig,
+        backends: FlowBackends,
+        initial: InitialState,
+        provenance: Provenance,
     ) -> None:
-        self.limits = limits
-        self.parts = parts
+        self.config = config
+        self.backends = backends
         self.provenance = provenance
         self.gate = Gate(
-            batch_size=limits.batch_size,
-            group_size=limits.group_size,
-            max_staleness=limits.max_staleness,
-            max_running=limits.max_running,
+            batch_size=config.batch_size,
+            group_size=config.group_size,
+            max_staleness=config.max_staleness,
+            max_running=config.max_running,
         )
         self.buffer = Buffer(
-            groups_per_step=limits.groups_per_step, max_staleness=limits.max_staleness
+            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
         )
-        self.books = start.books
-        self.log_head = start.log_head
-        self.policy_version = start.policy_version
-        self.parent_hash = start.weights_hash
+        self.accounting = initial.accounting
+        self.log_head = initial.log_head
+        self.policy_version = initial.policy_version
+        self.parent_hash = initial.weights_hash
         self.stop_requested = False
-        self._cursor = start.next_submission_index
-        self._resubmit = deque(start.resubmit)
+        self._cursor = initial.next_submission_index
+        self._resubmit = deque(initial.resubmit)
         self._written: list[GroupReceipt] = []
         self._episodes: dict[asyncio.Task[None], int] = {}
         self._releases: set[asyncio.Task[None]] = set()
-        self._engine_totals = {stats.incarnation: stats for stats in start.engine_totals}
+        self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
         self._consecutive_failures = 0
         self._fatal: ArealFlowError | None = None
         self._committing: asyncio.Task[None] | None = None
-        self.pulse = Pulse()
+        self.changes = ChangeNotifier()
         self._last_row_at = monotonic()
-        self._restore(start)
+        self._restore(initial)
 
-    def _restore(self, start: FlowStart) -> None:
-        self.books.discard(list(start.discards))
-        for receipt in start.waiting:
+    def _restore(self, initial: InitialState) -> None:
+        self.accounting.discard(list(initial.discards))
+        for receipt in initial.waiting:
             self.gate.restored()
             self._buffer_group(receipt)
 
@@ -86,38 +90,38 @@ class Flow:
     @property
     def num_pending_groups(self) -> int:
         """Groups that are submitted and neither in the buffer nor given up."""
-        return self.gate.running // self.limits.group_size
+        return self.gate.running // self.config.group_size
 
     @property
     def num_ready(self) -> int:
         """Trajectories that a step could take, in whole groups."""
-        return len(self.buffer) * self.limits.group_size
+        return len(self.buffer) * self.config.group_size
 
     def imbalance(self) -> int:
         """Return committed tokens that no account explains; 0 at every moment."""
-        return self.books.imbalance(num_waiting=self.buffer.num_waiting_tokens)
+        return self.accounting.imbalance(num_waiting=self.buffer.num_waiting_tokens)
 
     def done(self) -> bool:
         """Return whether training is over: all steps done, or a stop was asked for."""
-        return self.stop_requested or self.policy_version >= self.limits.num_steps
+        return self.stop_requested or self.policy_version >= self.config.num_steps
 
     def request_stop(self) -> None:
         """Finish the step that is running, then end."""
         self.stop_requested = True
-        self.pulse.beat()
+        self.changes.notify()
 
     def set_max_running(self, num_trajectories: int) -> None:
         """Follow the number of generators: how much may be on the cluster from here on."""
         self.gate.max_running = num_trajectories
-        self.pulse.beat()
+        self.changes.notify()
 
     async def wait_for_change(self, seen: int) -> None:
-        """Return once the pulse is beyond `seen`; raise what ended the run, if something did.
+        """Return once the changes is beyond `seen`; raise what ended the run, if something did.
 
         Raises:
             ArealFlowError: groups keep failing; the message is the root cause.
         """
-        await self.pulse.wait_beyond(seen)
+        await self.changes.wait_beyond(seen)
         if self._fatal:
             raise self._fatal
 
@@ -138,10 +142,10 @@ class Flow:
         return self._cursor - 1
 
     async def _run_episode(self, submission_index: int) -> None:
-        prompt = self.parts.prompts.prompt_at(submission_index)
-        seeds = group_seeds(self.limits.run_seed, submission_index, self.limits.group_size)
+        prompt = self.backends.prompts.prompt_at(submission_index)
+        seeds = group_seeds(self.config.run_seed, submission_index, self.config.group_size)
         submitted_at = datetime.now(UTC)
-        for attempt in range(self.limits.max_attempts):
+        for attempt in range(self.config.max_attempts):
             episode = Episode(
                 submission_index,
                 prompt,
@@ -151,11 +155,11 @@ class Flow:
                 submitted_at,
             )
             try:
-                receipt = await self.parts.rollouts.run(episode)
+                receipt = await self.backends.rollouts.run(episode)
             except ArealFlowError as error:
                 logger.warning("group %s, attempt %d: %s", episode.group_id, attempt, error)
                 failure = error
-                await asyncio.sleep(self.limits.retry_delay_s * (attempt + 1))
+                await asyncio.sleep(self.config.retry_delay_s * (attempt + 1))
                 continue
             self._written.append(receipt)
             return
@@ -164,19 +168,19 @@ class Flow:
     def _give_up(self, submission_index: int, failure: ArealFlowError) -> None:
         self.gate.finished()
         self.gate.released()
-        self.books.entries.failed_submissions.append(submission_index)
+        self.accounting.entries.failed_submissions.append(submission_index)
         self._count_failure(failure)
 
     def _count_failure(self, failure: ArealFlowError) -> None:
         self._consecutive_failures += 1
-        if self._consecutive_failures >= self.limits.max_consecutive_failures:
+        if self._consecutive_failures >= self.config.max_consecutive_failures:
             self._fatal = type(failure)(
                 f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
             )
 
     def _episode_ended(self, task: asyncio.Task[None]) -> None:
         del self._episodes[task]
-        self.pulse.beat()
+        self.changes.notify()
         if task.cancelled() or task.exception() is None:
             return
         error = task.exception()
@@ -200,22 +204,22 @@ class Flow:
             return
         # The head moves here, together with the buffer, and not when Lance commits: a ledger row
         # that is made in between must not claim groups that no account knows yet.
-        self.log_head = await self.parts.log.commit(written)
+        self.log_head = await self.backends.log.commit(written)
         for receipt in written:
             self.gate.finished()
-            self.books.commit(sum(t.num_tokens for t in receipt.trajectories))
+            self.accounting.commit(sum(t.num_tokens for t in receipt.trajectories))
             self._count_engine_time(receipt)
             self._buffer_group(receipt)
             self._judge_members(receipt)
-        self.pulse.beat()
+        self.changes.notify()
 
     def _buffer_group(self, receipt: GroupReceipt) -> None:
         groups_before = len(self.buffer)
-        self.books.discard(self.buffer.add(receipt, policy_version=self.policy_version))
+        self.accounting.discard(self.buffer.add(receipt, policy_version=self.policy_version))
         self.gate.released(groups_before + 1 - len(self.buffer))
 
     def _judge_members(self, receipt: GroupReceipt) -> None:
-        self.books.entries.num_member_errors += len(receipt.member_errors)
+        self.accounting.entries.num_member_errors += len(receipt.member_errors)
         if any(t.reward is not None for t in receipt.trajectories):
             self._consecutive_failures = 0
             return
@@ -226,12 +230,12 @@ class Flow:
         stats = receipt.engine_stats
         before = self._engine_totals.get(stats.incarnation, EngineStats())
         if stats.busy_s > before.busy_s:
-            self.books.entries.seconds_generate += stats.busy_s - before.busy_s
+            self.accounting.entries.seconds_generate += stats.busy_s - before.busy_s
             self._engine_totals[stats.incarnation] = stats
 
     def _evict_stale(self) -> None:
         groups_before = len(self.buffer)
-        self.books.discard(self.buffer.evict(policy_version=self.policy_version))
+        self.accounting.discard(self.buffer.evict(policy_version=self.policy_version))
         self.gate.released(groups_before - len(self.buffer))
 
     # Training
@@ -239,11 +243,11 @@ class Flow:
     async def wait_for_batch(self) -> Batch | None:
         """Return the next batch, or None when training is over."""
         while not self.done():
-            seen = self.pulse.count
+            seen = self.changes.count
             batch = self.buffer.take(policy_version=self.policy_version)
             if batch:
-                self.books.begin_step(sum(t.num_tokens for t in batch.trajectories))
-                self.pulse.beat()
+                self.accounting.begin_step(sum(t.num_tokens for t in batch.trajectories))
+                self.changes.notify()
                 return batch
             await self.wait_for_change(seen)
         return None
@@ -256,30 +260,30 @@ class Flow:
             policy_version=self.policy_version,
             trajectory_ids=batch.trajectory_ids,
             batch_digest=batch_digest(self.policy_version, batch.trajectory_ids),
-            max_staleness=self.limits.max_staleness,
+            max_staleness=self.config.max_staleness,
         )
-        result = await self.parts.trainer.step(request)
+        result = await self.backends.trainer.step(request)
         metrics = result.metrics
-        self.books.end_step(
+        self.accounting.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
         )
         row = step_row(
             request,
             result,
-            entries=self.books.close_entries(),
+            entries=self.accounting.close_entries(),
             position=self.log_position(),
             provenance=self.provenance,
             seconds_wait=seconds_wait,
             seconds_step=monotonic() - self._last_row_at,
         )
         self._last_row_at = monotonic()
-        await self.parts.ledger.append(row)
-        await self.parts.weights.publish(request.step)
+        await self.backends.ledger.append(row)
+        await self.backends.weights.publish(request.step)
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
         self._evict_stale()
         self._release_when_served(batch.num_groups)
-        await self.parts.observer.on_step(row)
+        await self.backends.observer.on_step(row)
 
     def log_position(self) -> LogPosition:
         """Return where the log and the cursor stand now."""
@@ -292,7 +296,7 @@ class Flow:
 
     def _release_when_served(self, num_groups: int) -> None:
         async def release(version: int) -> None:
-            await self.parts.weights.load_everywhere(version)
+            await self.backends.weights.load_everywhere(version)
             self.gate.released(num_groups)
 
         task = asyncio.create_task(release(self.policy_version))
@@ -301,7 +305,7 @@ class Flow:
 
     def _release_ended(self, task: asyncio.Task[None]) -> None:
         self._releases.discard(task)
-        self.pulse.beat()
+        self.changes.notify()
         if not task.cancelled() and (error := task.exception()):
             self._fatal = ArealFlowError(f"weights could not be announced: {error!r}")
 

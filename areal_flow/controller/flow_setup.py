@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.controller.accounting import Books
+from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.protocols import (
     Observer,
     Prompts,
@@ -18,7 +18,7 @@ from areal_flow.types import Discard, EngineStats, GroupReceipt, LogHead
 
 
 @dataclass(frozen=True, slots=True)
-class FlowLimits:
+class FlowConfig:
     """The numbers that shape a run's flow; trajectories, groups and versions."""
 
     batch_size: int
@@ -37,7 +37,7 @@ class FlowLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class FlowStart:
+class InitialState:
     """Where a run begins: the genesis of a new one, or what recovery found."""
 
     policy_version: int = 0
@@ -49,11 +49,11 @@ class FlowStart:
     engine_totals: tuple[EngineStats, ...] = ()
     """What engines had done before, an evaluation for instance: not this flow's work."""
     log_head: LogHead = field(default_factory=LogHead)
-    books: Books = field(default_factory=Books)
+    accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
 @dataclass(frozen=True, slots=True)
-class FlowParts:
+class FlowBackends:
     """The adapters of a run."""
 
     prompts: Prompts

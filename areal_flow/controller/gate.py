@@ -1,6 +1,6 @@
 """Admission: counts of outstanding work in, how many trajectories may be submitted out. Pure.
 
-The paper admits while floor((N_r - 1) / B) <= i + eta (arXiv 2505.24298, eq. 3), N_r counting all
+The paper admits while fence((N_r - 1) / B) <= i + eta (arXiv 2505.24298, eq. 3), N_r counting all
 trajectories ever submitted. That is the same as at most (eta + 1) B outstanding, and outstanding
 work needs no correction after a restart, a failure or a discard. So this gate counts that.
 """

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.controller.accounting import Entries
+from areal_flow.controller.accounting import StepEntries
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 
 
@@ -41,7 +41,7 @@ def step_row(
     request: StepRequest,
     result: StepResult,
     *,
-    entries: Entries,
+    entries: StepEntries,
     position: LogPosition,
     provenance: Provenance,
     seconds_wait: float,
@@ -83,7 +83,7 @@ def genesis_row(
     return step_row(
         request,
         StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
-        entries=Entries(),
+        entries=StepEntries(),
         position=LogPosition(),
         provenance=provenance,
         seconds_wait=0.0,
@@ -91,7 +91,7 @@ def genesis_row(
     )
 
 
-def _entries_columns(entries: Entries) -> dict[str, Any]:
+def _entries_columns(entries: StepEntries) -> dict[str, Any]:
     return {
         "num_generated_tokens": entries.num_generated_tokens,
         "num_discarded_tokens": sum(d.num_tokens for d in entries.discards),

@@ -13,7 +13,7 @@ values; or finish on the old weights first."""
 
 
 class EngineCore(Protocol):
-    """An engine driven one decode step at a time, by one thread. `EngineLoop` makes it async."""
+    """An engine driven one decode step at a time, by one thread; see `ThreadedEngine`."""
 
     version: int
     """The policy version that samples the next token."""

@@ -28,8 +28,8 @@ class SlotScheduler:
     Members of a group may start at different times: whoever is next takes a slot that is free.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots - 1, -1, -1))
+    def __init__(self, max_num_seqs: int) -> None:
+        self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[Member] = deque()
         self.running: dict[int, Member] = {}
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 2e-4
 
 
-class EngineLoop:
+class ThreadedEngine:
     """An `Engine` whose core runs in a thread of its own. Made and used on one event loop."""
 
     def __init__(self, core: EngineCore) -> None:

@@ -80,26 +80,26 @@ class TorchEngine:
         policy: Any,
         *,
         version: int,
-        num_slots: int,
-        context_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
         interruption: Interruption = "interrupt",
     ) -> None:
         config = policy.config
         self.policy = policy
         self.version = version
-        self.num_slots = num_slots
-        self.context_tokens = context_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         self.interruption = interruption
         self.num_interruptions = 0
-        self._scheduler = SlotScheduler(num_slots)
+        self._scheduler = SlotScheduler(max_num_seqs)
         self._groups: dict[str, _Group] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
         self._cache = SlotCache(
             num_layers=config.num_hidden_layers,
-            num_slots=num_slots,
+            max_num_seqs=max_num_seqs,
             num_kv_heads=config.num_key_value_heads,
-            max_length=context_tokens,
+            max_length=max_model_len,
             head_dim=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
             dtype=policy.dtype,
@@ -108,11 +108,11 @@ class TorchEngine:
 
     def add(self, request: GroupRequest) -> None:
         num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
-        if num_tokens > self.context_tokens:
+        if num_tokens > self.max_model_len:
             raise EngineError(
-                f"expected at most {self.context_tokens} tokens of context, found "
+                f"expected at most {self.max_model_len} tokens of context, found "
                 f"{len(request.prompt_tokens)} of prompt and {request.sampling.max_new_tokens} new "
-                "ones: raise generation.context_tokens or shorten the prompt"
+                "ones: raise generation.max_model_len or shorten the prompt"
             )
         if not request.prompt_tokens:
             raise EngineError(f"request {request.request_id} has an empty prompt")
@@ -174,8 +174,8 @@ class TorchEngine:
         return layout.prefix, hidden
 
     def _decode(self) -> None:
-        tokens_S = [0] * self.num_slots
-        positions_S = [0] * self.num_slots
+        tokens_S = [0] * self.max_num_seqs
+        positions_S = [0] * self.max_num_seqs
         for slot, sequence in self._sequences.items():
             tokens_S[slot] = sequence.tokens[-1]
             positions_S[slot] = sequence.num_cached
@@ -187,7 +187,7 @@ class TorchEngine:
             layout=DecodeLayout(self._cache, positions, max(positions_S)),
         ).logits[:, 0]
         slots = sorted(self._sequences)
-        self._sample(logits_SV if len(slots) == self.num_slots else logits_SV[slots], slots)
+        self._sample(logits_SV if len(slots) == self.max_num_seqs else logits_SV[slots], slots)
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""

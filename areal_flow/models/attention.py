@@ -98,7 +98,7 @@ class SlotCache:
         self,
         *,
         num_layers: int,
-        num_slots: int,
+        max_num_seqs: int,
         num_kv_heads: int,
         max_length: int,
         head_dim: int,
@@ -106,10 +106,10 @@ class SlotCache:
         device: torch.device | str,
     ) -> None:
         self.max_length = round_up_to_bucket(max_length)
-        shape = (num_slots, num_kv_heads, self.max_length, head_dim)
+        shape = (max_num_seqs, num_kv_heads, self.max_length, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.slots_S = torch.arange(num_slots, device=device)
+        self.slots_S = torch.arange(max_num_seqs, device=device)
 
     def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
         """Give each of `slots` its own copy of one prefilled row."""
@@ -168,9 +168,9 @@ class DecodeLayout:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.cache.slots_S, :, self.positions_S] = key[:, :, 0]
         values[self.cache.slots_S, :, self.positions_S] = value[:, :, 0]
-        num_slots, num_heads, _, head_dim = query.shape
-        grouped = query.view(num_slots, key.shape[1], -1, head_dim)
+        max_num_seqs, num_heads, _, head_dim = query.shape
+        grouped = query.view(max_num_seqs, key.shape[1], -1, head_dim)
         scores = grouped @ keys[:, :, : self.width].transpose(2, 3)
         weights = torch.softmax(scores.float() * scale + self.bias_S11L, dim=-1).to(query.dtype)
         attended = weights @ values[:, :, : self.width]
-        return attended.reshape(num_slots, 1, num_heads, head_dim)
+        return attended.reshape(max_num_seqs, 1, num_heads, head_dim)

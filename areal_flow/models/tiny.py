@@ -18,7 +18,7 @@ LARGEST_SUM = 120
 _PIECES = Regex(r" [+-] \d+| -?\d+|\d| ####| =|[^\d ]+| ")
 
 
-def write_tiny_model(directory: Path, *, context_tokens: int) -> None:
+def write_tiny_model(directory: Path, *, max_model_len: int) -> None:
     """Write config.json, generation_config.json and the tokenizer; weights are drawn later."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
@@ -29,7 +29,7 @@ def write_tiny_model(directory: Path, *, context_tokens: int) -> None:
     )
     stop = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
     _write(directory / "generation_config.json", stop)
-    _write(directory / "config.json", {**_architecture(tokenizer, context_tokens), **stop})
+    _write(directory / "config.json", {**_architecture(tokenizer, max_model_len), **stop})
 
 
 def build_tokenizer() -> Tokenizer:
@@ -68,7 +68,7 @@ def _add_word(word: str, vocabulary: dict[str, int], merges: list[tuple[str, str
         merged += character
 
 
-def _architecture(tokenizer: Tokenizer, context_tokens: int) -> dict[str, object]:
+def _architecture(tokenizer: Tokenizer, max_model_len: int) -> dict[str, object]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -78,7 +78,7 @@ def _architecture(tokenizer: Tokenizer, context_tokens: int) -> dict[str, object
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": context_tokens,
+        "max_position_embeddings": max_model_len,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,

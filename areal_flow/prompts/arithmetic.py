@@ -46,7 +46,7 @@ def arithmetic_questions(
             yield Question(
                 question_id=f"chain_sum-{base + item['metadata']['source_index']}",
                 text=f"{expression} =",
-                reference=item["answer"],
+                answer=item["answer"],
                 difficulty=item["metadata"]["num_terms"],
                 origin=f"chain_sum, seed {base}, item {item['metadata']['source_index']}",
             )

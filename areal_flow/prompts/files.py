@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:
 
 
 def question_from_row(
-    row: dict[str, Any], *, origin: str, question_field: str, reference_field: str
+    row: dict[str, Any], *, origin: str, question_field: str, answer_field: str
 ) -> Question:
     """Build a question from a row's fields; `id` and `difficulty` are optional.
 
@@ -48,7 +48,7 @@ def question_from_row(
     return Question(
         question_id=str(row.get("id") or row.get("prompt_id") or ""),
         text=_text(row, question_field, origin),
-        reference=_text(row, reference_field, origin),
+        answer=_text(row, answer_field, origin),
         difficulty=_difficulty(row, origin),
         origin=origin,
     )

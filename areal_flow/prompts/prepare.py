@@ -60,9 +60,9 @@ class _Preparation:
                     row,
                     origin=origin,
                     question_field=settings.question_field,
-                    reference_field=settings.reference_field,
+                    answer_field=settings.answer_field,
                 )
-                self._check_reference(question)
+                self._check_answer(question)
                 self.row(question)
             except PromptError as error:
                 if not settings.skip_bad_rows:
@@ -80,30 +80,30 @@ class _Preparation:
         generation = self._recipe.generation
         text = self._recipe.prompts.template.replace("{question}", question.text)
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        room = generation.context_tokens - generation.max_new_tokens
+        room = generation.max_model_len - generation.max_new_tokens
         if not 0 < len(tokens) <= room:
             raise PromptError(
                 f"{question.origin}: the prompt has {len(tokens)} tokens, expected 1 to {room}: "
-                f"generation.context_tokens ({generation.context_tokens}) minus max_new_tokens "
+                f"generation.max_model_len ({generation.max_model_len}) minus max_new_tokens "
                 f"({generation.max_new_tokens})"
             )
         return {
             "prompt_id": question.question_id or hashlib.sha256(text.encode()).hexdigest()[:16],
             "prompt": text,
-            "reference": question.reference,
+            "answer": question.answer,
             "difficulty": question.difficulty,
             "prompt_tokens": tokens,
         }
 
-    def _check_reference(self, question: Question) -> None:
+    def _check_answer(self, question: Question) -> None:
         if self._recipe.rewards.verifier != "numeric":
             return
-        check = verify_numeric(prompt="", completion="", reference=question.reference)
-        if check.verdict == "bad_reference":
-            field_name = self._recipe.prompts.reference_field
+        check = verify_numeric(prompt="", completion="", answer=question.answer)
+        if check.verdict == "bad_answer":
+            field_name = self._recipe.prompts.answer_field
             raise PromptError(
                 f"{question.origin}: field {field_name!r}: the numeric verifier needs a number at "
-                f"the end, found {question.reference[-40:]!r}"
+                f"the end, found {question.answer[-40:]!r}"
             )
 
 

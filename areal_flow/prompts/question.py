@@ -11,6 +11,6 @@ class Question:
 
     question_id: str
     text: str
-    reference: str
+    answer: str
     difficulty: int
     origin: str

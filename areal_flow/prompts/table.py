@@ -49,7 +49,7 @@ class PromptTable:
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            reference=row["reference"],
+            answer=row["answer"],
             difficulty=row["difficulty"],
             tokens=tuple(row["prompt_tokens"]),
         )

@@ -13,7 +13,7 @@ COMPARED_METRICS = (
     "loss",
     "grad_norm",
     "clip_fraction",
-    "behavior_weight_max",
+    "importance_weight_max",
     "num_trained_tokens",
     "num_masked_tokens",
 )

@@ -1,13 +1,13 @@
 """Who may write a run: one driver at a time, each of its lives with an epoch of its own.
 
     writers/00000003.lock         a claim: who, since when; locked for as long as its driver lives
-    writers/00000003.floor.json   where the logs stood when it began beside one that was alive
+    writers/00000003.fence.json   where the logs stood when it began beside one that was alive
 
 A claim is made by linking a file that is locked already to the next epoch's name: it appears
 locked, and only one process can make it appear. The lock of a dead driver is free, whatever killed
 it. One that hangs keeps its lock: it can be taken over, and finds the next claim when it wakes up.
 
-Between that look and its write a driver can hang, too. So a floor says how long the logs were at
+Between that look and its write a driver can hang, too. So a fence says how long the logs were at
 the takeover, and readers pass over what an older epoch wrote beyond it.
 """
 
@@ -29,7 +29,7 @@ from areal_flow.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Lease:
     """One driver's life: its epoch, its process, when it began."""
 
     writer_epoch: int
@@ -42,7 +42,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class Fence:
     """Where the logs stood when `writer_epoch` took over; older epochs' later rows do not count."""
 
     writer_epoch: int
@@ -58,15 +58,15 @@ class Writer:
     writer_epoch: int
 
     @property
-    def claimed_at(self) -> float:
+    def began_at(self) -> float:
         """When this writer's life began, in seconds since the epoch, by the file system's clock."""
-        return _claim_path(self.root, self.writer_epoch).stat().st_mtime
+        return _lease_path(self.root, self.writer_epoch).stat().st_mtime
 
     @property
     def is_superseded(self) -> bool:
-        return _claim_path(self.root, self.writer_epoch + 1).exists()
+        return _lease_path(self.root, self.writer_epoch + 1).exists()
 
-    def require(self) -> None:
+    def check_current(self) -> None:
         """Return while this is the newest claim.
 
         Raises:
@@ -75,12 +75,12 @@ class Writer:
         if self.is_superseded:
             raise RunError(
                 f"this driver (epoch {self.writer_epoch}) hung, and the run was taken over by "
-                f"{newest_claim(self.root)}: it ends here and changed nothing since"
+                f"{newest_lease(self.root)}: it ends here and changed nothing since"
             )
 
 
 @contextmanager
-def claim_run(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
+def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
     """Become the one writer; the claim is let go at the end of the block, or with the process.
 
     Args:
@@ -91,7 +91,7 @@ def claim_run(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
         RunError: another driver holds the run; says which and since when.
     """
     root.mkdir(parents=True, exist_ok=True)
-    before = newest_claim(root)
+    before = newest_lease(root)
     if before and not take_over and is_held(root, before.writer_epoch):
         raise _held_by(before)
     epoch = before.writer_epoch + 1 if before else 1
@@ -102,17 +102,17 @@ def claim_run(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
         os.close(descriptor)
 
 
-def newest_claim(root: Path) -> Claim | None:
+def newest_lease(root: Path) -> Lease | None:
     """Return the claim that counts, whether its driver lives or not."""
     epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
     if not epochs:
         return None
-    return Claim(max(epochs), **json.loads(_claim_path(root, max(epochs)).read_text()))
+    return Lease(max(epochs), **json.loads(_lease_path(root, max(epochs)).read_text()))
 
 
 def is_held(root: Path, epoch: int) -> bool:
     """Return whether the driver of an epoch is alive."""
-    descriptor = os.open(_claim_path(root, epoch), os.O_RDONLY)
+    descriptor = os.open(_lease_path(root, epoch), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -127,24 +127,24 @@ def is_sole_writer(writer: Writer) -> bool:
     return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
 
 
-def record_floor(writer: Writer, *, trajectory_watermark: int, step: int) -> None:
+def record_fence(writer: Writer, *, trajectory_watermark: int, step: int) -> None:
     """Write down, durably, where the logs stand as this writer takes over."""
-    floor = Floor(writer.writer_epoch, trajectory_watermark, step)
-    replace_file_durably(_floor_path(writer.root, writer.writer_epoch), json.dumps(asdict(floor)))
+    fence = Fence(writer.writer_epoch, trajectory_watermark, step)
+    replace_file_durably(_fence_path(writer.root, writer.writer_epoch), json.dumps(asdict(fence)))
 
 
-def read_floors(root: Path) -> tuple[Floor, ...]:
-    """Return the floors of all takeovers, oldest first."""
-    found = [Floor(**json.loads(path.read_text())) for path in root.glob("[0-9]*.floor.json")]
-    return tuple(sorted(found, key=lambda floor: floor.writer_epoch))
+def read_fences(root: Path) -> tuple[Fence, ...]:
+    """Return the fences of all takeovers, oldest first."""
+    found = [Fence(**json.loads(path.read_text())) for path in root.glob("[0-9]*.fence.json")]
+    return tuple(sorted(found, key=lambda fence: fence.writer_epoch))
 
 
-def _claim_path(root: Path, epoch: int) -> Path:
+def _lease_path(root: Path, epoch: int) -> Path:
     return root / f"{epoch:08d}.lock"
 
 
-def _floor_path(root: Path, epoch: int) -> Path:
-    return root / f"{epoch:08d}.floor.json"
+def _fence_path(root: Path, epoch: int) -> Path:
+    return root / f"{epoch:08d}.fence.json"
 
 
 def _link_locked(root: Path, epoch: int) -> int:
@@ -156,11 +156,11 @@ def _link_locked(root: Path, epoch: int) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.fsync(descriptor)
-        os.link(partial, _claim_path(root, epoch))
+        os.link(partial, _lease_path(root, epoch))
         force_to_disk(root)
     except BaseException as error:
         os.close(descriptor)
-        if isinstance(error, FileExistsError) and (winner := newest_claim(root)):
+        if isinstance(error, FileExistsError) and (winner := newest_lease(root)):
             raise _held_by(winner) from None
         raise
     finally:
@@ -168,7 +168,7 @@ def _link_locked(root: Path, epoch: int) -> int:
     return descriptor
 
 
-def _held_by(claim: Claim) -> RunError:
+def _held_by(claim: Lease) -> RunError:
     advice = "wait for it, or stop it first"
     if claim.host == socket.gethostname() and _is_stopped(claim.pid):
         advice = f"it is stopped: let it go on with kill -CONT {claim.pid}"

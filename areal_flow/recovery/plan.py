@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.controller.accounting import Books, Entries
-from areal_flow.controller.flow_setup import FlowStart
+from areal_flow.controller.accounting import StepEntries, TokenAccounting
+from areal_flow.controller.flow_setup import InitialState
 from areal_flow.types import (
     Discard,
     GroupReceipt,
@@ -75,12 +75,12 @@ def request_from_row(
     )
 
 
-def plan_flow_start(
+def plan_initial_state(
     ledger: Sequence[Mapping[str, Any]],
     unconsumed: Sequence[TrajectoryReceipt],
     committed: CommittedGroups,
     log_head: LogHead,
-) -> FlowStart:
+) -> InitialState:
     """Return where the flow goes on.
 
     Args:
@@ -102,7 +102,7 @@ def plan_flow_start(
             waiting.setdefault(index, []).append(trajectory)
     indices = committed.submission_indices
     cursor = max([head["next_submission_index"], *(index + 1 for index in indices)])
-    return FlowStart(
+    return InitialState(
         policy_version=head["step"],
         weights_hash=head["weights_hash"],
         next_submission_index=cursor,
@@ -110,16 +110,16 @@ def plan_flow_start(
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
         discards=tuple(discards),
         log_head=log_head,
-        books=_books(ledger, committed),
+        accounting=_accounting(ledger, committed),
     )
 
 
-def _books(ledger: Sequence[Mapping[str, Any]], committed: CommittedGroups) -> Books:
+def _accounting(ledger: Sequence[Mapping[str, Any]], committed: CommittedGroups) -> TokenAccounting:
     in_ledger = sum(row["num_generated_tokens"] for row in ledger)
-    return Books(
+    return TokenAccounting(
         committed=committed.num_tokens,
         trained=sum(row["num_trained_tokens"] for row in ledger),
         masked=sum(row["num_masked_tokens"] for row in ledger),
         discarded=sum(row["num_discarded_tokens"] for row in ledger),
-        entries=Entries(num_generated_tokens=committed.num_tokens - in_ledger),
+        entries=StepEntries(num_generated_tokens=committed.num_tokens - in_ledger),
     )

@@ -13,34 +13,34 @@ _ANSWER_MARK = "####"
 _MAX_DIGITS = 400
 
 
-def verify_numeric(*, prompt: str, completion: str, reference: str) -> Score:
+def verify_numeric(*, prompt: str, completion: str, answer: str) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
-    The reference may be a bare number or GSM8K's solution ending in `#### n`. Both are compared as
+    The answer may be a bare number or GSM8K's solution ending in `#### n`. Both are compared as
     exact fractions. Only ASCII digits are digits.
     """
-    expected = parse_number(final_answer(reference) or "")
+    expected = parse_number(final_answer(answer) or "")
     if expected is None:
-        return Score(0.0, "bad_reference", error=f"no number in the reference {reference[-40:]!r}")
-    answer = final_answer(completion)
-    if answer is None:
+        return Score(0.0, "bad_answer", error=f"no number in the answer {answer[-40:]!r}")
+    marked = final_answer(completion)
+    if marked is None:
         return Score(0.0, "parse_error")
-    found = parse_number(answer)
+    found = parse_number(marked)
     if found is None:
-        return Score(0.0, "parse_error", extracted=answer[:80])
+        return Score(0.0, "parse_error", extracted=marked[:80])
     right = found == expected
-    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=answer[:80])
+    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=marked[:80])
 
 
-def verify_exact(*, prompt: str, completion: str, reference: str) -> Score:
+def verify_exact(*, prompt: str, completion: str, answer: str) -> Score:
     """Compare the marked final answer, else the whole completion, as text.
 
     Runs of white space count as one space; letter case counts.
     """
-    answer = " ".join((marked_answer(completion) or completion).split())
-    expected = " ".join((marked_answer(reference) or reference).split())
-    right = answer == expected
-    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=answer[:80])
+    found = " ".join((marked_answer(completion) or completion).split())
+    expected = " ".join((marked_answer(answer) or answer).split())
+    right = found == expected
+    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=found[:80])
 
 
 def final_answer(text: str) -> str | None:

@@ -10,13 +10,13 @@ from areal_flow.types import Score
 class Verifier(Protocol):
     """Judges one completion; deterministic, quick, without side effects."""
 
-    def __call__(self, *, prompt: str, completion: str, reference: str) -> Score | float:
+    def __call__(self, *, prompt: str, completion: str, answer: str) -> Score | float:
         """Return a `Score`, or a bare reward.
 
         Args:
             prompt: the text that the policy was given.
             completion: the text that it produced, without the stop token.
-            reference: the right answer.
+            answer: the right answer.
 
         Raises:
             Exception: counted and stored as a verifier error; the completion gets no reward.

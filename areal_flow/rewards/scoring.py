@@ -14,18 +14,18 @@ logger = logging.getLogger(__name__)
 
 
 def score_completions(
-    verify: Verifier, *, prompt: str, completions: Sequence[str], reference: str
+    verify: Verifier, *, prompt: str, completions: Sequence[str], answer: str
 ) -> list[Score]:
     """Score completions of one prompt, in order."""
     return [
-        _score_one(verify, prompt=prompt, completion=completion, reference=reference)
+        _score_one(verify, prompt=prompt, completion=completion, answer=answer)
         for completion in completions
     ]
 
 
-def _score_one(verify: Verifier, *, prompt: str, completion: str, reference: str) -> Score:
+def _score_one(verify: Verifier, *, prompt: str, completion: str, answer: str) -> Score:
     try:
-        verdict = verify(prompt=prompt, completion=completion, reference=reference)
+        verdict = verify(prompt=prompt, completion=completion, answer=answer)
         score = verdict if isinstance(verdict, Score) else _from_reward(float(verdict))
         if score.reward is not None and not math.isfinite(score.reward):
             raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")

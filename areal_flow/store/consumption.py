@@ -14,7 +14,7 @@ LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
 LOG_COLUMNS = ("trajectory_id", "writer_epoch")
 """All of the log that `consumption_table` needs to be read."""
 
-_FATES = ("fate", "step", "policy_version", "reason")
+_STATUSES = ("status", "step", "policy_version", "reason")
 
 
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
@@ -25,38 +25,40 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
         log: `LOG_COLUMNS` of the trajectories.
 
     Returns:
-        `LOG_COLUMNS`, and `fate` ("trained", "discarded" or "waiting"), `step` (the one whose row
+        `LOG_COLUMNS`, and `status` ("trained", "discarded" or "waiting"), `step` (the one whose row
         says so; null while it waits), `policy_version` (that this step started from) and `reason`
         (null unless discarded).
     """
     steps = steps.combine_chunks()
-    fates = pa.concat_tables([_trained(steps), _discarded(steps)])
-    rows = pc.index_in(log["trajectory_id"], value_set=fates["trajectory_id"].combine_chunks())
-    columns = {name: fates[name].take(rows) for name in _FATES}
-    columns["fate"] = pc.fill_null(columns["fate"], "waiting")
+    statuses = pa.concat_tables([_trained(steps), _discarded(steps)])
+    rows = pc.index_in(log["trajectory_id"], value_set=statuses["trajectory_id"].combine_chunks())
+    columns = {name: statuses[name].take(rows) for name in _STATUSES}
+    columns["status"] = pc.fill_null(columns["status"], "waiting")
     return pa.table({**{name: log[name] for name in LOG_COLUMNS}, **columns})
 
 
 def _trained(steps: pa.Table) -> pa.Table:
     parents = pc.list_parent_indices(steps["trajectory_ids"])
     identifiers = pc.list_flatten(steps["trajectory_ids"])
-    return _fates(steps, parents, identifiers, "trained", pa.nulls(len(identifiers), pa.string()))
+    return _with_status(
+        steps, parents, identifiers, "trained", pa.nulls(len(identifiers), pa.string())
+    )
 
 
 def _discarded(steps: pa.Table) -> pa.Table:
     parents = pc.list_parent_indices(steps["discarded"])
     discards = pc.list_flatten(steps["discarded"])
     identifiers, reasons = (pc.struct_field(discards, name) for name in ("trajectory_id", "reason"))
-    return _fates(steps, parents, identifiers, "discarded", reasons)
+    return _with_status(steps, parents, identifiers, "discarded", reasons)
 
 
-def _fates(
-    steps: pa.Table, parents: pa.ChunkedArray, identifiers: pa.Array, fate: str, reasons: pa.Array
+def _with_status(
+    steps: pa.Table, parents: pa.ChunkedArray, identifiers: pa.Array, status: str, reasons: pa.Array
 ) -> pa.Table:
     return pa.table(
         {
             "trajectory_id": identifiers,
-            "fate": pa.repeat(pa.scalar(fate, pa.string()), len(identifiers)),
+            "status": pa.repeat(pa.scalar(status, pa.string()), len(identifiers)),
             "step": steps["step"].take(parents),
             "policy_version": steps["policy_version"].take(parents),
             "reason": reasons,

@@ -5,7 +5,7 @@ pushed down, and a derived column costs only the queries that use it.
 
     trajectories   every stored column, and
         prompt, completion           decoded, special tokens left out
-        fate, step, reason           trained, discarded or waiting; by which step; why
+        status, step, reason           trained, discarded or waiting; by which step; why
         policy_version               that the step started from
         verdict                      the verifier's word
         num_tokens                   of the completion
@@ -36,7 +36,7 @@ WITH consumed AS (
         stored.*,
         decode_tokens(prompt_tokens) AS prompt,
         decode_tokens(output_tokens) AS completion,
-        fate,
+        status,
         step,
         policy_version,
         reason,
@@ -53,7 +53,7 @@ WITH consumed AS (
 aged AS (
     SELECT
         *,
-        CASE WHEN fate = 'trained' THEN list_transform(
+        CASE WHEN status = 'trained' THEN list_transform(
             list_filter(
                 list_zip(token_versions, loss_mask),
                 lambda token: token[2] AND policy_version - token[1] <= {max_staleness}

@@ -80,7 +80,7 @@ class Ledger(LedgerReader):
         """
         assert row["step"] == self._head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
-        self._writer.require()
+        self._writer.check_current()
         with self.maintenance.commit():
             self._dataset = lance.write_dataset(table, self._dataset, mode="append")
         self._head = row["step"]

@@ -164,7 +164,7 @@ class Lineage:
 
     @property
     def _used(self) -> str:
-        return f"fate = 'trained' AND step <= {self.version}"
+        return f"status = 'trained' AND step <= {self.version}"
 
     def _query(self, query: str, format: TableFormat = "pandas") -> Any:
         from areal_flow.store.queries import convert

@@ -89,7 +89,7 @@ class Run:
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
 
-        Columns are `trajectory_id`, `writer_epoch`, `fate`, `step` (whose row says so),
+        Columns are `trajectory_id`, `writer_epoch`, `status`, `step` (whose row says so),
         `policy_version` (that the step started from) and `reason` (of a discard).
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_flow.errors import StorageError
 from areal_flow.store.trajectories import TrajectoryReader
-from schemas import broken_seals
+from schemas import content_hash_mismatches
 from schemas.content import CONTENT_COLUMNS
 
 
@@ -33,7 +33,7 @@ class TrainingRows:
         if self._reader is None:
             self._reader = TrajectoryReader(*self._paths)
         table = self._reader.read(trajectory_ids, self.COLUMNS)
-        for identifier, expected, found in broken_seals(table):
+        for identifier, expected, found in content_hash_mismatches(table):
             raise StorageError(
                 f"trajectory {identifier} is not what was written: expected content_hash "
                 f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"

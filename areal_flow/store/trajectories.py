@@ -90,7 +90,7 @@ class TrajectoryCommitter:
         ]
         if not fragments:
             return self.head
-        self._writer.require()
+        self._writer.check_current()
         with self.maintenance.commit():
             self._dataset = LanceDataset.commit(
                 self._dataset,

@@ -27,10 +27,10 @@ def read_unconsumed(
     stored = open_dataset(trajectories).to_table(
         columns=sorted(columns), filter=trajectories_that_count(writers)
     )
-    fates = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["fate"]
+    statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
     lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
     committed = CommittedGroups(
         submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
         num_tokens=pc.sum(lengths).as_py() or 0,
     )
-    return receipts(stored.filter(pc.equal(fates, "waiting"))), committed
+    return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed

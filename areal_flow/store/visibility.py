@@ -1,6 +1,6 @@
 """Which rows count: all but those that a driver wrote after its run was taken over. SQL out.
 
-A run that was never taken over from a driver that was alive has no floors and needs no condition.
+A run that was never taken over from a driver that was alive has no fences and needs no condition.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from areal_flow.recovery.lease import read_floors
+from areal_flow.recovery.lease import read_fences
 from areal_flow.store.dataset import COMMIT_ORDER
 
 
 def trajectories_that_count(writers: Path) -> str | None:
     """Return the condition on trajectories, or None where all count."""
     return _all_of(
-        f"(writer_epoch >= {floor.writer_epoch} OR {COMMIT_ORDER} < {floor.trajectory_watermark})"
-        for floor in read_floors(writers)
+        f"(writer_epoch >= {fence.writer_epoch} OR {COMMIT_ORDER} < {fence.trajectory_watermark})"
+        for fence in read_fences(writers)
     )
 
 
 def steps_that_count(writers: Path) -> str | None:
     """Return the condition on ledger rows, or None where all count."""
     return _all_of(
-        f"(writer_epoch >= {floor.writer_epoch} OR step <= {floor.step})"
-        for floor in read_floors(writers)
+        f"(writer_epoch >= {fence.writer_epoch} OR step <= {fence.step})"
+        for fence in read_fences(writers)
     )
 
 

@@ -72,7 +72,7 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
         (partial / "state.json").write_text(json.dumps(asdict(snapshot.description), indent=2))
         for file in partial.iterdir():
             force_to_disk(file)
-        writer.require()
+        writer.check_current()
         if target.exists():
             shutil.rmtree(set_aside(target))
         partial.rename(target)

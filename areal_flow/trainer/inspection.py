@@ -57,7 +57,7 @@ class InspectedTrajectory:
     changed: TrajectoryOutcome | None = None
 
     @property
-    def behavior_weights(self) -> tuple[float, ...]:
+    def importance_weights(self) -> tuple[float, ...]:
         """Return w = pi_prox / pi_behav of each token."""
         return tuple(
             math.exp(proximal - behavior)

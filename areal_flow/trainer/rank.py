@@ -30,7 +30,7 @@ from areal_flow.trainer.checkpoint import (
     take_snapshot,
     write_checkpoint,
 )
-from areal_flow.trainer.replicas import Alone, Gang
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -64,7 +64,7 @@ class TrainerRank:
         self._channel = channel
         self._read_rows = read_rows
         self._snapshot: Snapshot | None = None
-        self._gang: Gang = Alone(recipe.cluster.num_trainers)
+        self._replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
         self.loss = loss
         self._last: tuple[StepRequest, StepResult] | None = None
         self._hashes: PolicyHashes | None = None
@@ -92,13 +92,13 @@ class TrainerRank:
             loss=self.loss,
         )
 
-    def join(self, gang: Gang) -> None:
+    def join(self, replicas: ReplicaGroup) -> None:
         """Compute with others from here on; a rank that never did computes every share itself."""
-        self._gang = gang
+        self._replicas = replicas
 
     def leave(self) -> None:
-        """Be of its gang no more, so that nobody waits for this rank."""
-        self._gang.leave()
+        """Be of its replica group no more, so that nobody waits for this rank."""
+        self._replicas.leave()
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
@@ -211,7 +211,11 @@ class TrainerRank:
         # changed weights under the parent's name.
         self._hashes = None
         return train_step(
-            self.state, sequences, step=request.step, settings=self.settings, gang=self._gang
+            self.state,
+            sequences,
+            step=request.step,
+            settings=self.settings,
+            replicas=self._replicas,
         )
 
     def _numeric_environment(self) -> str:
@@ -223,7 +227,7 @@ class TrainerRank:
         assert self.state is not None
         dtype = DTYPES[self._recipe.generation.dtype]
         tensors = {name: tensor.to(dtype) for name, tensor in self.state.tensors().items()}
-        channel = self._channel if self._gang.leads else HashingStage()
+        channel = self._channel if self._replicas.leads else HashingStage()
         return PolicyHashes(
             weights_hash=self.state.weights_hash(),
             optimizer_hash=self.state.optimizer_hash(),
@@ -252,8 +256,8 @@ class TrainerRank:
             grad_norm=sum(numbers.grad_norms) / max(1, len(numbers.grad_norms)),
             learning_rate=self.state.learning_rate(request.step),
             clip_fraction=numbers.num_clipped / max(1, numbers.num_tokens),
-            behavior_weight_mean=numbers.behavior_weight_sum / max(1, numbers.num_tokens),
-            behavior_weight_max=numbers.behavior_weight_max,
+            importance_weight_mean=numbers.importance_weight_sum / max(1, numbers.num_tokens),
+            importance_weight_max=numbers.importance_weight_max,
             reward_mean=sum(sequence.reward for sequence in sequences) / num_sequences,
             completion_tokens_mean=num_tokens / num_sequences,
             num_trained_tokens=num_trained,

@@ -1,8 +1,8 @@
 """How the ranks of a trainer add up their gradients: in the order of ranks, whoever computes them.
 
 A minibatch is dealt to ranks as shares. Each share's gradient is computed by itself, and the shares
-are then added in order. So one process that computes every share (`Alone`) makes, bit for bit, what
-the processes of a gang make together (`Together`): a replay needs no gang.
+are then added in order. So one process that computes every share (`SingleProcess`) makes, bit for
+bit, what the processes of a replica group make together (`GlooGroup`): a replay needs no group.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import TrainerLost
-from areal_flow.types import Meeting
+from areal_flow.types import Rendezvous
 
 MEETING_TIMEOUT_S = 300.0
 EXCHANGE_TIMEOUT_S = 3600.0
 """A rank that dies closes its connections, and one that hangs is killed: this is for neither."""
 
 
-class Gang(Protocol):
+class ReplicaGroup(Protocol):
     """The ranks, seen from one process."""
 
     @property
@@ -48,11 +48,11 @@ class Gang(Protocol):
         ...
 
     def leave(self) -> None:
-        """Be of this gang no more: the others' exchanges fail at once instead of waiting."""
+        """Leave the group: the other ranks' exchanges fail at once instead of waiting."""
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process that computes every share: the only rank there is, or a replay of many."""
 
     leads = True
@@ -66,27 +66,27 @@ class Alone:
     def leave(self) -> None: ...
 
 
-class Together:
+class GlooGroup:
     """One rank a process, connected by gloo. Tensors travel through main memory."""
 
-    def __init__(self, meeting: Meeting, point: Path, *, host: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, point: Path, *, host: str) -> None:
         """Meet the other ranks.
 
         Args:
-            point: a file for this meeting alone, on a file system that all ranks see.
+            point: a file for this rendezvous alone, on a file system that all ranks see.
             host: where this process listens.
 
         Raises:
             TrainerLost: not all came, or this rank had come before, as another process.
         """
-        self.mine = (meeting.rank,)
-        self.leads = meeting.rank == 0
-        self._num_ranks = meeting.num_ranks
+        self.mine = (rendezvous.rank,)
+        self.leads = rendezvous.rank == 0
+        self._num_ranks = rendezvous.num_ranks
         self._group: Any = None
         try:
-            self._group = _connect(meeting, point, host)
+            self._group = _connect(rendezvous, point, host)
         except RuntimeError as error:
-            raise TrainerLost(f"rank {meeting.rank} met nobody: {_first_line(error)}") from error
+            raise TrainerLost(f"rank {rendezvous.rank} met nobody: {_first_line(error)}") from error
         finally:
             if self.leads:
                 point.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class Together:
         sent = tensor.detach().cpu().contiguous()
         received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
         if self._group is None:
-            raise TrainerLost(f"rank {self.mine[0]} left its gang")
+            raise TrainerLost(f"rank {self.mine[0]} left its replica group")
         try:
             self._group.allgather([received], [sent]).wait()
         except RuntimeError as error:
@@ -108,20 +108,20 @@ class Together:
         self._group = None  # its end closes the connections
 
 
-def _connect(meeting: Meeting, point: Path, host: str) -> Any:
+def _connect(rendezvous: Rendezvous, point: Path, host: str) -> Any:
     # Here, since not every build of torch has them, and a rank alone needs neither.
     from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     point.parent.mkdir(parents=True, exist_ok=True)
-    store = FileStore(str(point), meeting.num_ranks)
+    store = FileStore(str(point), rendezvous.num_ranks)
     store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
-    if store.add(f"came-{meeting.rank}", 1) > 1:
-        raise TrainerLost(f"rank {meeting.rank} was replaced while its gang met")
-    store.wait([f"came-{rank}" for rank in range(meeting.num_ranks)])
+    if store.add(f"came-{rendezvous.rank}", 1) > 1:
+        raise TrainerLost(f"rank {rendezvous.rank} was replaced while its replica group met")
+    store.wait([f"came-{rank}" for rank in range(rendezvous.num_ranks)])
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
-    group: Any = ProcessGroupGloo(store, meeting.rank, meeting.num_ranks, options)
+    group: Any = ProcessGroupGloo(store, rendezvous.rank, rendezvous.num_ranks, options)
     group.barrier().wait()  # the others may still be reading where to connect
     return group
 

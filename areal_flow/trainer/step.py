@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.advantages import GROUP_RELATIVE, paper_advantages
+from areal_flow.algorithms.advantages import GROUP_RELATIVE, batch_norm_advantages
 from areal_flow.algorithms.logprobs import next_token_logprobs
 from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, decoupled_ppo_loss
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.config import AlgorithmSettings
 from areal_flow.errors import TrainingError
-from areal_flow.trainer.replicas import Alone, Gang
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
 from areal_flow.trainer.state import TrainerState
 
@@ -45,14 +45,14 @@ class TokenNumbers:
 
     num_tokens: int = 0
     num_clipped: int = 0
-    behavior_weight_sum: float = 0.0
-    behavior_weight_max: float = 0.0
+    importance_weight_sum: float = 0.0
+    importance_weight_max: float = 0.0
 
     def add(self, other: TokenNumbers) -> None:
         self.num_tokens += other.num_tokens
         self.num_clipped += other.num_clipped
-        self.behavior_weight_sum += other.behavior_weight_sum
-        self.behavior_weight_max = max(self.behavior_weight_max, other.behavior_weight_max)
+        self.importance_weight_sum += other.importance_weight_sum
+        self.importance_weight_max = max(self.importance_weight_max, other.importance_weight_max)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class UpdateNumbers(TokenNumbers):
 
 
 @dataclass(slots=True)
-class ShareNumbers(TokenNumbers):
+class RankNumbers(TokenNumbers):
     """Of one rank's share of a minibatch."""
 
     loss: float = 0.0
@@ -74,13 +74,13 @@ class ShareNumbers(TokenNumbers):
         return torch.tensor(astuple(self), dtype=torch.float64)
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> ShareNumbers:
+    def from_tensor(cls, tensor: Tensor) -> RankNumbers:
         num_tokens, num_clipped, *others = tensor.tolist()
         return cls(int(num_tokens), int(num_clipped), *others)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBatch:
     """What one rank computes of a minibatch; without `proximal`, its own forward pass serves."""
 
     micro_batches: Sequence[MicroBatch]
@@ -93,19 +93,19 @@ def train_step(
     *,
     step: int,
     settings: StepSettings,
-    gang: Gang | None = None,
+    replicas: ReplicaGroup | None = None,
 ) -> UpdateNumbers:
     """Update the policy once per minibatch; deterministic in (state, sequences, step, settings).
 
     Args:
         sequences: the whole batch, on every rank.
-        gang: the other ranks; without one this process computes every rank's share.
+        replicas: the other ranks; without one this process computes every rank's share.
 
     Raises:
         TrainingError: a loss or a gradient is not finite. The state must not be used any more.
         TrainerLost: another rank left in the midst. The same.
     """
-    gang = gang or Alone(settings.num_ranks)
+    replicas = replicas or SingleProcess(settings.num_ranks)
     advantages = compute_advantages(sequences, settings.algorithm)
     plan = plan_micro_batches(
         sequences, step=step, settings=settings, max_tokens=state.settings.tokens_per_micro_batch
@@ -120,7 +120,7 @@ def train_step(
                 settings,
                 with_proximal=number > 0,
             )
-            for rank in gang.mine
+            for rank in replicas.mine
         }
         for number, minibatch in enumerate(plan)
     ]
@@ -129,7 +129,7 @@ def train_step(
     for minibatch, shares in zip(plan, minibatches, strict=True):
         members = [i for share in minibatch for indices in share for i in indices]
         if num_tokens := sum(sequences[member].num_trained for member in members):
-            _update(state, shares, num_tokens, gang, settings, numbers)
+            _update(state, shares, num_tokens, replicas, settings, numbers)
     return numbers
 
 
@@ -141,7 +141,7 @@ def _lay_out(
     settings: StepSettings,
     *,
     with_proximal: bool,
-) -> Share:
+) -> RankBatch:
     """Pack a rank's share, and take its proximal log-probabilities before anything is updated."""
     packed = [
         pack_sequences(
@@ -152,8 +152,10 @@ def _lay_out(
         for indices in micro_batches
     ]
     if not with_proximal:
-        return Share(packed, None)
-    return Share(packed, [_logprobs_without_gradient(state, micro, settings) for micro in packed])
+        return RankBatch(packed, None)
+    return RankBatch(
+        packed, [_logprobs_without_gradient(state, micro, settings) for micro in packed]
+    )
 
 
 def plan_micro_batches(
@@ -182,9 +184,9 @@ def compute_advantages(
 ) -> list[float]:
     """Return one advantage a trajectory, normalised over the whole batch or its groups."""
     rewards_B = torch.tensor([s.reward for s in sequences], dtype=torch.float64)
-    if settings.advantage == "paper":
+    if settings.advantage == "batch_norm":
         num_tokens_B = torch.tensor([s.num_trained for s in sequences], dtype=torch.float64)
-        return paper_advantages(
+        return batch_norm_advantages(
             rewards_B, num_tokens_B, bias=settings.reward_bias, scale=settings.reward_scale
         ).tolist()
     groups_B = torch.tensor([s.group for s in sequences])
@@ -193,9 +195,9 @@ def compute_advantages(
 
 def _update(
     state: TrainerState,
-    shares: Mapping[int, Share],
+    shares: Mapping[int, RankBatch],
     num_tokens: int,
-    gang: Gang,
+    replicas: ReplicaGroup,
     settings: StepSettings,
     numbers: UpdateNumbers,
 ) -> None:
@@ -203,12 +205,12 @@ def _update(
     computed = {
         rank: _compute_share(state, share, num_tokens, settings) for rank, share in shares.items()
     }
-    of_ranks = gang.gather({rank: mine.tensor() for rank, (mine, _) in computed.items()})
-    found = [ShareNumbers.from_tensor(tensor) for tensor in of_ranks]
+    of_ranks = replicas.gather({rank: mine.tensor() for rank, (mine, _) in computed.items()})
+    found = [RankNumbers.from_tensor(tensor) for tensor in of_ranks]
     loss_total = sum(share.loss for share in found)
     for index, parameter in enumerate(state.policy.parameters()):
         mine = {rank: gradients[index] for rank, (_, gradients) in computed.items()}
-        parameter.grad = reduce(torch.add, gang.gather(mine))
+        parameter.grad = reduce(torch.add, replicas.gather(mine))
     grad_norm = float(
         torch.nn.utils.clip_grad_norm_(state.policy.parameters(), state.settings.max_grad_norm)
     )
@@ -226,11 +228,11 @@ def _update(
 
 
 def _compute_share(
-    state: TrainerState, share: Share, num_tokens: int, settings: StepSettings
-) -> tuple[ShareNumbers, list[Tensor]]:
+    state: TrainerState, share: RankBatch, num_tokens: int, settings: StepSettings
+) -> tuple[RankNumbers, list[Tensor]]:
     """Return the numbers and the gradients of one rank's share, in the order of parameters."""
     state.optimizer.zero_grad(set_to_none=True)
-    numbers = ShareNumbers()
+    numbers = RankNumbers()
     for index, micro in enumerate(share.micro_batches):
         proximal_M = None if share.proximal is None else share.proximal[index]
         loss = _micro_batch_loss(state, micro, proximal_M, settings)
@@ -240,8 +242,8 @@ def _compute_share(
             TokenNumbers(
                 micro.targets_M.numel(),
                 int(loss.num_clipped),
-                float(loss.behavior_weight_sum),
-                float(loss.behavior_weight_max),
+                float(loss.importance_weight_sum),
+                float(loss.importance_weight_max),
             )
         )
     gradients = [
@@ -264,8 +266,8 @@ def _micro_batch_loss(
         advantages_T=micro.advantages_M,
         epsilon_low=algorithm.epsilon,
         epsilon_high=algorithm.epsilon_high or algorithm.epsilon,
-        behavior_weight_rule=algorithm.behavior_weight_rule,
-        behavior_weight_cap=algorithm.behavior_weight_cap,
+        importance_weight_rule=algorithm.importance_weight_rule,
+        importance_weight_cap=algorithm.importance_weight_cap,
     )
 
 

@@ -176,7 +176,7 @@ def _trajectories_table(shown: Sequence[InspectedTrajectory]) -> Table:
         title=f"\nThe {len(shown)} trajectories that differ most; mean log-probabilities",
     )
     for trajectory in shown:
-        outcome, weights = trajectory.replayed, trajectory.behavior_weights
+        outcome, weights = trajectory.replayed, trajectory.importance_weights
         table.add_row(
             trajectory.trajectory_id,
             f"{trajectory.reward:g}",
@@ -210,7 +210,7 @@ def _tokens_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Tabl
             str(trajectory.versions[index]),
             f"{trajectory.behavior_logprobs[index]:.5f}",
             f"{trajectory.proximal_logprobs[index]:.5f}",
-            f"{trajectory.behavior_weights[index]:.4f}",
+            f"{trajectory.importance_weights[index]:.4f}",
             f"{trajectory.replayed.logprobs[index]:.5f}",
             *([f"{trajectory.changed.logprobs[index]:.5f}"] if trajectory.changed else []),
             f"{trajectory.differences[index]:+.2e}",

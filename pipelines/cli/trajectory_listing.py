@@ -17,7 +17,7 @@ LISTED = (
     "num_tokens",
     "version_spans",
     "finish_reason",
-    "fate",
+    "status",
     "step",
     "reason",
     "prompt",
@@ -40,7 +40,7 @@ def listing(rows: Sequence[dict[str, Any]], *, width: int, extra: Sequence[str] 
         "tokens",
         "versions",
         "end",
-        "fate",
+        "status",
         *extra,
     ]
     widths = [max(len(cell) for cell in column) for column in zip(labels, *cells, strict=True)]
@@ -80,7 +80,7 @@ def _cells(number: int, row: dict[str, Any], extra: Sequence[str]) -> list[str]:
         str(row["num_tokens"]),
         _versions(row["version_spans"]),
         row["finish_reason"],
-        _fate(row),
+        _status(row),
         *(_short(row[name]) for name in extra),
     ]
 
@@ -88,8 +88,8 @@ def _cells(number: int, row: dict[str, Any], extra: Sequence[str]) -> list[str]:
 def _styles(row: dict[str, Any], extra: Sequence[str]) -> list[str]:
     reward = "" if row["reward"] is None else "green" if row["reward"] > 0 else "red"
     finish = "yellow" if row["finish_reason"] == "length" else ""
-    fate = {"discarded": "red", "waiting": "dim"}.get(row["fate"], "")
-    return ["dim", "", "", reward, "", "", finish, fate, *("" for _ in extra)]
+    status = {"discarded": "red", "waiting": "dim"}.get(row["status"], "")
+    return ["dim", "", "", reward, "", "", finish, status, *("" for _ in extra)]
 
 
 def _versions(spans: Sequence[dict[str, int]]) -> str:
@@ -97,8 +97,8 @@ def _versions(spans: Sequence[dict[str, int]]) -> str:
     return "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}"
 
 
-def _fate(row: dict[str, Any]) -> str:
-    match row["fate"]:
+def _status(row: dict[str, Any]) -> str:
+    match row["status"]:
         case "trained":
             return f"step {row['step']}"
         case "discarded":

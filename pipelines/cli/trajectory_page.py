@@ -89,7 +89,7 @@ def _facts(inspected: Inspected) -> Table:
     for label, fact in (
         ("reward", _reward(inspected)),
         ("group", _group(inspected)),
-        ("fate", _fate(inspected)),
+        ("status", _status(inspected)),
         ("advantage", _advantage(inspected)),
         ("log-probs", _logprobs(inspected.tokens)),
         ("prompt", f"{inspected.row['prompt_id']}, difficulty {inspected.row['difficulty']}"),
@@ -109,8 +109,8 @@ def _reward(inspected: Inspected) -> Text:
     text.append(f"  {detail.get('verdict', '')}", style="default")
     if extracted := detail.get("extracted"):
         text.append(f", answered {printable(extracted)!r}", style="default")
-    if inspected.reference is not None:
-        text.append(f", reference {printable(inspected.reference)[-40:]!r}", style="default")
+    if inspected.answer is not None:
+        text.append(f", answer {printable(inspected.answer)[-40:]!r}", style="default")
     if error := detail.get("error"):
         text.append(f"\n{printable(error)}", style="red")
     text.append(f"  ({row['verifier']})", style="dim")
@@ -127,9 +127,9 @@ def _group(inspected: Inspected) -> Text:
     return text
 
 
-def _fate(inspected: Inspected) -> str:
+def _status(inspected: Inspected) -> str:
     row = inspected.row
-    match row["fate"]:
+    match row["status"]:
         case "discarded":
             return f"discarded, known to step {row['step']}: {row['reason']}"
         case "waiting":

@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import EngineCore, Interruption
 from areal_flow.generation.sampling import processed_logprobs
-from areal_flow.generation.threaded_engine import EngineLoop
+from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
@@ -43,14 +43,14 @@ def torch_subject() -> Subject:
     policies = {version: small_policy(seed=version, vocab_size=VOCABULARY) for version in range(4)}
 
     def make(
-        *, num_slots: int = 8, version: int = 0, interruption: Interruption = "interrupt"
+        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
     ) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
         return TorchEngine(
             policy,
             version=version,
-            num_slots=num_slots,
-            context_tokens=64,
+            max_num_seqs=max_num_seqs,
+            max_model_len=64,
             interruption=interruption,
         )
 
@@ -76,11 +76,11 @@ def bigram_subject() -> Subject:
     }
 
     def make(
-        *, num_slots: int = 8, version: int = 0, interruption: Interruption = "interrupt"
+        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
     ) -> EngineCore:
         if interruption != "interrupt":
             pytest.skip("the bigram engine keeps nothing that could be old")
-        return BigramEngine(tables[version], version=version, num_slots=num_slots)
+        return BigramEngine(tables[version], version=version, max_num_seqs=max_num_seqs)
 
     def reference(
         version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
@@ -209,7 +209,7 @@ def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
     crowd = [request_of(f"r{i}") for i in range(6)]
     assert run_all(subject.make(), *crowd)["r1"] == alone
     assert run_all(subject.make(), *reversed(crowd))["r1"] == alone
-    assert run_all(subject.make(num_slots=5), *crowd)["r1"] == alone
+    assert run_all(subject.make(max_num_seqs=5), *crowd)["r1"] == alone
 
 
 def test_different_seeds_differ(subject: Subject) -> None:
@@ -235,12 +235,12 @@ def test_length_limit_is_exact(subject: Subject) -> None:
 
 
 def test_more_members_than_slots_all_finish(subject: Subject) -> None:
-    found = run_all(subject.make(num_slots=4), request_of(seeds=11), request_of("q", seeds=3))
+    found = run_all(subject.make(max_num_seqs=4), request_of(seeds=11), request_of("q", seeds=3))
     assert [len(found[name]) for name in ("r", "q")] == [11, 3]
 
 
 def test_cancelled_request_frees_its_slots(subject: Subject) -> None:
-    engine = subject.make(num_slots=4)
+    engine = subject.make(max_num_seqs=4)
     engine.add(request_of("gone", seeds=6, length=50))
     engine.add(request_of("stays", length=10))
     for _ in range(3):
@@ -264,7 +264,9 @@ def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
     sampling = Sampling(max_new_tokens=2, temperature=0.9)
     prompt = (3, 5, 2)
     seeds = tuple(range(4000))
-    members = run_all(subject.make(num_slots=500), GroupRequest("r", prompt, seeds, sampling))["r"]
+    members = run_all(subject.make(max_num_seqs=500), GroupRequest("r", prompt, seeds, sampling))[
+        "r"
+    ]
     counted = Counter(completion.tokens for completion in members)
     pairs = list(product(range(VOCABULARY), repeat=2))
     exact = [exp(sum(subject.reference(0, prompt, pair, sampling))) for pair in pairs]
@@ -281,7 +283,7 @@ def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
 
 
 async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
-    engine = EngineLoop(subject.make())
+    engine = ThreadedEngine(subject.make())
     try:
         groups = await asyncio.gather(
             *(engine.generate(request_of(f"r{i}", length=10)) for i in range(8))
@@ -295,7 +297,7 @@ async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
 
 
 async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
-    engine = EngineLoop(subject.make())
+    engine = ThreadedEngine(subject.make())
     try:
         running = [
             asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)
@@ -311,7 +313,7 @@ async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
 
 
 async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
-    engine = EngineLoop(subject.make(num_slots=2))
+    engine = ThreadedEngine(subject.make(max_num_seqs=2))
     try:
         task = asyncio.create_task(engine.generate(request_of("long", seeds=64, length=55)))
         await asyncio.sleep(0.005)
@@ -325,7 +327,7 @@ async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
 
 
 async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None:
-    engine = EngineLoop(subject.make())
+    engine = ThreadedEngine(subject.make())
     with pytest.raises(EngineError, match="down"):
         await engine.load_weights({"nonsense": torch.zeros(1)}, version=1)
     with pytest.raises(EngineError, match="down"):
@@ -334,7 +336,7 @@ async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None
 
 
 async def test_closed_engine_refuses(subject: Subject) -> None:
-    engine = EngineLoop(subject.make())
+    engine = ThreadedEngine(subject.make())
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         await engine.generate(request_of())
@@ -355,7 +357,7 @@ class FailingEngine(BigramEngine):
 
 async def test_engine_that_dies_fails_every_caller_and_leaves_none_waiting() -> None:
     table = [[0.0] * VOCABULARY] * VOCABULARY
-    engine = EngineLoop(FailingEngine(table, num_slots=64))
+    engine = ThreadedEngine(FailingEngine(table, max_num_seqs=64))
     requests = [request_of("r0", length=1), *(request_of(f"r{i}", length=9) for i in range(1, 8))]
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)

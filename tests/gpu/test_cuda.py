@@ -23,7 +23,7 @@ pytestmark = [
 
 def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
     policies = [small_policy(seed=seed).cuda() for seed in (0, 1)]
-    engine = TorchEngine(small_policy(seed=0).cuda(), version=0, num_slots=8, context_tokens=64)
+    engine = TorchEngine(small_policy(seed=0).cuda(), version=0, max_num_seqs=8, max_model_len=64)
     request = GroupRequest("r", (1, 2, 3), tuple(range(8)), Sampling(max_new_tokens=24))
     engine.add(request)
     found: list[Completion] = []

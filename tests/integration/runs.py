@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     "num_steps": 4,
     "prompts": {"num_prompts": 400, "num_held_out": 64},
     "warm_start": {"num_steps": 20, "batch_size": 16},
-    "generation": {"max_new_tokens": 12, "context_tokens": 32, "num_slots": 16},
+    "generation": {"max_new_tokens": 12, "max_model_len": 32, "max_num_seqs": 16},
     "controller": {"batch_size": 32, "group_size": 4},
     "trainer": {"checkpoint_every_steps": 2},
     # With a reward by right answers a policy this raw would get no gradient: nothing to replay.
@@ -162,7 +162,7 @@ def small_arguments() -> list[str]:
     return arguments
 
 
-def check_books(layout: RunLayout) -> None:
+def check_accounting(layout: RunLayout) -> None:
     """Audit a run from its directory alone; what a crash left behind is no error."""
     report = check_run(layout)
     assert report.clean, "\n".join(map(str, report.findings))

@@ -10,7 +10,7 @@ import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
-from tests.integration.runs import check_books, cli, small_arguments
+from tests.integration.runs import check_accounting, cli, small_arguments
 from tests.policies import write_model_directory
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k" / "sample.jsonl"
@@ -36,7 +36,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     layout = RunLayout((tmp_path / "runs" / "g").resolve())
-    check_books(layout)
+    check_accounting(layout)
     run = areal_flow.open_run(layout.root)
     assert len(run.evaluations()) == 16
     details = [json.loads(text) for text in run.trajectories().reward_detail]
@@ -100,7 +100,7 @@ def test_busy_port(tmp_path: Path) -> None:
 
 def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "def verify(*, prompt, completion, reference):\n    return 1 / 0\n"
+        "def verify(*, prompt, completion, answer):\n    return 1 / 0\n"
     )
     done = cli(
         "train", "--name", "v", *small_arguments(), "--prompts.num-held-out", "0",

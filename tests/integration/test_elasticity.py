@@ -18,7 +18,7 @@ from areal_flow.errors import EngineError
 from areal_flow.layout import RunLayout
 from pipelines.replay import replay_from_genesis
 from pipelines.workers import scheduler_of
-from tests.integration.runs import check_books, cli, run_while, small_recipe, step_reached
+from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
 
 
 def elastic_recipe(**cluster: Any) -> Recipe:
@@ -116,7 +116,7 @@ def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
         await step_reached(layout, observed.head() + 1)
 
     run_while(layout.root, elastic_recipe(), join_and_leave)
-    check_books(layout)
+    check_accounting(layout)
     for name, version in at_join.items():
         assert oldest_version(observed.answers(name)) >= version >= 2
 
@@ -145,7 +145,7 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
         return await observed.process(name, other_than=pid)
 
     run_while(layout.root, elastic_recipe(silent_after_s=5.0), stop_generator_then_trainer)
-    check_books(layout)
+    check_accounting(layout)
     rows = areal_flow.open_run(layout.root).steps("arrow").to_pylist()
     stalls = [row["seconds_step"] for row in rows if heads[0] < row["step"] <= heads[1]]
     assert max(stalls) < 12.0
@@ -174,7 +174,7 @@ def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run
 
     with pytest.raises(EngineError, match="no generator left: generator-0 is quarantined"):
         run_while(layout.root, elastic_recipe(), kill_one_then_the_other)
-    check_books(layout)
+    check_accounting(layout)
 
 
 def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them(
@@ -195,9 +195,9 @@ def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them
         assert await observed.process("trainer-0") == leader
 
     run_while(layout.root, elastic_recipe(num_generators=1, num_trainers=2), lose_a_rank)
-    check_books(layout)
+    check_accounting(layout)
     assert committed[0] < committed[1]
     rows = areal_flow.open_run(layout.root).steps("arrow").sort_by("step").to_pylist()
     assert len({row["weights_hash"] for row in rows}) == len(rows)
     assert replay_from_genesis(layout).weights_hash == rows[-1]["weights_hash"]
-    assert not any(path.is_file() for path in layout.gangs.rglob("*"))
+    assert not any(path.is_file() for path in layout.rendezvous.rglob("*"))

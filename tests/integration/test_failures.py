@@ -14,7 +14,7 @@ import pytest
 import areal_flow
 from areal_flow.layout import RunLayout
 from tests.integration.runs import (
-    check_books,
+    check_accounting,
     cli,
     run_small,
     small_arguments,
@@ -40,7 +40,7 @@ def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path)
     recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0})
     run_small(root, recipe, kill_in_turn)
     assert killed == ["generator", "reward", "trainer"]
-    check_books(layout)
+    check_accounting(layout)
     steps = areal_flow.open_run(root).steps("arrow")
     assert sorted(steps["step"].to_pylist()) == list(range(13))
 
@@ -73,7 +73,7 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         replayed = head - max(s for s in range(0, head + 1, 4))
         assert f"{replayed} steps replayed" in done.stdout
         assert f"Resuming at step {head}" in done.stdout
-        check_books(layout)
+        check_accounting(layout)
 
 
 def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> 
         assert "Traceback" not in output
         assert not psutil.wait_procs(children, timeout=20)[1]
         assert everything_a_reader_sees(layout) == seen
-        check_books(layout)
+        check_accounting(layout)
 
 
 def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
@@ -128,7 +128,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
         assert "areal-flow train --resume s" in output
         assert "Traceback" not in output
         assert not psutil.wait_procs(children, timeout=20)[1]
-        check_books(layout)
+        check_accounting(layout)
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
         assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
@@ -151,7 +151,7 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
         done = cli("train", "--resume", "s", "--num-steps", str(head + 1), cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        check_books(layout)
+        check_accounting(layout)
 
 
 def test_signal_before_training_stops_at_once(tmp_path: Path) -> None:

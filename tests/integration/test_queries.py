@@ -73,7 +73,12 @@ def test_listing_takes_conditions_over_stored_and_derived_columns(
     ask: Ask, run: areal_flow.Run
 ) -> None:
     output = ask(
-        "trajectories", "small", "--where", "fate = 'discarded' AND reward IS NULL", "--limit", "0"
+        "trajectories",
+        "small",
+        "--where",
+        "status = 'discarded' AND reward IS NULL",
+        "--limit",
+        "0",
     )
     failed = run.trajectories(where="reward IS NULL", columns=["trajectory_id"]).trajectory_id
     assert len(failed) > 0
@@ -143,7 +148,7 @@ def test_shown_trajectory_can_be_a_line_of_the_listing(ask: Ask) -> None:
 
 def test_shown_advantage_is_that_of_the_step(ask: Ask, run: areal_flow.Run) -> None:
     groups = run.database().sql(
-        "SELECT submission_index, avg(reward) FROM trajectories WHERE fate = 'trained' "
+        "SELECT submission_index, avg(reward) FROM trajectories WHERE status = 'trained' "
         "GROUP BY ALL HAVING count(DISTINCT reward) > 1 LIMIT 1"
     )
     group, mean = groups.fetchall()[0]
@@ -156,9 +161,9 @@ def test_shown_advantage_is_that_of_the_step(ask: Ask, run: areal_flow.Run) -> N
 
 
 def test_discarded_and_waiting_trajectories_say_so(ask: Ask) -> None:
-    discarded = ("--where", "fate = 'discarded'", "--show", "1")
+    discarded = ("--where", "status = 'discarded'", "--show", "1")
     assert "verifier_error" in ask("trajectories", "small", *discarded)
-    waiting = ask("trajectories", "small", "--where", "fate = 'waiting'", "--show", "1")
+    waiting = ask("trajectories", "small", "--where", "status = 'waiting'", "--show", "1")
     assert "neither trained nor discarded" in waiting
 
 
@@ -208,8 +213,8 @@ def test_command_leaves_nothing_on_standard_error(layout: RunLayout) -> None:
 
 def test_consumption_is_the_ledger_turned_round(run: areal_flow.Run) -> None:
     consumption = run.consumption()
-    assert set(consumption.fate) == {"trained", "discarded", "waiting"}
-    trained = consumption[consumption.fate == "trained"]
+    assert set(consumption.status) == {"trained", "discarded", "waiting"}
+    trained = consumption[consumption.status == "trained"]
     by_step = {step: set(part.trajectory_id) for step, part in trained.groupby("step")}
     ledger = run.steps(where="step > 0")
     assert by_step == {row.step: set(row.trajectory_ids) for row in ledger.itertuples()}

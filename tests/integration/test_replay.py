@@ -156,8 +156,8 @@ def test_own_loss_by_import_path(
     found = json.loads(capsys.readouterr().out)
     assert found["equal"]
     assert found["changes"] == {"loss": ["decoupled_ppo_loss", "unweighted"]}
-    assert found["changed"]["behavior_weight_max"] == 1
-    assert found["replayed"]["behavior_weight_max"] > 1
+    assert found["changed"]["importance_weight_max"] == 1
+    assert found["replayed"]["importance_weight_max"] > 1
     assert found["changed"]["weights_hash"] != found["replayed"]["weights_hash"]
 
 
@@ -229,7 +229,11 @@ def test_another_environment_is_said_and_excuses_a_difference(
         (["--step", "3", "--set", "algorithm.nothing=1"], 2, "there is no such setting"),
         (["--step", "3", "--set", "algorithm.epsilon=-1"], 2, "algorithm.epsilon = -1"),
         (["--step", "3", "--set", "algorithm.epsilon"], 2, "expected SECTION.KEY=VALUE"),
-        (["--step", "3", "--set", "generation.num_slots=4"], 2, "these can: algorithm.advantage"),
+        (
+            ["--step", "3", "--set", "generation.max_num_seqs=4"],
+            2,
+            "these can: algorithm.advantage",
+        ),
         (["--step", "3", "--set", "trainer.keep_checkpoints=4"], 2, "cannot change what a step"),
         (["--step", "3", "--set", "trainer.device=cuda"], 2, "this machine has no such device"),
         (["--step", "3", "--loss", "nonsense"], 2, "expected an import path"),

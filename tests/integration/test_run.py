@@ -9,7 +9,7 @@ import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
-from tests.integration.runs import check_books, cli, small_arguments
+from tests.integration.runs import check_accounting, cli, small_arguments
 
 SUMMARY_KEYS = {
     "held_out_before",
@@ -71,7 +71,7 @@ def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
 
 
 def test_books_balance(layout: RunLayout) -> None:
-    check_books(layout)
+    check_accounting(layout)
 
 
 def test_lineage_from_model_version_to_prompts(workspace: Path, layout: RunLayout) -> None:
@@ -155,7 +155,7 @@ def test_finished_run_can_be_trained_further(workspace: Path, layout: RunLayout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 steps replayed" in done.stdout
     assert "Resuming at step 4" in done.stdout
-    check_books(layout)
+    check_accounting(layout)
     steps = areal_flow.open_run(layout.root).steps("arrow")
     assert sorted(steps["step"].to_pylist()) == list(range(7))
     assert set(steps["writer_epoch"].to_pylist()) == {1, 2}

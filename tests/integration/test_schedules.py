@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import areal_flow
-from tests.integration.runs import check_books, run_small, small_recipe
+from tests.integration.runs import check_accounting, run_small, small_recipe
 
 
 def rows(root: Path, **changes: Any) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def rows(root: Path, **changes: Any) -> list[dict[str, Any]]:
             **changes,
         ),
     )
-    check_books(layout)
+    check_accounting(layout)
     steps: list[dict[str, Any]] = areal_flow.open_run(layout.root).steps("arrow").to_pylist()
     return sorted(steps, key=lambda row: row["step"])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
-from areal_flow.cluster.trainer_replicas import TrainerGang
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.testing import MemoryChannel
 from tests.unit.virtual_time import run_in_virtual_time
@@ -59,8 +59,8 @@ class FakeGenerators:
 
 
 def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
-    gang = TrainerGang(client, num_ranks=1, replace=FakeGenerators().replace)
-    return DaskTrainer(client, gang, restore)
+    replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
+    return DaskTrainer(client, replicas, restore)
 
 
 def restored_over(losses: int) -> int:

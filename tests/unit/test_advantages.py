@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.advantages import (
+    batch_norm_advantages,
     dr_grpo_advantages,
     grpo_advantages,
-    paper_advantages,
     rloo_advantages,
 )
 
@@ -23,7 +23,7 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 
 def test_paper_golden() -> None:
-    found = paper_advantages(tensor([1, 0]), tensor([4, 4]), bias=-0.5, scale=10)
+    found = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]), bias=-0.5, scale=10)
     assert found.tolist() == pytest.approx([0.9354126, -0.9354126], abs=1e-7)
 
 
@@ -34,7 +34,7 @@ def test_paper_advantages_equal_token_level_brute_force(pairs: list[tuple[float,
     expected = (np.array([10 * (r - 0.5) for r in rewards_B]) - per_token.mean()) / (
         per_token.std(ddof=1) + 1e-5
     )
-    found = paper_advantages(tensor(list(rewards_B)), tensor(list(lengths_B)))
+    found = batch_norm_advantages(tensor(list(rewards_B)), tensor(list(lengths_B)))
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 

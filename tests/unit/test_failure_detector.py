@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from areal_flow.cluster.failure_detector import Liveness, SignsOfLife
+from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
 
 
-def watched() -> Liveness:
-    return Liveness(silent_after_s=10.0, lost_after_s=60.0)
+def watched() -> FailureDetector:
+    return FailureDetector(silent_after_s=10.0, lost_after_s=60.0)
 
 
-def look(liveness: Liveness, now: float, **workers: tuple[float, float | None]) -> None:
+def look(liveness: FailureDetector, now: float, **workers: tuple[float, float | None]) -> None:
     liveness.observe({name: SignsOfLife(*signs) for name, signs in workers.items()}, now=now)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trainable_mask
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError
@@ -31,8 +31,8 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
         "retry_delay_s": 0.1,
     }
     flow = Flow(
-        FlowLimits(**{**defaults, **limits}),
-        FlowParts(
+        FlowConfig(**{**defaults, **limits}),
+        FlowBackends(
             prompts=FakePrompts(),
             rollouts=cluster,
             log=log,
@@ -41,17 +41,17 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
             weights=cluster,
             observer=log,
         ),
-        FlowStart(),
+        InitialState(),
         Provenance(1, "", ""),
     )
-    cluster.on_event = lambda: check_books(flow)
+    cluster.on_event = lambda: check_accounting(flow)
     return flow
 
 
-def check_books(flow: Flow) -> None:
+def check_accounting(flow: Flow) -> None:
     assert flow.imbalance() == 0
     assert 0 <= flow.gate.running <= flow.gate.outstanding
-    bound = (flow.limits.max_staleness + 1) * flow.limits.batch_size
+    bound = (flow.config.max_staleness + 1) * flow.config.batch_size
     assert flow.gate.outstanding <= bound
 
 
@@ -122,12 +122,12 @@ def test_no_trained_token_is_older_than_the_bound(
             assert max(ages) <= max_staleness
             assert min(ages) >= 0
         assert row["staleness_max"] <= max_staleness
-    check_books(flow)
+    check_accounting(flow)
     check_rows(log)
-    books = flow.books
-    assert books.committed == sum(t.num_tokens for t in log.committed)
-    assert books.committed == sum(r["num_generated_tokens"] for r in log.rows) + (
-        books.entries.num_generated_tokens
+    accounting = flow.accounting
+    assert accounting.committed == sum(t.num_tokens for t in log.committed)
+    assert accounting.committed == sum(r["num_generated_tokens"] for r in log.rows) + (
+        accounting.entries.num_generated_tokens
     )
 
 
@@ -196,7 +196,7 @@ def test_group_that_fails_for_good_frees_its_slot(schedule: Any, max_staleness: 
     failed = [index for row in log.rows for index in row["failed_submissions"]]
     assert failed, "the fake cluster was to kill some groups"
     assert len(log.rows) == 12
-    check_books(flow)
+    check_accounting(flow)
 
 
 def test_repeated_failures_end_the_run_with_the_root_cause() -> None:
@@ -222,7 +222,7 @@ def test_stop_finishes_the_running_step_and_loses_nothing_committed() -> None:
     flow, log = run_in_virtual_time(stop_soon())
     assert 0 < len(log.rows) < 20
     assert flow.policy_version == log.rows[-1]["step"]
-    check_books(flow)
+    check_accounting(flow)
 
 
 def test_error_in_training_ends_the_run_as_itself() -> None:
@@ -255,7 +255,7 @@ def test_generation_goes_on_while_the_trainer_is_away() -> None:
         await asyncio.gather(run_to_end(flow), count_meanwhile())
 
     run_in_virtual_time(both())
-    assert committed[1] >= committed[0] + flow.limits.batch_size
+    assert committed[1] >= committed[0] + flow.config.batch_size
 
 
 def test_number_of_generators_sets_how_much_runs_at_once() -> None:
@@ -268,7 +268,7 @@ def test_number_of_generators_sets_how_much_runs_at_once() -> None:
         for max_running in (2, 8, 2):
             flow.set_max_running(max_running)
             await asyncio.sleep(20)
-            running.append(cluster.num_running * flow.limits.group_size)
+            running.append(cluster.num_running * flow.config.group_size)
         flow.request_stop()
 
     async def both() -> None:

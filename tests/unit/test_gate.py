@@ -25,7 +25,7 @@ def cumulative_capacity(
     submitted: int,
     running: int,
 ) -> int:
-    """Eq. 3 as the paper writes it: floor((N_r - 1) / B) <= i + eta."""
+    """Eq. 3 as the paper writes it: fence((N_r - 1) / B) <= i + eta."""
     within_bound = (max_staleness + version + 1) * batch_size - submitted
     return max(0, min(concurrency - running, within_bound))
 

@@ -74,7 +74,7 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
         replayed=replayed,
     )
     assert trajectory.differences == (0.0, -0.5, -2.0)
-    assert trajectory.behavior_weights == pytest.approx((1.0, 0.6065307, 1.0))
+    assert trajectory.importance_weights == pytest.approx((1.0, 0.6065307, 1.0))
     changed = replace(trajectory, changed=replace(replayed, logprobs=(-1.0, -2.0, -2.0)))
     assert changed.differences == (0.0, 0.0, 1.0)
     assert changed.mean_difference == pytest.approx(1 / 3)

@@ -18,11 +18,11 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import (
     Writer,
-    claim_run,
+    hold_lease,
     is_held,
     is_sole_writer,
-    newest_claim,
-    read_floors,
+    newest_lease,
+    read_fences,
 )
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
@@ -57,20 +57,20 @@ def row(step: int, epoch: int, weights_hash: str = "") -> dict[str, Any]:
 
 
 def test_second_claim_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> None:
-    with claim_run(tmp_path) as writer:
+    with hold_lease(tmp_path) as writer:
         assert writer.writer_epoch == 1
         with pytest.raises(RunError, match=f"held by process {os.getpid()} on .* since 20"):
-            claim_run(tmp_path).__enter__()
-        writer.require()
+            hold_lease(tmp_path).__enter__()
+        writer.check_current()
     assert not is_held(tmp_path, 1)
-    with claim_run(tmp_path) as writer:
+    with hold_lease(tmp_path) as writer:
         assert writer.writer_epoch == 2
         assert is_sole_writer(writer)
         assert [path.name for path in tmp_path.glob(".claim-*")] == []
 
 
 def hold(root: Path) -> None:
-    with claim_run(root):
+    with hold_lease(root):
         time.sleep(600)
 
 
@@ -78,14 +78,14 @@ def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) 
     holder = multiprocessing.get_context("spawn").Process(target=hold, args=(tmp_path,))
     holder.start()
     try:
-        while not tmp_path.exists() or newest_claim(tmp_path) is None:
+        while not tmp_path.exists() or newest_lease(tmp_path) is None:
             time.sleep(0.02)
         assert holder.pid
         os.kill(holder.pid, signal.SIGSTOP)
         os.waitpid(holder.pid, os.WUNTRACED)
         with pytest.raises(RunError, match=f"stopped: let it go on with kill -CONT {holder.pid}"):
-            claim_run(tmp_path).__enter__()
-        with claim_run(tmp_path, take_over=True) as writer:
+            hold_lease(tmp_path).__enter__()
+        with hold_lease(tmp_path, take_over=True) as writer:
             assert writer.writer_epoch == 2
             assert not is_sole_writer(writer)
     finally:
@@ -95,13 +95,13 @@ def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) 
 
 
 def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
-    with claim_run(layout.writers) as stale:
+    with hold_lease(layout.writers) as stale:
         committer, ledger = (
             TrajectoryCommitter(layout.trajectories, stale),
             Ledger(layout.steps, stale),
         )
         ledger.append(row(0, 1))
-        with claim_run(layout.writers, take_over=True) as writer:
+        with hold_lease(layout.writers, take_over=True) as writer:
             succeed(layout, writer)
             with pytest.raises(RunError, match=f"taken over by process {os.getpid()}"):
                 ledger.append(row(1, 1))
@@ -114,19 +114,19 @@ def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
 class Asleep(Writer):
     """A writer that hung after it had looked, before it wrote."""
 
-    def require(self) -> None: ...
+    def check_current(self) -> None: ...
 
 
 def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
-    with claim_run(layout.writers):
+    with hold_lease(layout.writers):
         committer, ledger = (
             TrajectoryCommitter(layout.trajectories, stale),
             Ledger(layout.steps, stale),
         )
         ledger.append(row(0, 1))
         committer.commit([written_group(layout.trajectories, 0)])
-        with claim_run(layout.writers, take_over=True) as writer:
+        with hold_lease(layout.writers, take_over=True) as writer:
             succeed(layout, writer)
             ledger.append(row(1, 1, "stale"))
             committer.commit([written_group(layout.trajectories, index) for index in (1, 2)])
@@ -151,13 +151,13 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     left, committed = read_unconsumed(layout.trajectories, layout.writers, new_ledger)
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
-    assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [2]
+    assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [2]
 
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:
-    with claim_run(layout.writers) as first:
+    with hold_lease(layout.writers) as first:
         Ledger(layout.steps, first).append(row(0, 1))
-    with claim_run(layout.writers) as hung, claim_run(layout.writers, take_over=True) as writer:
+    with hold_lease(layout.writers) as hung, hold_lease(layout.writers, take_over=True) as writer:
         layout.weights_of(writer.writer_epoch).mkdir(parents=True)
         written_group(layout.trajectories, 0)
         with pytest.raises(RunError, match="taken over"):
@@ -169,31 +169,31 @@ def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunL
 
 def test_driver_that_dies_before_its_floor_leaves_it_to_the_next(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
-    with claim_run(layout.writers):
+    with hold_lease(layout.writers):
         Ledger(layout.steps, stale).append(row(0, 1))
         committer = TrajectoryCommitter(layout.trajectories, stale)
-        with claim_run(layout.writers, take_over=True):
+        with hold_lease(layout.writers, take_over=True):
             pass
-        with claim_run(layout.writers) as third:
+        with hold_lease(layout.writers) as third:
             succeed(layout, third)
         committer.commit([written_group(layout.trajectories, 0)])
-    assert [floor.writer_epoch for floor in read_floors(layout.writers)] == [3]
+    assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [3]
     assert len(areal_flow.open_run(layout.root).trajectories("arrow")) == 0
 
 
 def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout) -> None:
-    with claim_run(layout.writers) as first:
+    with hold_lease(layout.writers) as first:
         committer = TrajectoryCommitter(layout.trajectories, first)
         Ledger(layout.steps, first).append(row(0, 1))
         committer.commit([written_group(layout.trajectories, 0)])
         written_group(layout.trajectories, 1)
-        with claim_run(layout.writers, take_over=True) as second:
+        with hold_lease(layout.writers, take_over=True) as second:
             succeed(layout, second)
             assert len(list((layout.trajectories / "data").iterdir())) == 2
     (layout.checkpoints / ".partial-00000001-1").mkdir(parents=True)
     layout.weights_of(1).mkdir(parents=True)
     time.sleep(0.02)
-    with claim_run(layout.writers) as third:
+    with hold_lease(layout.writers) as third:
         layout.weights_of(3).mkdir()
         written_group(layout.trajectories, 2)
         succeed(layout, third)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.logprobs import next_token_logprobs
-from areal_flow.algorithms.losses import BehaviorWeightRule, PolicyLoss, decoupled_ppo_loss
+from areal_flow.algorithms.losses import ImportanceWeightRule, PolicyLoss, decoupled_ppo_loss
 
 LOGPROBS = [-1.0, -0.5, -2.0]
 PROXIMAL = [-1.1, -0.7, -1.6]
@@ -18,14 +18,14 @@ BEHAVIOR = [-1.5, -0.4, -3.5]
 ADVANTAGES = [1.0, -1.0, 2.0]
 
 
-def golden_loss(rule: BehaviorWeightRule) -> PolicyLoss:
+def golden_loss(rule: ImportanceWeightRule) -> PolicyLoss:
     return decoupled_ppo_loss(
         torch.tensor(LOGPROBS, dtype=torch.float64),
         proximal_logprobs_T=torch.tensor(PROXIMAL, dtype=torch.float64),
         behavior_logprobs_T=torch.tensor(BEHAVIOR, dtype=torch.float64),
         advantages_T=torch.tensor(ADVANTAGES, dtype=torch.float64),
-        behavior_weight_rule=rule,
-        behavior_weight_cap=5.0,
+        importance_weight_rule=rule,
+        importance_weight_cap=5.0,
     )
 
 
@@ -33,7 +33,7 @@ def golden_loss(rule: BehaviorWeightRule) -> PolicyLoss:
     ("rule", "expected"),
     [("full", -3.235754), ("truncate", -2.482361), ("mask", -0.247961)],
 )
-def test_golden_losses(rule: BehaviorWeightRule, expected: float) -> None:
+def test_golden_losses(rule: ImportanceWeightRule, expected: float) -> None:
     assert float(golden_loss(rule).loss_sum) / 3 == pytest.approx(expected, abs=1e-6)
 
 
@@ -41,8 +41,8 @@ def test_golden_weights() -> None:
     weights = [exp(p - b) for p, b in zip(PROXIMAL, BEHAVIOR, strict=True)]
     assert weights == pytest.approx([1.4918, 0.7408, 6.6859], abs=1e-4)
     loss = golden_loss("full")
-    assert float(loss.behavior_weight_max) == pytest.approx(max(weights))
-    assert float(loss.behavior_weight_sum) == pytest.approx(sum(weights))
+    assert float(loss.importance_weight_max) == pytest.approx(max(weights))
+    assert float(loss.importance_weight_sum) == pytest.approx(sum(weights))
 
 
 token = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3))

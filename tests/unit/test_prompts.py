@@ -30,7 +30,7 @@ def recipe(path: Path, **prompts: Any) -> Recipe:
     return build_recipe(
         {
             "prompts": {"source": "file", "path": str(path), "num_held_out": 4, **prompts},
-            "generation": {"context_tokens": 96, "max_new_tokens": 32},
+            "generation": {"max_model_len": 96, "max_new_tokens": 32},
             "warm_start": {"num_steps": 0},
         },
         source="test",
@@ -40,7 +40,7 @@ def recipe(path: Path, **prompts: Any) -> Recipe:
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
     made = RunLayout(tmp_path / "run")
-    write_tiny_model(made.model, context_tokens=96)
+    write_tiny_model(made.model, max_model_len=96)
     return made
 
 
@@ -145,7 +145,7 @@ def test_arithmetic_answers_are_right_both_ways() -> None:
     assert {question.difficulty for question in questions} == {3, 4, 5, 6, 7}
     for question in questions:
         for answer in (worked_answer(question.text), blurted_answer(question.text)):
-            score = verify_numeric(prompt="", completion=answer, reference=question.reference)
+            score = verify_numeric(prompt="", completion=answer, answer=question.answer)
             assert score.verdict == "right"
         assert len(running_sums(question.text)) == question.difficulty
         assert is_worked(worked_answer(question.text))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.quarantine import Death, QuarantineRule, describe_exit
-from areal_flow.cluster.registry import Member, Members
+from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 
 LIVES = st.lists(st.floats(0, 100), max_size=12)
 
@@ -33,49 +33,51 @@ def test_one_long_life_forgives_everything_before_it(lives: list[float]) -> None
 
 @given(LIVES)
 def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[float]) -> None:
-    members = Members()
-    members.place(WorkerPlacement("generator-0", "generator", 4))
-    member = members.named("generator-0")
-    assert member is not None
+    registry = WorkerRegistry()
+    registry.place(WorkerPlacement("generator-0", "generator", 4))
+    record = registry.named("generator-0")
+    assert record is not None
     now = 100.0
     for count, life in enumerate(lives, 1):
-        newcomer = Member("generator-0", "generator", 4, is_ours=True, address="tcp://a")
-        members.joined(newcomer, now=now)
+        newcomer = WorkerRecord("generator-0", "generator", 4, is_ours=True, address="tcp://a")
+        registry.joined(newcomer, now=now)
         now += life
-        condemned = members.died(member, "killed by signal 9", now=now)
-        assert condemned == QuarantineRule().condemns(member.deaths)
-        assert len(member.deaths) == count
+        condemned = registry.died(record, "killed by signal 9", now=now)
+        assert condemned == QuarantineRule().condemns(record.deaths)
+        assert len(record.deaths) == count
         if condemned:
             break
-    assert member.is_quarantined == QuarantineRule().condemns(member.deaths)
-    assert (members.expected("generator") == []) == member.is_quarantined
+    assert record.is_quarantined == QuarantineRule().condemns(record.deaths)
+    assert (registry.expected("generator") == []) == record.is_quarantined
 
 
 def test_process_that_never_joined_has_not_lived() -> None:
-    members = Members()
-    members.place(WorkerPlacement("reward-0", "reward", 1))
-    (member,) = members.all()
-    assert [members.died(member, "exit status 1", now=1e6) for _ in range(3)] == [
+    registry = WorkerRegistry()
+    registry.place(WorkerPlacement("reward-0", "reward", 1))
+    (record,) = registry.all()
+    assert [registry.died(record, "exit status 1", now=1e6) for _ in range(3)] == [
         False,
         False,
         True,
     ]
-    assert {death.lived_s for death in member.deaths} == {0.0}
+    assert {death.lived_s for death in record.deaths} == {0.0}
 
 
-def from_elsewhere(address: str) -> Member:
-    return Member(address, "generator", 4, is_ours=False, address=address, nanny="tcp://its-nanny")
+def from_elsewhere(address: str) -> WorkerRecord:
+    return WorkerRecord(
+        address, "generator", 4, is_ours=False, address=address, nanny="tcp://its-nanny"
+    )
 
 
 def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
-    members = Members()
+    registry = WorkerRegistry()
     newcomer = from_elsewhere("tcp://b")
-    assert members.joined(newcomer, now=1.0) is newcomer
-    assert members.present("generator") == members.expected("generator") == [newcomer]
-    members.left(newcomer)
-    assert members.expected("generator") == []
-    assert members.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
-    assert [member.address for member in members.present("generator")] == ["tcp://c"]
+    assert registry.joined(newcomer, now=1.0) is newcomer
+    assert registry.present("generator") == registry.expected("generator") == [newcomer]
+    registry.left(newcomer)
+    assert registry.expected("generator") == []
+    assert registry.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
+    assert [record.address for record in registry.present("generator")] == ["tcp://c"]
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:

@@ -54,7 +54,9 @@ def log_table(*identifiers: str) -> pa.Table:
 def test_every_trajectory_is_trained_discarded_or_waiting() -> None:
     steps = steps_table((0, [], []), (1, ["c", "a"], []), (2, ["d"], [("b", "stale")]))
     found = consumption_table(steps, log_table("a", "b", "c", "d", "e")).to_pylist()
-    assert [(row["fate"], row["step"], row["policy_version"], row["reason"]) for row in found] == [
+    assert [
+        (row["status"], row["step"], row["policy_version"], row["reason"]) for row in found
+    ] == [
         ("trained", 1, 0, None),
         ("discarded", 2, 1, "stale"),
         ("trained", 1, 0, None),
@@ -69,7 +71,7 @@ def test_consumption_reads_ledgers_in_many_chunks_and_empty_ones() -> None:
     found = consumption_table(chunked, log_table("e", "d", "c", "b", "a"))
     assert found["step"].to_pylist() == [3, 2, 2, 2, 1]
     nothing = consumption_table(steps_table((0, [], [])), log_table("a"))
-    assert nothing["fate"].to_pylist() == ["waiting"]
+    assert nothing["status"].to_pylist() == ["waiting"]
     assert consumption_table(steps_table(), log_table()).num_rows == 0
 
 
@@ -93,7 +95,7 @@ def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:
     trained, discarded, _ = rows["trajectory_id"].to_pylist()
     steps = steps_table((4, [trained], [(discarded, "stale")]))
     query = """
-        SELECT fate, num_tokens, num_trained_tokens, num_masked_tokens, staleness, token_versions,
+        SELECT status, num_tokens, num_trained_tokens, num_masked_tokens, staleness, token_versions,
                verdict, completion
         FROM trajectories ORDER BY trajectory_id
     """
@@ -138,7 +140,7 @@ def listed(**changes: Any) -> dict[str, Any]:
         "num_tokens": 4,
         "version_spans": [{"version": v, "length": 1} for v in (4, 5)],
         "finish_reason": "stop",
-        "fate": "trained",
+        "status": "trained",
         "step": 6,
         "reason": None,
         "prompt": "1 + 1 = " * 30,
@@ -153,8 +155,8 @@ def test_listing_fits_its_width(width: int) -> None:
     many = [{"version": v, "length": 1} for v in range(9)]
     rows = [
         listed(),
-        listed(version_spans=many, fate="discarded", reason="verifier_error", reward=None),
-        listed(prompt="1 =", fate="waiting", step=None, completion=""),
+        listed(version_spans=many, status="discarded", reason="verifier_error", reward=None),
+        listed(prompt="1 =", status="waiting", step=None, completion=""),
     ]
     console.print(listing(rows, width=width))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

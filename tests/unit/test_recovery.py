@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowLimits, FlowParts, FlowStart
+from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.plan import (
     CommittedGroups,
     choose_checkpoint,
-    plan_flow_start,
+    plan_initial_state,
     request_from_row,
 )
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
@@ -27,8 +27,8 @@ PROVENANCE = Provenance(1, "", "")
 GENESIS = genesis_row(PolicyHashes("w0", "", ""), provenance=PROVENANCE, numeric_environment="{}")
 
 
-def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps: int) -> Flow:
-    limits = FlowLimits(
+def make_flow(cluster: FakeCluster, log: MemoryLog, initial: InitialState, num_steps: int) -> Flow:
+    limits = FlowConfig(
         batch_size=8,
         group_size=2,
         max_staleness=2,
@@ -37,11 +37,11 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, start: FlowStart, num_steps:
         run_seed=0,
         max_consecutive_failures=99,
     )
-    parts = FlowParts(FakePrompts(), cluster, log, log, cluster, cluster, log)
-    return Flow(limits, parts, start, PROVENANCE)
+    parts = FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log)
+    return Flow(limits, parts, initial, PROVENANCE)
 
 
-def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> FlowStart:
+def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialState:
     """Plan from the whole of both logs, as a brute force does."""
     rows = log.rows if rows is None else rows
     consumed = {identifier for row in rows for identifier in row["trajectory_ids"]}
@@ -51,7 +51,7 @@ def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> FlowStart:
         sum(t.num_tokens for t in log.committed),
     )
     unconsumed = [t for t in log.committed if t.trajectory_id not in consumed]
-    return plan_flow_start(rows, unconsumed, committed, log.head)
+    return plan_initial_state(rows, unconsumed, committed, log.head)
 
 
 async def run_to_end(flow: Flow) -> None:
@@ -60,7 +60,7 @@ async def run_to_end(flow: Flow) -> None:
 
 
 async def run_until_killed(flow: Flow, after_s: float) -> None:
-    """Run; at `after_s` drop everything on the floor, as a kill would."""
+    """Run; at `after_s` drop everything on the fence, as a kill would."""
     running = asyncio.create_task(run_async_schedule(flow))
     await asyncio.wait([running], timeout=after_s)
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -102,10 +102,10 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
     accounted = {submission_index_of(identifier) for identifier in committed}
     accounted |= {index for row in log.rows for index in row["failed_submissions"]}
     assert accounted | set(end.resubmit) == set(range(end.next_submission_index))
-    books = end.books
+    accounting = end.accounting
     waiting = sum(t.num_tokens for group in end.waiting for t in group.trajectories)
     lost = sum(discard.num_tokens for discard in end.discards)
-    assert books.imbalance(num_waiting=waiting + lost) == 0
+    assert accounting.imbalance(num_waiting=waiting + lost) == 0
 
 
 class SlowAlways(FakeCluster):

@@ -38,7 +38,7 @@ def test_tokens_are_neither_markup_nor_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunLayout(tmp_path)
-    write_tiny_model(layout.model, context_tokens=32)
+    write_tiny_model(layout.model, max_model_len=32)
     replayed = replayed_with("[bold][/b]\x1b[2J")
     print_report(layout, replayed, num_trajectories=1, tokens_of="t-1")
     output = capsys.readouterr().out

@@ -12,35 +12,35 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerGang
+from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
-from areal_flow.trainer.replicas import Together
+from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.state import TrainerState
 from areal_flow.trainer.step import plan_micro_batches, train_step
-from areal_flow.types import Meeting, PolicyHashes
+from areal_flow.types import PolicyHashes, Rendezvous
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time
 
 HASHES = PolicyHashes("weights", "optimizer", "served")
 
 
-def trained(of: TrainerState, num_ranks: int, gang: Together | None = None) -> dict[str, Any]:
+def trained(of: TrainerState, num_ranks: int, replicas: GlooGroup | None = None) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
     how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
     numbers = [
-        train_step(of, make_sequences(seed=step), step=step, settings=how, gang=gang)
+        train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
         for step in (1, 2)
     ]
     return {"weights": of.weights_hash(), "optimizer": of.optimizer_hash(), "numbers": numbers}
 
 
-def together(point: Path, num_ranks: int, work: Callable[[Together], Any]) -> list[Any]:
+def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> list[Any]:
     """Run `work` on ranks that meet, each in a thread; return what they return or raise."""
 
     def run(rank: int) -> Any:
-        gang = Together(Meeting("gang", rank, num_ranks), point, host="127.0.0.1")
+        replicas = GlooGroup(Rendezvous("replicas", rank, num_ranks), point, host="127.0.0.1")
         try:
-            return work(gang)
+            return work(replicas)
         except TrainerLost as lost:
             return lost
 
@@ -54,10 +54,12 @@ def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_shares(
 ) -> None:
     states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
     found = together(
-        tmp_path / "meeting", num_ranks, lambda gang: trained(states[gang.mine[0]], num_ranks, gang)
+        tmp_path / "rendezvous",
+        num_ranks,
+        lambda replicas: trained(states[replicas.mine[0]], num_ranks, replicas),
     )
     assert found == [trained(state(), num_ranks)] * num_ranks
-    assert not (tmp_path / "meeting").exists()
+    assert not (tmp_path / "rendezvous").exists()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 20])
@@ -87,22 +89,22 @@ def test_every_sequence_is_some_ranks_and_shares_are_alike() -> None:
 
 
 def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
-    def leave_or_wait(gang: Together) -> Any:
-        if gang.leads:
-            gang.leave()
-        return gang.gather({rank: torch.ones(2) for rank in gang.mine})
+    def leave_or_wait(replicas: GlooGroup) -> Any:
+        if replicas.leads:
+            replicas.leave()
+        return replicas.gather({rank: torch.ones(2) for rank in replicas.mine})
 
-    for lost in together(tmp_path / "meeting", 2, leave_or_wait):
+    for lost in together(tmp_path / "rendezvous", 2, leave_or_wait):
         assert isinstance(lost, TrainerLost)
 
 
 def test_rank_that_was_replaced_while_its_gang_met_is_refused(tmp_path: Path) -> None:
-    point = tmp_path / "meeting"
-    together(point, 2, lambda gang: None)
+    point = tmp_path / "rendezvous"
+    together(point, 2, lambda replicas: None)
     store = torch.distributed.FileStore(str(point), 2)
     store.add("came-1", 1)
     with pytest.raises(TrainerLost, match="rank 1 was replaced"):
-        Together(Meeting("gang", 1, 2), point, host="127.0.0.1")
+        GlooGroup(Rendezvous("replicas", 1, 2), point, host="127.0.0.1")
 
 
 class FakeRanks:
@@ -132,13 +134,13 @@ class FakeRanks:
 
 
 def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Sequence[str], float]:
-    """Return what a gang with such ranks says, whom it had replaced, and the seconds it took."""
+    """Return what such ranks answer, which were replaced, and the seconds it took."""
 
     async def restore() -> Any:
         ranks = FakeRanks(*answers)
-        gang = TrainerGang(ranks, num_ranks=len(answers), replace=ranks.replace)
+        replicas = TrainerReplicas(ranks, num_ranks=len(answers), replace=ranks.replace)
         try:
-            said: PolicyHashes | Exception = await gang.restore(3)
+            said: PolicyHashes | Exception = await replicas.restore(3)
         except ArealFlowError as error:
             said = error
         return said, ranks.replaced, asyncio.get_running_loop().time()

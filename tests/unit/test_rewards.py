@@ -15,7 +15,7 @@ from areal_flow.types import Score
 
 
 @pytest.mark.parametrize(
-    ("completion", "reference", "verdict"),
+    ("completion", "answer", "verdict"),
     [
         (" 6 6 -1 #### -1", "-1", "right"),
         ("#### 1,234", "1234", "right"),
@@ -34,17 +34,17 @@ from areal_flow.types import Score
         ("#### \uff11\uff12", "12", "parse_error"),
         ("\u0661\u0662", "12", "parse_error"),
         ("#### " + "9" * 5000, "12", "parse_error"),
-        ("#### 1", "one", "bad_reference"),
+        ("#### 1", "one", "bad_answer"),
     ],
 )
-def test_numeric_verdicts(completion: str, reference: str, verdict: str) -> None:
-    score = verify_numeric(prompt="", completion=completion, reference=reference)
+def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
+    score = verify_numeric(prompt="", completion=completion, answer=answer)
     assert score.verdict == verdict
     assert score.reward == (1.0 if verdict == "right" else 0.0)
 
 
 @pytest.mark.parametrize(
-    ("completion", "reference", "verdict"),
+    ("completion", "answer", "verdict"),
     [
         ("thinking... #### Paris", "Paris", "right"),
         ("\\boxed{x + 1}", "#### x + 1", "right"),
@@ -53,39 +53,39 @@ def test_numeric_verdicts(completion: str, reference: str, verdict: str) -> None
         ("", "Paris", "wrong"),
     ],
 )
-def test_exact_verdicts(completion: str, reference: str, verdict: str) -> None:
-    assert verify_exact(prompt="", completion=completion, reference=reference).verdict == verdict
+def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
+    assert verify_exact(prompt="", completion=completion, answer=answer).verdict == verdict
 
 
 def test_verifier_that_raises_costs_only_its_own_completion() -> None:
-    def fragile(*, prompt: str, completion: str, reference: str) -> float:
+    def fragile(*, prompt: str, completion: str, answer: str) -> float:
         if completion == "bad":
             raise ZeroDivisionError("on purpose")
-        return float(completion == reference)
+        return float(completion == answer)
 
-    found = score_completions(fragile, prompt="", completions=["a", "bad", "b"], reference="a")
+    found = score_completions(fragile, prompt="", completions=["a", "bad", "b"], answer="a")
     assert [score.reward for score in found] == [1.0, None, 0.0]
     assert found[1].verdict == "error"
     assert "ZeroDivisionError: on purpose (at fragile, line" in found[1].error
 
 
 def test_reward_that_is_not_finite_is_an_error() -> None:
-    def strange(*, prompt: str, completion: str, reference: str) -> float:
+    def strange(*, prompt: str, completion: str, answer: str) -> float:
         return float("nan")
 
-    (score,) = score_completions(strange, prompt="", completions=["a"], reference="a")
+    (score,) = score_completions(strange, prompt="", completions=["a"], answer="a")
     assert score.reward is None
     assert "finite" in score.error
 
 
 def test_verifier_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_verifier.py").write_text(
-        "def starts(*, prompt, completion, reference):\n"
-        "    return float(completion.startswith(reference))\n"
+        "def starts(*, prompt, completion, answer):\n"
+        "    return float(completion.startswith(answer))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     loaded = load_verifier("my_verifier:starts")
-    assert loaded.verify(prompt="", completion="abc", reference="ab") == 1.0
+    assert loaded.verify(prompt="", completion="abc", answer="ab") == 1.0
     assert loaded.identity.startswith("my_verifier:starts@")
     del sys.modules["my_verifier"]
 
@@ -97,8 +97,8 @@ def test_unknown_verifier_is_refused_by_name(name: str) -> None:
 
 
 def test_score_may_be_returned_whole() -> None:
-    def detailed(*, prompt: str, completion: str, reference: str) -> Score:
+    def detailed(*, prompt: str, completion: str, answer: str) -> Score:
         return Score(0.5, "right", extracted=completion)
 
-    (score,) = score_completions(detailed, prompt="", completions=["x"], reference="")
+    (score,) = score_completions(detailed, prompt="", completions=["x"], answer="")
     assert score == Score(0.5, "right", extracted="x")

@@ -18,7 +18,7 @@ from lance.optimize import Compaction
 
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.accounting import Entries
+from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
@@ -54,8 +54,8 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         grad_norm=1.0,
         learning_rate=1e-4,
         clip_fraction=0.0,
-        behavior_weight_mean=1.0,
-        behavior_weight_max=1.5,
+        importance_weight_mean=1.0,
+        importance_weight_max=1.5,
         reward_mean=0.5,
         completion_tokens_mean=3.0,
         num_trained_tokens=3,
@@ -67,7 +67,7 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         seconds_train=0.1,
         seconds_stage=0.1,
     )
-    entries = Entries(6, [Discard("00000001-0000", 3, "stale")], [4], 0.2)
+    entries = StepEntries(6, [Discard("00000001-0000", 3, "stale")], [4], 0.2)
     return step_row(
         request,
         StepResult(step, PolicyHashes(f"w{step}", "o", "s"), metrics, "{}"),

@@ -96,7 +96,7 @@ def gradients_after(tokens_per_micro_batch: int, **algorithm: Any) -> list[torch
     return [parameter.grad for parameter in trained.policy.parameters()]
 
 
-@pytest.mark.parametrize("advantage", ["paper", "dr_grpo", "grpo", "rloo"])
+@pytest.mark.parametrize("advantage", ["batch_norm", "dr_grpo", "grpo", "rloo"])
 def test_packed_gradient_equals_one_sequence_at_a_time(advantage: str) -> None:
     longest = max(sequence.num_tokens for sequence in make_sequences())
     packed = gradients_after(1000, num_minibatches=1, advantage=advantage)

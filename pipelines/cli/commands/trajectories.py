@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
         help="list a run's trajectories, show one, or write them to a file",
         epilog="Columns for --where and --sort: those of schemas/trajectories.py, and prompt, "
-        "completion (text), fate, step, reason, policy_version, verdict, num_tokens, "
+        "completion (text), status, step, reason, policy_version, verdict, num_tokens, "
         "num_trained_tokens, num_masked_tokens, staleness, token_versions.",
     )
     command.add_argument("run_name", metavar="RUN", help="a run's name, or its directory")

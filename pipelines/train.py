@@ -81,8 +81,11 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     if recipe.model == TINY_MODEL:
         write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
+        from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
         source = resolve_model(recipe.model)
         check_model_directory(source)
+        probe_policy(source, max_model_len=recipe.generation.max_model_len)
         copy_model_description(source, layout.model)
     prepared = prepare_prompts(recipe, layout)
     create_trajectories(layout.trajectories)

@@ -22,8 +22,8 @@ from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import Interruption
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SlotScheduler
-from areal_flow.models.attention import DecodeLayout, PrefillLayout, Prefix, SlotCache
-from areal_flow.models.policy import assign_tensors
+from areal_flow.models.attention import Prefix, SlotCache
+from areal_flow.models.policy import assign_tensors, decode, prefill
 from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, version_spans_of
 
 PREFILL_ROWS = 16
@@ -84,7 +84,6 @@ class TorchEngine:
         max_model_len: int,
         interruption: Interruption = "interrupt",
     ) -> None:
-        config = policy.config
         self.policy = policy
         self.version = version
         self.max_num_seqs = max_num_seqs
@@ -95,16 +94,9 @@ class TorchEngine:
         self._groups: dict[str, _Group] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
-        self._cache = SlotCache(
-            num_layers=config.num_hidden_layers,
-            max_num_seqs=max_num_seqs,
-            num_kv_heads=config.num_key_value_heads,
-            max_length=max_model_len,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
-            dtype=policy.dtype,
-            device=policy.device,
-        )
+        with torch.inference_mode():
+            shapes, _ = prefill(policy, [[0]])
+            self._cache = SlotCache(shapes, max_num_seqs=max_num_seqs, max_length=max_model_len)
 
     def add(self, request: GroupRequest) -> None:
         num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
@@ -148,7 +140,9 @@ class TorchEngine:
     def _start(self, request_id: str, slots: list[int]) -> None:
         group = self._groups[request_id]
         if group.prompt_prefix is None:
-            group.prompt_prefix, group.prompt_logits_1V = self._prefill_prompt(group.request)
+            group.prompt_prefix, group.prompt_logits_1V = prefill(
+                self.policy, [list(group.request.prompt_tokens)]
+            )
         assert group.prompt_logits_1V is not None
         self._cache.copy_prefix(group.prompt_prefix, 0, slots)
         for slot in slots:
@@ -158,34 +152,13 @@ class TorchEngine:
         if not self._scheduler.still_waiting(request_id):
             group.prompt_prefix = group.prompt_logits_1V = None
 
-    def _prefill_prompt(self, request: GroupRequest) -> tuple[Prefix, Tensor]:
-        prefix, hidden = self._prefill([list(request.prompt_tokens)])
-        return prefix, self.policy.lm_head(hidden[:, -1])
-
-    def _prefill(self, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
-        width = max(map(len, prefixes))
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in prefixes]
-        input_ids_NP = torch.tensor(padded, device=self.policy.device)
-        positions_NP = torch.arange(width, device=self.policy.device).expand(len(prefixes), -1)
-        layout = PrefillLayout()
-        hidden = self.policy.model(
-            input_ids=input_ids_NP, position_ids=positions_NP, use_cache=False, layout=layout
-        ).last_hidden_state
-        return layout.prefix, hidden
-
     def _decode(self) -> None:
         tokens_S = [0] * self.max_num_seqs
         positions_S = [0] * self.max_num_seqs
         for slot, sequence in self._sequences.items():
             tokens_S[slot] = sequence.tokens[-1]
             positions_S[slot] = sequence.num_cached
-        positions = torch.tensor(positions_S, device=self.policy.device)
-        logits_SV = self.policy(
-            input_ids=torch.tensor(tokens_S, device=self.policy.device)[:, None],
-            position_ids=positions[:, None],
-            use_cache=False,
-            layout=DecodeLayout(self._cache, positions, max(positions_S)),
-        ).logits[:, 0]
+        logits_SV = decode(self.policy, self._cache, tokens_S, positions_S)
         slots = sorted(self._sequences)
         self._sample(logits_SV if len(slots) == self.max_num_seqs else logits_SV[slots], slots)
 
@@ -244,6 +217,6 @@ class TorchEngine:
         slots = sorted(self._sequences, key=lambda slot: self._sequences[slot].num_cached)
         for start in range(0, len(slots), PREFILL_ROWS):
             rows = slots[start : start + PREFILL_ROWS]
-            prefix, _ = self._prefill([self._sequences[slot].prefix for slot in rows])
+            prefix, _ = prefill(self.policy, [self._sequences[slot].prefix for slot in rows])
             for row, slot in enumerate(rows):
                 self._cache.copy_prefix(prefix, row, [slot])

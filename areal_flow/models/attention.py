@@ -1,10 +1,12 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
-In: the queries, keys and values of one layer. Out: the attended values. A layout decides what a
-token may see: `PackedLayout` (training: sequences side by side in one row), `PrefillLayout`
-(prompts, keys and values go to the cache) and `DecodeLayout` (one token a slot against the cache).
+A layout decides what a token may see: `PackedLayout` serves training (sequences side by side in one
+row), `PrefillLayout` serves prompts (their keys and values are kept), and `DecodeLayout` serves
+sampling (one token a slot against the cache). A model that asks for more than scaled, causal,
+windowed and soft-capped attention is refused, because to ignore what it asks for would change its
+numbers.
 
-It refuses to know what the tokens mean, which policy runs, or whether gradients flow.
+The module refuses to know what the tokens mean, which policy runs, or whether gradients flow.
 
 Letters: N rows or sequences, S slots, T packed tokens, L padded length, H heads, K key-value heads,
 D head dimension.
@@ -12,12 +14,15 @@ D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AttentionInterface
 
 ATTENTION_NAME = "areal_flow"
@@ -25,11 +30,36 @@ ATTENTION_NAME = "areal_flow"
 LENGTH_BUCKET = 16
 """Attention lengths are rounded up to this many tokens: other widths change CPU kernels' sums."""
 
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+"""Keyword arguments of models that say what a layout knows already."""
+
+_CALLED = {"s_aux": "sinks (s_aux)", "attention_mask": "a mask of the model's own"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What one layer's scores go through before the softmax."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`; None: they stay."""
+
+    def weights(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        """Return float32 attention weights of raw scores; `hidden` masks keys, and broadcasts."""
+        scores = scores.float() * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+
 
 class AttentionLayout(Protocol):
     """Decides which keys and values each query of a layer meets."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         """Return values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
         ...
 
@@ -46,15 +76,85 @@ def attend_by_layout(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    layout: AttentionLayout,
-    **_: Any,
+    layout: AttentionLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Hand one layer's attention to the layout that came with the forward call."""
-    return layout.attend(module.layer_idx, query, key, value, scaling), None
+    """Hand one layer's attention to the layout that came with the forward call.
+
+    Attention dropout is left out: a policy's numbers must not depend on anything but its tokens.
+
+    Raises:
+        ModelError: the model asks for something that no layout does.
+    """
+    if layout is None:
+        raise ModelError(
+            f"{type(module).__name__} is not told the arguments of its model's forward"
+        )
+    _refuse_what_no_layout_does(module, {"attention_mask": attention_mask, **others})
+    rule = AttentionRule(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return layout.attend(module.layer_idx, query, key, value, rule), None
+
+
+def _refuse_what_no_layout_does(module: Any, arguments: Mapping[str, Any]) -> None:
+    asked = [
+        _CALLED.get(name, name)
+        for name, value in arguments.items()
+        if name not in _HARMLESS and value is not None and value is not False
+    ]
+    if not getattr(module, "is_causal", True):
+        asked.append("attention to later tokens")
+    if getattr(module, "layer_idx", None) is None:
+        asked.append("layers without an index")
+    if asked:
+        raise ModelError(
+            f"{type(module).__name__} asks for attention with {', '.join(sorted(asked))}: choose a "
+            "model with plain, windowed or soft-capped causal attention"
+        )
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_by_layout)
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    """Return values `[N, H, L, D]` of rows that start at their first token.
+
+    Args:
+        query: `[N, H, L, D]`.
+        key: `[N, K, L, D]`.
+        value: `[N, K, L, D]`.
+        rule: the layer's scale, window and soft-cap.
+    """
+    length = query.shape[2]
+    windowed = rule.window is not None and rule.window < length
+    steps_L = torch.arange(length, device=query.device)
+    hidden_LL = _hidden(steps_L[None, :], steps_L[:, None], rule.window)
+    if rule.softcap is None:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=~hidden_LL if windowed else None,
+            is_causal=not windowed,
+            scale=rule.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    repeats = query.shape[1] // key.shape[1]
+    keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    return rule.weights(query @ keys.transpose(2, 3), hidden_LL).to(query.dtype) @ values
+
+
+def _hidden(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """Return which positions of keys are hidden from which positions of queries."""
+    later = keys > queries
+    return later if window is None else later | (keys <= queries - window)
 
 
 class PackedLayout:
@@ -79,52 +179,44 @@ class PackedLayout:
         rows = packed[0].transpose(0, 1).index_select(0, self.gather_NL.flatten())
         return rows.view(num_rows, self.max_length, *rows.shape[1:]).transpose(1, 2)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        attended = scaled_dot_product_attention(
-            self._unfold(query),
-            self._unfold(key),
-            self._unfold(value),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        attended = attend_causally(
+            self._unfold(query), self._unfold(key), self._unfold(value), rule
         )
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self.scatter_T)[None]
 
 
-class SlotCache:
-    """Keys and values of `S` slots, allocated once: `[S, K, L, D]` per layer."""
+class Prefix:
+    """Keys and values of prefilled rows, `[N, K, L, D]` by layer."""
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        max_num_seqs: int,
-        num_kv_heads: int,
-        max_length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+
+class SlotCache:
+    """Keys and values of `S` slots, allocated once: `[S, K, L, D]` by layer."""
+
+    def __init__(self, like: Prefix, *, max_num_seqs: int, max_length: int) -> None:
+        """Allocate for the layers, heads, types and device of any prefix of the same policy."""
         self.max_length = round_up_to_bucket(max_length)
-        shape = (max_num_seqs, num_kv_heads, self.max_length, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = {layer: self._allocate(max_num_seqs, k) for layer, k in like.keys.items()}
+        self.values = {layer: self._allocate(max_num_seqs, v) for layer, v in like.values.items()}
+        device = next(iter(self.keys.values())).device
         self.slots_S = torch.arange(max_num_seqs, device=device)
+
+    def _allocate(self, max_num_seqs: int, like: Tensor) -> Tensor:
+        _, num_heads, _, head_dim = like.shape
+        return like.new_zeros((max_num_seqs, num_heads, self.max_length, head_dim))
 
     def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
         """Give each of `slots` its own copy of one prefilled row."""
-        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+        for layer, keys in prefix.keys.items():
             length = keys.shape[2]
             self.keys[layer][slots, :, :length] = keys[row]
-            self.values[layer][slots, :, :length] = values[row]
-
-
-class Prefix:
-    """Keys and values of prefilled rows, `[N, K, L, D]` per layer."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+            self.values[layer][slots, :, :length] = prefix.values[layer][row]
 
 
 class PrefillLayout:
@@ -133,18 +225,12 @@ class PrefillLayout:
     def __init__(self) -> None:
         self.prefix = Prefix()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.prefix.keys.append(key)
-        self.prefix.values.append(value)
-        attended = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return attended.transpose(1, 2)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        self.prefix.keys[layer] = key
+        self.prefix.values[layer] = value
+        return attend_causally(query, key, value, rule).transpose(1, 2)
 
 
 class DecodeLayout:
@@ -158,19 +244,24 @@ class DecodeLayout:
         self.cache = cache
         self.positions_S = positions_S
         self.width = min(round_up_to_bucket(longest + 1), cache.max_length)
-        steps_L = torch.arange(self.width, device=positions_S.device)
-        hidden_SL = steps_L[None, :] > positions_S[:, None]
-        self.bias_S11L = torch.zeros(hidden_SL.shape, device=positions_S.device).masked_fill_(
-            hidden_SL, float("-inf")
-        )[:, None, None, :]
+        self._hidden_by_window: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.cache.slots_S, :, self.positions_S] = key[:, :, 0]
         values[self.cache.slots_S, :, self.positions_S] = value[:, :, 0]
         max_num_seqs, num_heads, _, head_dim = query.shape
         grouped = query.view(max_num_seqs, key.shape[1], -1, head_dim)
         scores = grouped @ keys[:, :, : self.width].transpose(2, 3)
-        weights = torch.softmax(scores.float() * scale + self.bias_S11L, dim=-1).to(query.dtype)
+        weights = rule.weights(scores, self._hidden(rule.window)).to(query.dtype)
         attended = weights @ values[:, :, : self.width]
-        return attended.reshape(max_num_seqs, 1, num_heads, head_dim)
+        return attended.reshape(max_num_seqs, 1, num_heads, -1)
+
+    def _hidden(self, window: int | None) -> Tensor:
+        if window not in self._hidden_by_window:
+            steps_L = torch.arange(self.width, device=self.positions_S.device)
+            hidden_SL = _hidden(steps_L[None, :], self.positions_S[:, None], window)
+            self._hidden_by_window[window] = hidden_SL[:, None, None, :]
+        return self._hidden_by_window[window]

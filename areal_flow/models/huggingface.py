@@ -14,8 +14,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def _hidden(*packages: str) -> Iterator[None]:
-    """Have packages look as if they were not installed, unless they are imported already."""
-    hidden = [package for package in packages if package not in sys.modules]
+    """Have packages look as if they were not installed, unless they are imported already.
+
+    Where `transformers` was imported before, it has looked for them already and must find them.
+    """
+    found_out = "transformers" in sys.modules
+    hidden = [package for package in packages if package not in sys.modules and not found_out]
     modules: dict[str, object] = sys.modules  # type: ignore[assignment]
     modules.update(dict.fromkeys(hidden))
     try:
@@ -27,5 +31,11 @@ def _hidden(*packages: str) -> Iterator[None]:
 
 with _hidden("sklearn", "scipy"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
-__all__ = ["AttentionInterface", "AutoConfig", "AutoModelForCausalLM"]
+__all__ = [
+    "AttentionInterface",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "revert_weight_conversion",
+]

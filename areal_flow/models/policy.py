@@ -1,7 +1,10 @@
-"""A model directory in, a policy out; and a policy's weights as named tensors, both ways.
+"""Loads policies, runs them over packed rows, prefixes and slots, and names their weights.
 
 Real checkpoints and the tiny ones made here take the same path: `AutoModelForCausalLM`, safetensors
-only, no remote code, our attention function.
+only, no remote code, our attention function. Logits come from a policy's own forward alone, so that
+logit scaling and final soft-caps stay in.
+
+Letters: N rows, S slots, T packed tokens, M chosen positions, P padded prefix length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,10 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from areal_flow.errors import ModelError, WeightsError
-from areal_flow.models.attention import ATTENTION_NAME, AttentionLayout
+from areal_flow.models.attention import (
+    ATTENTION_NAME,
+    AttentionLayout,
+    DecodeLayout,
+    PrefillLayout,
+    Prefix,
+    SlotCache,
+)
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,23 +39,29 @@ def load_policy(
     Any stored type becomes `dtype`: a trainer's master weights are float32.
 
     Raises:
-        ModelError: the directory has no usable configuration or weights.
+        ModelError: the directory has no usable configuration, or lacks weights.
     """
     try:
-        policy = AutoModelForCausalLM.from_pretrained(
+        policy, found = AutoModelForCausalLM.from_pretrained(
             str(directory),
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"expected a Hugging Face model directory with config.json and safetensors, "
             f"found {directory}: {error}"
         ) from error
-    return policy.to(device).eval()
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of the model's tensors, which would be drawn at "
+            f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"
+        )
+    return _ready(policy, device)
 
 
 def empty_policy(
@@ -52,9 +69,24 @@ def empty_policy(
 ) -> Any:
     """Build the architecture that a directory's config.json describes; weights come later."""
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    return policy_from_config(config, dtype=dtype, device=device)
+
+
+def policy_from_config(
+    config: Any, *, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> Any:
+    """Build a configuration's architecture with random weights, in evaluation mode."""
     policy = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
     )
+    return _ready(policy, device)
+
+
+def _ready(policy: Any, device: torch.device | str) -> Any:
+    """Switch dropout off for good: a step's numbers must be those of its tokens, when replayed."""
+    for module in policy.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     return policy.to(device).eval()
 
 
@@ -65,9 +97,7 @@ def logits_at(
     layout: AttentionLayout,
     positions_M: Tensor,
 ) -> Tensor:
-    """Return the logits of a packed row at some of its positions, through the policy's own head.
-
-    The head is called by the policy's forward alone: logit scaling and final soft-caps stay in.
+    """Return the logits of a packed row at some of its positions.
 
     Args:
         input_ids: packed tokens `[1, T]`.
@@ -78,15 +108,55 @@ def logits_at(
     Returns:
         Logits `[M, V]` in the order of `positions_M`.
     """
-    output = policy(
+    return _logits(policy, input_ids, position_ids, layout, positions_M)[0]
+
+
+def prefill(policy: Any, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
+    """Run prefixes from their first tokens on.
+
+    Returns:
+        Their keys and values, and the logits `[N, V]` of the last column: they follow a prefix
+        that is as long as the longest one, and mean nothing for shorter ones.
+    """
+    width = max(map(len, prefixes))
+    padded = [tokens + [0] * (width - len(tokens)) for tokens in prefixes]
+    input_ids_NP = torch.tensor(padded, device=policy.device)
+    positions_NP = torch.arange(width, device=policy.device).expand(len(prefixes), -1)
+    layout = PrefillLayout()
+    logits_N1V = _logits(policy, input_ids_NP, positions_NP, layout, 1)
+    return layout.prefix, logits_N1V[:, 0]
+
+
+def decode(policy: Any, cache: SlotCache, tokens_S: list[int], positions_S: list[int]) -> Tensor:
+    """Write one token to every slot of the cache and return the logits `[S, V]` after it.
+
+    Args:
+        policy: whose keys and values the cache holds.
+        cache: written at `positions_S`.
+        tokens_S: one token a slot; anything where a slot is idle.
+        positions_S: each token's position in its sequence; 0 where a slot is idle.
+    """
+    positions = torch.tensor(positions_S, device=policy.device)
+    input_ids_S1 = torch.tensor(tokens_S, device=policy.device)[:, None]
+    layout = DecodeLayout(cache, positions, max(positions_S))
+    return _logits(policy, input_ids_S1, positions[:, None], layout, 1)[:, 0]
+
+
+def _logits(
+    policy: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: AttentionLayout,
+    kept: Tensor | int,
+) -> Tensor:
+    logits: Tensor = policy(
         input_ids=input_ids,
         position_ids=position_ids,
         use_cache=False,
         layout=layout,
-        logits_to_keep=positions_M,
-    )
-    logits_MV: Tensor = output.logits[0]
-    return logits_MV
+        logits_to_keep=kept,
+    ).logits
+    return logits
 
 
 def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,227 @@
+"""Asks of a model, before a run starts, whether engine and trainer compute what the model computes.
+
+A small copy of the model runs a packed pass, as the trainer does, and a prefilled and decoded one,
+as the engine does; both are compared with the model's own plain Hugging Face forward. The copy has
+the configuration's own widths, heads, scales and rotary settings and random weights; cut are the
+number of layers (every kind of layer stays), the vocabulary, the width of the MLPs and the window,
+which must be shorter than the probe to matter. So a large model costs little, and no weights are
+read but the names and shapes in their files' headers.
+
+Letters: T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from areal_flow.errors import ModelError
+from areal_flow.models.attention import PackedLayout, SlotCache
+from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
+from areal_flow.models.policy import (
+    decode,
+    load_policy,
+    logits_at,
+    policy_from_config,
+    prefill,
+)
+
+SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Rotary settings whose frequencies change with the longest sequence of a batch."""
+
+TOLERANCE = 1e-3
+"""Largest difference of log-probabilities that float32 passes in another order may show."""
+
+_PREFIX_LENGTHS = (2, 9, 4)
+_NUM_DECODED = 12
+_WINDOW = 5
+_VOCABULARY = 64
+_MLP_WIDTH = 64
+_MIN_LAYERS = 4
+_WEIGHT_GAIN = 3.0
+"""Random weights are this much larger than usual, so that caps, scales and windows matter."""
+
+
+def probe_policy(directory: Path, *, max_model_len: int) -> None:
+    """Refuse a model that engine and trainer would not compute as its own forward does.
+
+    Args:
+        directory: a Hugging Face model directory.
+        max_model_len: tokens of the longest sequence that the run may make.
+
+    Raises:
+        ModelError: naming the architecture and what is not supported, what differs (which pass,
+            by how much), or which tensors the directory lacks.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory}/config.json describes no known model: {error}") from error
+    probe_config(config, max_model_len=max_model_len)
+    check_weights(directory, config)
+
+
+def probe_config(config: Any, *, max_model_len: int) -> None:
+    """Check a configuration, and compare the passes of its small copy; see the module.
+
+    Raises:
+        ModelError: naming the architecture, the pass, and what differs or is not supported.
+    """
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    try:
+        _check_config(config, max_model_len)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            _compare(small_copy(config))
+    except ModelError as error:
+        raise ModelError(f"{name} is not supported: {error}") from error
+    except Exception as error:
+        # A model's code may fail in any way when it is called with a layout. To the user each of
+        # them says the same.
+        raise ModelError(
+            f"{name} is not supported: its forward failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_config(config: Any, max_model_len: int) -> None:
+    if config.get_text_config() is not config:
+        raise ModelError("it is more than a language model; give its text model's directory")
+    if odd := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
+        raise ModelError(
+            f"it has layers of kind {', '.join(sorted(odd))}, expected only "
+            f"{' and '.join(sorted(SUPPORTED_LAYERS))}"
+        )
+    longest = getattr(config, "max_position_embeddings", None) or max_model_len
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for settings in (rotary, *(each for each in rotary.values() if isinstance(each, dict))):
+        if settings.get("rope_type") in ROTARY_BY_LENGTH:
+            longest = settings.get("original_max_position_embeddings") or longest
+    if max_model_len > longest:
+        raise ModelError(
+            f"it computes at most {longest} tokens alike in every batch, found "
+            f"generation.max_model_len = {max_model_len}: lower it"
+        )
+
+
+def _compare(config: Any) -> None:
+    policy = policy_from_config(config)
+    if "logits_to_keep" not in inspect.signature(policy.forward).parameters:
+        raise ModelError("its forward cannot be asked for the logits of some positions")
+    _sharpen(policy)
+    sequences = [
+        torch.randint(_VOCABULARY, (length + _NUM_DECODED,)).tolist() for length in _PREFIX_LENGTHS
+    ]
+    passes = {"packed": _packed(policy, sequences), "decoded": _decoded(policy, sequences)}
+    policy.set_attn_implementation("eager")
+    expected = [
+        policy(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+        for tokens in sequences
+    ]
+    for name, found in passes.items():
+        difference = max(
+            float((f_TV - e_TV[-len(f_TV) :]).abs().max())
+            for f_TV, e_TV in zip(found, expected, strict=True)
+        )
+        if not difference <= TOLERANCE:
+            raise ModelError(
+                f"in the {name} pass log-probabilities differ by {difference:.2g} from its own "
+                f"forward, expected at most {TOLERANCE:g}"
+            )
+
+
+def small_copy(config: Any) -> Any:
+    """Return a configuration with few layers, a short window and small vocabulary and MLPs."""
+    small = deepcopy(config)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    num_layers = max([_MIN_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    num_layers = min(num_layers, config.num_hidden_layers)
+    for key, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(small, key, value[:num_layers])
+        elif isinstance(value, int) and key.endswith(("intermediate_size", "ffn_dim")):
+            setattr(small, key, min(value, _MLP_WIDTH))
+        elif key.endswith("token_id"):
+            setattr(small, key, None)
+    small.num_hidden_layers = num_layers
+    small.vocab_size = _VOCABULARY
+    if getattr(config, "sliding_window", None):
+        small.sliding_window = min(config.sliding_window, _WINDOW)
+    return small
+
+
+def _sharpen(policy: Any) -> None:
+    """Draw weights that make every term of the forward show in the log-probabilities."""
+    for parameter in policy.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=_WEIGHT_GAIN * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
+    """Return log-probabilities `[T, V]` of each sequence, from one row with all of them."""
+    lengths = [len(tokens) for tokens in sequences]
+    layout = PackedLayout(lengths)
+    row_1T = torch.tensor([list(chain(*sequences))])
+    logits_TV = logits_at(
+        policy, row_1T, layout.position_ids, layout, torch.arange(row_1T.shape[1])
+    )
+    return list(logits_TV.log_softmax(-1).split(lengths))
+
+
+def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
+    """Return log-probabilities of each sequence's last tokens, decoded after a joint prefill."""
+    prefix, _ = prefill(policy, [tokens[:-_NUM_DECODED] for tokens in sequences])
+    num_layers = policy.config.num_hidden_layers
+    if len(prefix.keys) != num_layers:
+        raise ModelError(
+            f"{num_layers - len(prefix.keys)} of {num_layers} layers mix tokens by something else "
+            "than the attention that transformers lets us choose"
+        )
+    longest = max(map(len, sequences))
+    cache = SlotCache(prefix, max_num_seqs=len(sequences), max_length=longest)
+    for slot in range(len(sequences)):
+        cache.copy_prefix(prefix, slot, [slot])
+    found = []
+    for left in range(_NUM_DECODED, 0, -1):
+        positions = [len(tokens) - left for tokens in sequences]
+        logits_SV = decode(policy, cache, [tokens[-left] for tokens in sequences], positions)
+        found.append(logits_SV.log_softmax(-1))
+    return list(torch.stack(found, dim=1))
+
+
+def check_weights(directory: Path, config: Any) -> None:
+    """Refuse a directory whose files lack tensors of the model: they would be drawn at random.
+
+    Names and shapes in the files' headers answer for a model that is stored as the installed
+    transformers would store it. Any other (an old one, or a base model's) is loaded to know.
+
+    Raises:
+        ModelError: naming the tensors that are missing.
+    """
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config)
+    needed = {
+        name: tuple(tensor.shape)
+        for name, tensor in revert_weight_conversion(policy, policy.state_dict()).items()
+        if name not in policy.all_tied_weights_keys
+    }
+    stored = {}
+    try:
+        for file in directory.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                names = set(tensors.keys())
+                stored |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read: {error}. Copy it again") from error
+    if not needed.items() <= stored.items():
+        load_policy(directory, dtype="bfloat16")

@@ -1,0 +1,200 @@
+"""Architectures: engine and trainer compute what the model computes, or the model is refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from areal_flow.errors import ModelError
+from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.models import attention
+from areal_flow.models.attention import AttentionRule, PackedLayout
+from areal_flow.models.policy import logits_at, policy_from_config
+from areal_flow.models.probe import probe_config, small_copy
+from areal_flow.types import Completion, GroupRequest, Sampling
+
+SMALL = {
+    "vocab_size": 41,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
+GRANITE = {"logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}
+WINDOW = {"sliding_window": 8}
+
+SUPPORTED = {
+    "Qwen2": {},
+    "Qwen2 with a window": {**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": EXPERTS,
+    "Llama": {},
+    "Mistral": WINDOW,
+    "Mixtral": {"num_local_experts": 4},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {**WINDOW, "head_dim": 16},
+    "Gemma3Text": {**WINDOW, "head_dim": 16, "num_hidden_layers": 7},
+    "Phi3": {},
+    "Olmo2": {},
+    "Olmo3": WINDOW,
+    "Granite": GRANITE,
+    "Cohere": {"logit_scale": 0.25},
+    "Cohere2": WINDOW,
+    "DeepseekV3": LATENT,
+    "GPT2": {},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+}
+
+REFUSED = {
+    "GptOss": ({"head_dim": 16, "num_local_experts": 4}, r"sinks \(s_aux\)"),
+    "Lfm2": (
+        {"layer_types": ["conv", "full_attention"] * 2},
+        "layers of kind conv",
+    ),
+    "Qwen3Next": (
+        {**EXPERTS, "shared_expert_intermediate_size": 32},
+        "layers of kind linear_attention",
+    ),
+    "Mamba": ({}, "layers of kind linear_attention"),
+    "RecurrentGemma": ({}, "3 of 4 layers mix tokens by something else"),
+    "Bloom": ({}, "4 of 4 layers mix tokens by something else"),
+    "Falcon": ({}, "its forward failed with KeyError"),
+    "StableLm": ({}, "not told the arguments"),
+    "DiffLlama": ({}, "in the decoded pass log-probabilities differ by"),
+    "Llama4Text": ({}, "layers of kind chunked_attention"),
+}
+
+
+def config_of(name: str, settings: dict[str, Any]) -> Any:
+    kind = getattr(transformers, f"{name.split()[0]}Config")
+    config = kind(**{**SMALL, **settings})
+    config.architectures = [name]
+    return config
+
+
+def sharp_policy(config: Any) -> Any:
+    torch.manual_seed(1)
+    policy = policy_from_config(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    return policy
+
+
+def plain_logprobs(policy: Any, tokens: list[int]) -> torch.Tensor:
+    """Return log-probabilities `[T, V]` by the model's own eager forward."""
+    own = deepcopy(policy)
+    own.set_attn_implementation("eager")
+    logits = own(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.log_softmax(-1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
+    config = config_of(name, SUPPORTED[name])
+    probe_config(config, max_model_len=64)
+    policy = sharp_policy(config)
+    engine = TorchEngine(policy, version=0, max_num_seqs=3, max_model_len=64)
+    prompts = {"a": (1, 2, 3, 4, 5), "b": tuple(range(6, 18))}
+    for request_id, prompt in prompts.items():
+        engine.add(GroupRequest(request_id, prompt, (1, 2), Sampling(max_new_tokens=16)))
+    found: dict[str, list[Completion]] = {}
+    while engine.has_work():
+        found.update(engine.step())
+    with torch.no_grad():
+        sequences = [[*prompts[r], *c.tokens] for r, group in found.items() for c in group]
+        expected = [plain_logprobs(policy, tokens) for tokens in sequences]
+        layout = PackedLayout([len(tokens) for tokens in sequences])
+        row_1T = torch.tensor([list(chain(*sequences))])
+        everywhere = torch.arange(row_1T.shape[1])
+        packed_TV = logits_at(policy, row_1T, layout.position_ids, layout, everywhere)
+    assert float((packed_TV.log_softmax(-1) - torch.cat(expected)).abs().max()) < 1e-4
+    completions = [completion for group in found.values() for completion in group]
+    for logprobs_TV, tokens, completion in zip(expected, sequences, completions, strict=True):
+        start = len(tokens) - len(completion.tokens)
+        exact = [float(logprobs_TV[at - 1, tokens[at]]) for at in range(start, len(tokens))]
+        assert completion.logprobs == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_architectures_are_refused_by_name(name: str) -> None:
+    settings, reason = REFUSED[name]
+    config = config_of(name, settings)
+    with pytest.raises(ModelError, match=f"(?s)^{name} .*{reason}"):
+        probe_config(config, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("Mistral", "window"),
+        ("Qwen2 with a window", "window"),
+        ("Gemma3Text", "window"),
+        ("Gemma2", "softcap"),
+    ],
+)
+def test_probe_notices_what_attention_would_drop(
+    name: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rule(**settings: Any) -> AttentionRule:
+        return AttentionRule(**{**settings, lost: None})
+
+    monkeypatch.setattr(attention, "AttentionRule", rule)
+    with pytest.raises(ModelError, match="log-probabilities differ"):
+        probe_config(config_of(name, SUPPORTED[name]), max_model_len=64)
+
+
+def test_small_copy_keeps_every_kind_of_layer_and_the_model_s_own_widths() -> None:
+    config = config_of(
+        "Gemma3Text", {"num_hidden_layers": 26, "hidden_size": 1152, "sliding_window": 512}
+    )
+    small = small_copy(config)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers == 6
+    assert (small.hidden_size, small.num_attention_heads) == (1152, 4)
+    assert small.sliding_window < 10
+    assert config.num_hidden_layers == 26
+
+
+def test_longer_contexts_than_a_model_was_made_for_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"at most 256 tokens .* generation.max_model_len = 257"):
+        probe_config(config_of("GPT2", {}), max_model_len=257)
+    stretched = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    config = config_of(
+        "Phi3", {"rope_parameters": stretched, "original_max_position_embeddings": 64}
+    )
+    probe_config(config, max_model_len=64)
+    with pytest.raises(ModelError, match="at most 64 tokens"):
+        probe_config(config, max_model_len=65)

@@ -36,25 +36,25 @@ from areal_flow.models.directory import (
 from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.bootstrap import begin_policy, commit_genesis, restore_policy
+from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
+from areal_flow.recovery.run_directory import read_state
+from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.store.unconsumed import read_unconsumed
-from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
-from pipelines.beginning import begin_policy, commit_genesis, restore_policy
-from pipelines.checkpointing import Checkpoints
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
-from pipelines.succession import succeed
 from pipelines.summary import Findings, print_summary, summarise, write_summary
 from pipelines.workers import reachable
 
@@ -104,7 +104,7 @@ async def run_training(
         num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
     )
     if resume:
-        succeed(layout, writer)
+        take_over(layout, writer)
     tracker = make_tracker(recipe, layout)
     status = "FAILED"
     signals = StopSignals()

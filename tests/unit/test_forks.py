@@ -10,8 +10,8 @@ import pytest
 
 from areal_flow.errors import TrainingError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.bootstrap import note_fork
 from areal_flow.types import PolicyHashes, StepResult
-from pipelines.beginning import note_fork
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 ROW = {"step": 7, "weights_hash": "w", "optimizer_hash": "o", "served_hash": "s"}

@@ -18,10 +18,10 @@ from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
 from areal_flow.config import load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep
+from areal_flow.recovery.replay_settings import changed_recipe, describe_changes
+from areal_flow.recovery.restore import ReplayWalk, WatchedStep, on_this_machine
 from areal_flow.trainer.inspection import InspectedTrajectory, inspect_trajectory
 from areal_flow.types import PolicyHashes, StepResult
-from pipelines.replay_settings import changed_recipe, describe_changes
-from pipelines.replay_walk import ReplayWalk, WatchedStep, on_this_machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
+from areal_flow.recovery.replay_settings import device_is_here
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.training_rows import TrainingRows
 from areal_flow.trainer.inspection import (
@@ -32,7 +33,6 @@ from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.hashing import HashingStage
-from pipelines.replay_settings import device_is_here
 
 logger = logging.getLogger(__name__)
 

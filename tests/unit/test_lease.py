@@ -24,6 +24,7 @@ from areal_flow.recovery.lease import (
     newest_lease,
     read_fences,
 )
+from areal_flow.recovery.run_directory import write_identity
 from areal_flow.recovery.takeover import take_over
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
@@ -42,6 +43,7 @@ from tests.rows import written_group
 def layout(tmp_path: Path) -> RunLayout:
     made = RunLayout(tmp_path)
     made.config.write_text(dump_recipe(Recipe()))
+    write_identity(made)
     create_trajectories(made.trajectories)
     create_ledger(made.steps)
     return made

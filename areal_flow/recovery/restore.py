@@ -1,199 +1,148 @@
-"""The ledger's rows in, a trainer that goes through them again out; nothing is written.
+"""The one way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
 
-The trainer is the run's own, but for its channel, which only hashes what would be served.
+A resumed run restores its trainer ranks like this, and a replay its rank in this process. What to
+do about a step that comes out different is left to the caller, and so is where the trainer runs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
-import torch
-
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
-from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import RunError, TrainingError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.checkpoints import checkpoint_hashes
+from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
-from areal_flow.recovery.replay_settings import device_is_here
-from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.training_rows import TrainingRows
-from areal_flow.trainer.inspection import (
-    ClipWatch,
-    TrajectoryOutcome,
-    completion_logprobs,
-    trajectory_outcomes,
-)
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
-from areal_flow.weights.hashing import HashingStage
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedStep:
-    """A computed step, and what it did to each of its trajectories."""
+class RestorableTrainer(Protocol):
+    """The trainer ranks as one, in other processes or in this one."""
 
-    result: StepResult
-    outcomes: Sequence[TrajectoryOutcome]
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        """Load the checkpoint of a step.
+
+        Raises:
+            TrainerLost: a rank died meanwhile.
+            TrainingError: the checkpoint cannot be read.
+        """
+        ...
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """Compute one step."""
+        ...
 
 
-class ReplayWalk:
-    """A trainer that goes through the ledger, row by row, from a checkpoint on."""
+class RecordedSteps(Protocol):
+    """The ledger's rows; `LedgerReader` has them."""
+
+    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return rows from step `since` on, by step."""
+        ...
+
+
+class LedgerReplay:
+    """A restored trainer on its way through the ledger, row by row."""
 
     def __init__(
-        self, layout: RunLayout, *, step: int | None = None, from_checkpoint: int | None = None
+        self,
+        trainer: RestorableTrainer,
+        rows: Sequence[Mapping[str, Any]],
+        restored: PolicyHashes,
+        *,
+        max_staleness: int,
     ) -> None:
-        self._rows = LedgerReader(layout.steps, layout.writers).rows()
-        self.last_step = _checked_step(layout, step, head=len(self._rows) - 1)
-        self._recipe = on_this_machine(load_recipe(layout.config))
-        self._read_rows = TrainingRows(layout.trajectories, layout.writers)
-        self._rank = TrainerRank(
-            layout, self._recipe, channel=HashingStage(), read_rows=self._read_rows
-        )
-        self.checkpoint, self._hashes = self._restore(layout, from_checkpoint)
-        self._step = self.checkpoint
+        """Begin at a checkpoint.
+
+        Args:
+            rows: the ledger from the checkpoint's own row on.
+            restored: what the trainer holds now.
+            max_staleness: of the run, in versions.
+        """
+        self.checkpoint: int = rows[0]["step"]
+        self.step = self.checkpoint
+        self.hashes = restored
+        self._trainer = trainer
+        self._rows = rows
+        self._max_staleness = max_staleness
         self._forked = False
 
-    def advance_to(self, step: int) -> Iterator[ComparedStep]:
-        """Train the rows up to and with `step`; yield each beside what is recorded."""
-        while self._step < step:
-            _take_recorded_threads(self._next_row)
-            yield self._compare(self._rank.step(self._next_request(self._recipe)))
-
-    def advance_watching(self) -> tuple[ComparedStep, Sequence[TrajectoryOutcome]]:
-        """Train the next row; return what it did to its trajectories, too."""
-        watched = self._watch(self._rank, self._recipe, decoupled_ppo_loss)
-        return self._compare(watched.result), watched.outcomes
-
-    def try_next(self, recipe: Recipe, *, loss: TokenLoss) -> WatchedStep:
-        """Return what the next row makes under other settings; the walk stays where it is."""
-        random_state = torch.get_rng_state()
-        watched = self._watch(self._rank.branch(recipe), recipe, loss)
-        torch.set_rng_state(random_state)
-        return watched
-
-    def next_trajectories(self) -> tuple[Sequence[Mapping[str, Any]], list[tuple[float, ...]]]:
-        """Return the rows that the next step trains, and their log-probabilities before it."""
-        _take_recorded_threads(self._next_row)
-        request = self._next_request(self._recipe)
-        rows = self._read_rows(request.trajectory_ids)
-        assert self._rank.state is not None
-        return rows, completion_logprobs(
-            self._rank.state, _sequences(rows, request), temperature=self._temperature
-        )
+    @property
+    def next_row(self) -> Mapping[str, Any]:
+        return self._rows[self.step + 1 - self.checkpoint]
 
     @property
-    def _next_row(self) -> Mapping[str, Any]:
-        return self._rows[self._step + 1]
-
-    @property
-    def _temperature(self) -> float:
-        return self._recipe.generation.temperature
-
-    def _next_request(self, recipe: Recipe) -> StepRequest:
+    def next_request(self) -> StepRequest:
         return request_from_row(
-            self._next_row,
-            parent_hash=self._hashes.weights_hash,
-            max_staleness=recipe.controller.max_staleness,
+            self.next_row,
+            parent_hash=self.hashes.weights_hash,
+            max_staleness=self._max_staleness,
         )
 
-    def _compare(self, replayed: StepResult) -> ComparedStep:
-        compared = ComparedStep(result_from_row(self._next_row), replayed, after_fork=self._forked)
-        self._step, self._hashes = replayed.step, replayed.hashes
-        self._forked = self._forked or not compared.equal
+    async def advance(self) -> ComparedStep:
+        """Train the next row again; return the step beside its record.
+
+        Raises:
+            TrainerLost: a rank died.
+            TrainingError: the step cannot be computed.
+        """
+        row = self.next_row
+        after_fork = self._forked or self.hashes.weights_hash != row["parent_hash"]
+        replayed = await self._trainer.step(self.next_request)
+        compared = ComparedStep(result_from_row(row), replayed, after_fork=after_fork)
+        self.step, self.hashes = replayed.step, replayed.hashes
+        self._forked = self._forked or compared.forked
         return compared
 
-    def _watch(self, rank: TrainerRank, recipe: Recipe, loss: TokenLoss) -> WatchedStep:
-        _take_recorded_threads(self._next_row)
-        request = self._next_request(recipe)
-        rank.loss = watch = ClipWatch(loss)
-        result = rank.step(request)
-        rank.loss = loss
-        assert rank.state is not None
-        outcomes = trajectory_outcomes(
-            rank.state,
-            _sequences(self._read_rows(request.trajectory_ids), request),
-            watch,
-            step=request.step,
-            settings=rank.settings,
-            temperature=self._temperature,
+
+async def restore_newest(
+    trainer: RestorableTrainer,
+    ledger: RecordedSteps,
+    checkpoints: Mapping[int, str],
+    *,
+    at_most: int,
+    max_staleness: int,
+    on_damaged: Callable[[int, TrainingError], None],
+) -> LedgerReplay | None:
+    """Restore the newest checkpoint that can be read and is what the ledger recorded.
+
+    Args:
+        checkpoints: weights hash by step, of those that may be used.
+        at_most: the last step whose checkpoint may be used.
+        max_staleness: of the run, in versions.
+        on_damaged: called with each checkpoint that cannot be read; an older one is tried then.
+
+    Returns:
+        The trainer at that checkpoint, or None where no checkpoint is usable.
+
+    Raises:
+        TrainerLost: a rank died meanwhile.
+    """
+    recorded = ledger.rows(["weights_hash"])[: at_most + 1]
+    usable = dict(checkpoints)
+    while (checkpoint := choose_checkpoint(usable, recorded)) is not None:
+        del usable[checkpoint]
+        try:
+            restored = await trainer.restore(checkpoint)
+        except TrainerLost:
+            raise
+        except TrainingError as error:
+            on_damaged(checkpoint, error)
+            continue
+        rows = ledger.rows(since=checkpoint)
+        expected = result_from_row(rows[0]).hashes
+        if _agree(restored, expected):
+            return LedgerReplay(trainer, rows, restored, max_staleness=max_staleness)
+        logger.warning(
+            "checkpoint %d was restored to %s, the ledger has %s", checkpoint, restored, expected
         )
-        return WatchedStep(result, outcomes)
-
-    def _restore(self, layout: RunLayout, wanted: int | None) -> tuple[int, PolicyHashes]:
-        found = checkpoint_hashes(layout.checkpoints)
-        usable = {step: text for step, text in found.items() if wanted in (None, step)}
-        earlier = self._rows[: self.last_step]
-        while (checkpoint := choose_checkpoint(usable, earlier)) is not None:
-            try:
-                return checkpoint, self._restore_as_recorded(checkpoint)
-            except TrainingError as error:
-                logger.warning("%s", error)
-                del usable[checkpoint]
-        raise RunError(_no_checkpoint(layout, wanted, list(found), step=self.last_step))
-
-    def _restore_as_recorded(self, checkpoint: int) -> PolicyHashes:
-        hashes = self._rank.restore(checkpoint)
-        recorded = result_from_row(self._rows[checkpoint]).hashes
-        if hashes != recorded:
-            raise TrainingError(
-                f"checkpoint {checkpoint} was restored to {hashes}, the ledger has {recorded}"
-            )
-        return hashes
+    return None
 
 
-def _sequences(rows: Sequence[Mapping[str, Any]], request: StepRequest) -> list[TrainingSequence]:
-    return sequences_from_rows(
-        rows, policy_version=request.policy_version, max_staleness=request.max_staleness
-    )
-
-
-def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
-    if head < 1:
-        raise RunError(f"run {layout.name} has trained no step yet: there is nothing to replay")
-    if step == 0:
-        raise RunError(
-            f"step 0 of run {layout.name} is the policy before training, made by the warm start or "
-            f"taken from a model: it cannot be replayed; expected a step from 1 to {head}"
-        )
-    if step is not None and not 1 <= step <= head:
-        raise RunError(f"run {layout.name} has no step {step}: expected a step from 1 to {head}")
-    return head if step is None else step
-
-
-def _no_checkpoint(
-    layout: RunLayout, wanted: int | None, found: Sequence[int], *, step: int
-) -> str:
-    known = ", ".join(map(str, found)) or "none"
-    if wanted is not None and (wanted not in found or wanted >= step):
-        return (
-            f"--from {wanted}: expected a checkpoint of run {layout.name} below step {step}, found "
-            f"checkpoints of steps {known}"
-        )
-    which = "a checkpoint" if wanted is None else f"checkpoint {wanted}"
-    return (
-        f"run {layout.name} has no usable {which} below step {step}: expected one that can be read "
-        f"and holds the weights of its ledger row, found checkpoints of steps {known}; try --from "
-        "with an earlier one, or a later step"
-    )
-
-
-def on_this_machine(recipe: Recipe) -> Recipe:
-    """Return the recipe with a device that is here; the numeric environment will tell."""
-    if not device_is_here(recipe.trainer.device):
-        trainer = recipe.trainer.model_copy(update={"device": "cpu"})
-        return recipe.model_copy(update={"trainer": trainer})
-    return recipe
-
-
-def _take_recorded_threads(row: Mapping[str, Any]) -> None:
-    """Sums depend on how many threads share them."""
-    torch.set_num_threads(json.loads(row["numeric_environment"])["threads"])
+def _agree(restored: PolicyHashes, recorded: PolicyHashes) -> bool:
+    """Return whether all hashes that a row recorded were found again; it may lack some."""
+    found = asdict(restored)
+    return all(found[name] == text for name, text in asdict(recorded).items() if text)

@@ -1,6 +1,7 @@
 """Where things lie in a run directory. Paths only: reading and writing is others' work.
 
 runs/NAME/
+    run.json               schema version, and the run's identity
     config.toml            the whole recipe, defaults written out
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
@@ -9,11 +10,11 @@ runs/NAME/
     evaluations.lance      held-out answers
     checkpoints/           snapshots
     weights/00000002/      what the generators of one driver's life load
-    rendezvous/00000002/        where the trainer ranks of one driver's life meet
+    rendezvous/00000002/   where the trainer ranks of one driver's life find each other
     forks.jsonl            replayed steps that differed, in another numeric environment
-    mlflow-spool.jsonl     metrics on their way to MLflow
+    tracking.json          which checkpoints a registry wants kept, as last heard
     summary.json           written at the end
-    writers/               who may write: one claim a driver's life
+    writers/               who may write: one lease a driver's life
     state.json             how it last ended
     cluster.json           where its scheduler is, while it runs
 """
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from areal_flow.errors import RunError
 
+SCHEMA_VERSION = 2
+"""Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
@@ -38,6 +41,10 @@ class RunLayout:
     @property
     def name(self) -> str:
         return self.root.name
+
+    @property
+    def identity(self) -> Path:
+        return self.root / "run.json"
 
     @property
     def config(self) -> Path:
@@ -88,12 +95,12 @@ class RunLayout:
         return self.root / "rendezvous"
 
     def rendezvous_file(self, writer_epoch: int, name: str) -> Path:
-        """Return the file at which the ranks of one replica group meet."""
+        """Return the file by which the ranks of one replica group find each other."""
         return self.rendezvous / f"{writer_epoch:08d}" / name
 
     @property
-    def spool(self) -> Path:
-        return self.root / "mlflow-spool.jsonl"
+    def tracking(self) -> Path:
+        return self.root / "tracking.json"
 
     @property
     def forks(self) -> Path:

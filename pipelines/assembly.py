@@ -11,12 +11,12 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import StorageError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 from areal_flow.types import GroupReceipt, LogHead
-from pipelines.checkpointing import Checkpoints
 from pipelines.cli.progress import Progress
 
 logger = logging.getLogger(__name__)

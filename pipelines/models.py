@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.tracking import model_source
+from areal_flow.tracking.mlflow import model_source
 from pipelines.assembly import default_tracking_uri
 
 

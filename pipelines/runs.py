@@ -10,8 +10,8 @@ from rich.table import Table
 
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import newest_lease
+from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.queries import open_run
-from pipelines.run_directory import list_runs, observed_state
 
 
 def print_runs(runs: Path) -> None:

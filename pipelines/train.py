@@ -21,6 +21,7 @@ from areal_flow.cluster.adapters import (
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import TINY_MODEL, Recipe
 from areal_flow.controller.flow import Flow
@@ -36,30 +37,31 @@ from areal_flow.models.directory import (
 from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.bootstrap import commit_genesis, restore_policy
+from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
+from areal_flow.recovery.run_directory import read_state
+from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.store.unconsumed import read_unconsumed
-from areal_flow.tracking import MlflowTracker, NullTracker
-from areal_flow.types import EngineStats, EvaluationTable
+from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
+from areal_flow.types import EngineStats, EvaluationTable, PolicyHashes
 from areal_flow.weights.directory import DirectoryChannel
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
-from pipelines.beginning import begin_policy, commit_genesis, restore_policy
-from pipelines.checkpointing import Checkpoints
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
-from pipelines.succession import succeed
 from pipelines.summary import Findings, print_summary, summarise, write_summary
 from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
 
+WARM_START_CHUNK_STEPS = 50
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
@@ -107,7 +109,7 @@ async def run_training(
         num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
     )
     if resume:
-        succeed(layout, writer)
+        take_over(layout, writer)
     tracker = make_tracker(recipe, layout)
     status = "FAILED"
     signals = StopSignals()
@@ -130,6 +132,19 @@ async def run_training(
         session.findings.model_version = tracker.model_version
         session.summarise(began)
     return outcome
+
+
+async def begin_policy(
+    replicas: TrainerReplicas, recipe: Recipe, progress: Callable[[str], None]
+) -> tuple[PolicyHashes, str]:
+    """Make version 0 on the leader: a pretrained directory, or a warm-started tiny policy."""
+    if recipe.model != TINY_MODEL:
+        return await replicas.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
+    num_steps, taken = recipe.warm_start.num_steps, 0
+    while taken < num_steps:
+        taken, loss = await replicas.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
+        progress(f"warm start {taken}/{num_steps}, loss {loss:.3f}")
+    return await replicas.lead(begin_from_warm_start)  # type: ignore[no-any-return]
 
 
 class Session:
@@ -213,9 +228,9 @@ class Session:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.replicas, self.recipe, self.progress)
+        begun = await begin_policy(self.replicas, self.recipe, self.progress.update)
         seconds = monotonic() - began
-        await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
+        commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()
         if self.recipe.cluster.num_trainers > 1:
             await self.trainer.restore()  # only the leader has version 0 so far

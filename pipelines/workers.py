@@ -21,7 +21,7 @@ from areal_flow.config import load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from pipelines.run_directory import existing_run, observed_state
+from areal_flow.recovery.run_directory import existing_run, observed_state
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launchers import RunningCluster

@@ -1,4 +1,4 @@
-"""A step as the ledger has it and as it was computed again in: what differs, and may it. Pure."""
+"""Compares a step as the ledger has it with the same step computed again. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ COMPARED_METRICS = (
     "num_trained_tokens",
     "num_masked_tokens",
 )
+
+HASHES = frozenset(field.name for field in fields(PolicyHashes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class ComparedStep:
     @property
     def equal(self) -> bool:
         return not self.differences
+
+    @property
+    def forked(self) -> bool:
+        """Return whether the replay made another policy than the one that is recorded."""
+        return not self.differences.keys().isdisjoint(HASHES)
 
     @property
     def refused(self) -> bool:

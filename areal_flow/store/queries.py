@@ -12,6 +12,7 @@ import pyarrow as pa
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
 from areal_flow.store.lineage import Lineage
@@ -28,6 +29,7 @@ class Run:
         self.layout = RunLayout(Path(path).resolve())
         if not self.layout.config.is_file():
             raise RunError(f"expected a run directory at {path}, found no config.toml there")
+        check_schema_version(self.layout)
         self._tokenizer: Any = None
 
     def __repr__(self) -> str:

@@ -13,8 +13,8 @@ from rich.table import Table
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep, compared_values
+from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory
-from pipelines.replay import Replayed
 
 WIDTH = 180
 """Room for the widest table: a narrow terminal wraps its lines, rather than lose columns."""

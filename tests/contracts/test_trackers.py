@@ -12,7 +12,7 @@ import pytest
 
 from areal_flow.spool import Spool
 from areal_flow.testing import MemoryTracker
-from areal_flow.tracking import MlflowTracker, Tracker, model_source
+from areal_flow.tracking.mlflow import MlflowTracker, Tracker, model_source
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ import areal_flow
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import create_run, hold_run
 from pipelines.check import check_run
-from pipelines.run_directory import create_run, hold_run
 from pipelines.train import Outcome, prepare_run, run_training
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

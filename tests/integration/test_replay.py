@@ -12,8 +12,8 @@ import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.replay import replay_from_genesis, replay_step, replay_to
 from pipelines.cli.main import main
-from pipelines.replay import replay_from_genesis, replay_step, replay_to
 from tests.integration.runs import cli, run_small, small_recipe
 
 NUM_STEPS = 4

@@ -11,8 +11,8 @@ import pytest
 from areal_flow.config import AlgorithmSettings, TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
+from areal_flow.recovery.replay_settings import settings_of_a_step
 from areal_flow.types import PolicyHashes, StepResult
-from pipelines.replay_settings import settings_of_a_step
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 PROVENANCE = Provenance(1, "", "")

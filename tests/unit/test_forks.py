@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +11,34 @@ import pytest
 
 from areal_flow.errors import TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.types import PolicyHashes, StepResult
-from pipelines.beginning import note_fork
+from areal_flow.recovery.bootstrap import note_fork
+from areal_flow.recovery.comparison import ComparedStep
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
-ROW = {"step": 7, "weights_hash": "w", "optimizer_hash": "o", "served_hash": "s"}
 
 
-def replayed(environment: dict[str, Any], **hashes: str) -> StepResult:
+def step(environment: dict[str, Any], **hashes: str) -> StepResult:
     made = {"weights_hash": "w", "optimizer_hash": "o", "served_hash": "s", **hashes}
-    return StepResult(7, PolicyHashes(**made), None, json.dumps(environment))  # type: ignore[arg-type]
-
-
-def row(environment: dict[str, Any]) -> dict[str, Any]:
-    return {**ROW, "numeric_environment": json.dumps(environment)}
+    return StepResult(7, PolicyHashes(**made), NOTHING_TRAINED, json.dumps(environment))
 
 
 def test_equal_hashes_are_no_fork(tmp_path: Path) -> None:
-    note_fork(RunLayout(tmp_path), row(CPU), replayed({**CPU, "threads": 2}))
+    note_fork(RunLayout(tmp_path), ComparedStep(step(CPU), step({**CPU, "threads": 2})))
+    other_loss = replace(step(CPU), metrics=replace(NOTHING_TRAINED, loss=1.0))
+    note_fork(RunLayout(tmp_path), ComparedStep(step(CPU), other_loss))
     assert not RunLayout(tmp_path).forks.exists()
 
 
 @pytest.mark.parametrize("name", ["weights_hash", "optimizer_hash", "served_hash"])
 def test_any_difference_in_the_same_environment_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TrainingError, match="same numeric environment"):
-        note_fork(RunLayout(tmp_path), row(CPU), replayed(CPU, **{name: "other"}))
+        note_fork(RunLayout(tmp_path), ComparedStep(step(CPU), step(CPU, **{name: "other"})))
 
 
 def test_step_that_follows_a_fork_differs_in_the_same_environment(tmp_path: Path) -> None:
-    note_fork(RunLayout(tmp_path), row(CPU), replayed(CPU, weights_hash="other"), after_fork=True)
+    replayed = step(CPU, weights_hash="other")
+    note_fork(RunLayout(tmp_path), ComparedStep(step(CPU), replayed, after_fork=True))
     assert json.loads(RunLayout(tmp_path).forks.read_text())["step"] == 7
 
 
@@ -54,7 +54,7 @@ def test_elsewhere_a_difference_is_recorded_and_said(
     here: dict[str, Any],
 ) -> None:
     layout = RunLayout(tmp_path)
-    note_fork(layout, row(there), replayed(here, weights_hash="other"))
+    note_fork(layout, ComparedStep(step(there), step(here, weights_hash="other")))
     assert "fork: step 7" in caplog.text
     recorded = json.loads(layout.forks.read_text())
     assert recorded["replayed"]["weights_hash"] == "other"

@@ -24,6 +24,8 @@ from areal_flow.recovery.lease import (
     newest_lease,
     read_fences,
 )
+from areal_flow.recovery.run_directory import write_identity
+from areal_flow.recovery.takeover import take_over
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
@@ -34,7 +36,6 @@ from areal_flow.store.trajectories import (
 )
 from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.types import PolicyHashes
-from pipelines.succession import succeed
 from tests.rows import written_group
 
 
@@ -42,6 +43,7 @@ from tests.rows import written_group
 def layout(tmp_path: Path) -> RunLayout:
     made = RunLayout(tmp_path)
     made.config.write_text(dump_recipe(Recipe()))
+    write_identity(made)
     create_trajectories(made.trajectories)
     create_ledger(made.steps)
     return made
@@ -102,7 +104,7 @@ def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
         )
         ledger.append(row(0, 1))
         with hold_lease(layout.writers, take_over=True) as writer:
-            succeed(layout, writer)
+            take_over(layout, writer)
             with pytest.raises(RunError, match=f"taken over by process {os.getpid()}"):
                 ledger.append(row(1, 1))
             with pytest.raises(RunError, match="changed nothing since"):
@@ -127,7 +129,7 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
         ledger.append(row(0, 1))
         committer.commit([written_group(layout.trajectories, 0)])
         with hold_lease(layout.writers, take_over=True) as writer:
-            succeed(layout, writer)
+            take_over(layout, writer)
             ledger.append(row(1, 1, "stale"))
             committer.commit([written_group(layout.trajectories, index) for index in (1, 2)])
             new_log = TrajectoryCommitter(layout.trajectories, writer)
@@ -161,8 +163,8 @@ def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunL
         layout.weights_of(writer.writer_epoch).mkdir(parents=True)
         written_group(layout.trajectories, 0)
         with pytest.raises(RunError, match="taken over"):
-            succeed(layout, hung)
-        succeed(layout, Asleep(layout.writers, hung.writer_epoch))
+            take_over(layout, hung)
+        take_over(layout, Asleep(layout.writers, hung.writer_epoch))
     assert len(list((layout.trajectories / "data").iterdir())) == 1
     assert layout.weights_of(writer.writer_epoch).is_dir()
 
@@ -175,7 +177,7 @@ def test_driver_that_dies_before_its_floor_leaves_it_to_the_next(layout: RunLayo
         with hold_lease(layout.writers, take_over=True):
             pass
         with hold_lease(layout.writers) as third:
-            succeed(layout, third)
+            take_over(layout, third)
         committer.commit([written_group(layout.trajectories, 0)])
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [3]
     assert len(areal_flow.open_run(layout.root).trajectories("arrow")) == 0
@@ -188,7 +190,7 @@ def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout
         committer.commit([written_group(layout.trajectories, 0)])
         written_group(layout.trajectories, 1)
         with hold_lease(layout.writers, take_over=True) as second:
-            succeed(layout, second)
+            take_over(layout, second)
             assert len(list((layout.trajectories / "data").iterdir())) == 2
     (layout.checkpoints / ".partial-00000001-1").mkdir(parents=True)
     layout.weights_of(1).mkdir(parents=True)
@@ -196,7 +198,7 @@ def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout
     with hold_lease(layout.writers) as third:
         layout.weights_of(3).mkdir()
         written_group(layout.trajectories, 2)
-        succeed(layout, third)
+        take_over(layout, third)
     files = list((layout.trajectories / "data").iterdir())
     assert len(files) == 2, "the committed one, and the one that is younger than the claim"
     assert open_dataset(layout.trajectories).to_table().cast(TRAJECTORIES).num_rows == 2

@@ -23,6 +23,7 @@ from areal_flow.controller.records import LogPosition, Provenance, genesis_row, 
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
@@ -124,6 +125,7 @@ def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
 def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     layout.config.write_text(dump_recipe(Recipe()))
+    write_identity(layout)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     committer, ledger = (
@@ -254,6 +256,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
 def run(path: Path) -> areal_flow.Run:
     layout = RunLayout(path.parent)
     layout.config.write_text(dump_recipe(Recipe()))
+    write_identity(layout)
     create_ledger(layout.steps)
     Ledger(layout.steps, WRITER).append(replace_step(ledger_row(1), 0))
     TrajectoryCommitter(path, WRITER).commit([written_group(path, index) for index in range(3)])

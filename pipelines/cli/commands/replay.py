@@ -51,10 +51,10 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Replay a step."""
     if dotted:
         raise ConfigError(f"replay takes settings as --set SECTION.KEY=VALUE, found: {dotted[0]}")
+    from areal_flow.recovery.replay import replay_step
+    from areal_flow.recovery.replay_settings import import_loss, parse_changes
+    from areal_flow.recovery.run_directory import existing_run
     from pipelines.cli.replay_report import print_json, print_report
-    from pipelines.replay import replay_step
-    from pipelines.replay_settings import import_loss, parse_changes
-    from pipelines.run_directory import existing_run
 
     layout = existing_run(known.runs, known.name)
     replayed = replay_step(

@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
 
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Make or resume a run and drive it to its end."""
-    from pipelines.run_directory import create_run, existing_run, hold_run
+    from areal_flow.recovery.run_directory import create_run, existing_run, hold_run
 
     if known.resume:
         layout = existing_run(known.runs, known.resume)
@@ -65,7 +65,7 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
 
 
 def _drive(layout: RunLayout, recipe: Recipe, writer: Writer, *, resume: bool, began: float) -> int:
-    from pipelines.run_directory import leave_run
+    from areal_flow.recovery.run_directory import leave_run
     from pipelines.train import run_training
 
     print(f"Run {layout.name} in {layout.root}", flush=True)

@@ -44,9 +44,9 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
         raise ConfigError(f"--limit {known.limit}: expected 0 (all) or more")
     if known.tokens and not known.show:
         raise ConfigError("--tokens goes with --show")
+    from areal_flow.recovery.run_directory import find_run
     from areal_flow.store.selection import Selection
     from pipelines import trajectories
-    from pipelines.run_directory import find_run
 
     layout = find_run(known.runs, known.run_name)
     everything = known.limit is None and (known.show or known.to)

@@ -18,7 +18,7 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, 
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.tracking import MlflowTracker, NullTracker
+from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from areal_flow.store.orphans import remove_orphans
 logger = logging.getLogger(__name__)
 
 
-def succeed(layout: RunLayout, writer: Writer) -> None:
+def take_over(layout: RunLayout, writer: Writer) -> None:
     """Make a run directory this writer's, before anything else of its life is written.
 
     What it removes is older than its claim. So it may itself hang and be taken over in the midst.

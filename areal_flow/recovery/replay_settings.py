@@ -1,4 +1,4 @@
-"""What a replay may change about a step: settings by their dotted names, and the loss."""
+"""Which settings of a recorded step a replay may change: by their dotted names, and the loss."""
 
 from __future__ import annotations
 
@@ -81,6 +81,14 @@ def describe_changes(
 def device_is_here(device: str) -> bool:
     """Return whether a trainer could use this device."""
     return not device.startswith("cuda") or torch.cuda.is_available()
+
+
+def on_this_machine(recipe: Recipe) -> Recipe:
+    """Return the recipe with a device that is here; the numeric environment will tell."""
+    if not device_is_here(recipe.trainer.device):
+        trainer = recipe.trainer.model_copy(update={"device": "cpu"})
+        return recipe.model_copy(update={"trainer": trainer})
+    return recipe
 
 
 def import_loss(path: str) -> TokenLoss:

@@ -1,19 +1,23 @@
-"""A run directory's life: made or resumed, held by one driver, left with a state."""
+"""A run directory's life: made or resumed, held by one driver, left with a state.
+
+It knows which schema version the datasets have, and refuses to know what they hold.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout, run_layout
+from areal_flow.layout import SCHEMA_VERSION, RunLayout, run_layout
 from areal_flow.recovery.lease import Writer, hold_lease, is_held, newest_lease
 
 logger = logging.getLogger(__name__)
@@ -43,18 +47,44 @@ def create_run(layout: RunLayout, recipe: Recipe) -> None:
             f"or continue it with --resume {layout.name}"
         )
     layout.root.mkdir(parents=True)
+    write_identity(layout)
     layout.config.write_text(dump_recipe(recipe))
+
+
+def write_identity(layout: RunLayout) -> None:
+    """Give a new run its schema version, and an identity that outlives its name and place."""
+    identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex}
+    layout.identity.write_text(json.dumps(identity))
+
+
+def check_schema_version(layout: RunLayout) -> str:
+    """Return the identity of a run that this version of areal-flow can read.
+
+    Raises:
+        RunError: another version wrote it.
+    """
+    version, run_id = "none", ""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        identity = json.loads(layout.identity.read_text())
+        version, run_id = identity["schema_version"], identity["run_id"]
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"expected schema version {SCHEMA_VERSION} in {layout.identity}, found {version}: "
+            f"read run {layout.name} with the version of areal-flow that wrote it"
+        )
+    return str(run_id)
 
 
 def existing_run(runs: Path, name: str) -> RunLayout:
     """Return the layout of a run that was made before.
 
     Raises:
-        RunError: there is none of that name; says which there are.
+        RunError: there is none of that name, or one of another schema version.
     """
     layout = run_layout(runs, name)
     if not layout.config.is_file():
         raise _no_run(runs, name)
+    check_schema_version(layout)
     return layout
 
 
@@ -64,11 +94,12 @@ def find_run(runs: Path, reference: str) -> RunLayout:
     A damaged run is found by its ledger, too.
 
     Raises:
-        RunError: there is none; says which there are.
+        RunError: there is none, or one of another schema version.
     """
     for root in (runs / reference, Path(reference)):
         layout = RunLayout(root.resolve())
         if layout.config.is_file() or layout.steps.is_dir():
+            check_schema_version(layout)
             return layout
     raise _no_run(runs, reference)
 

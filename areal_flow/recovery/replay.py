@@ -1,0 +1,315 @@
+"""Computes recorded steps again in this process, and what they would have been with other settings.
+
+Nothing is written: a run that is being trained can be replayed, too. How a replay is shown is left
+to the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_hashes
+from areal_flow.recovery.comparison import ComparedStep
+from areal_flow.recovery.replay_settings import (
+    changed_recipe,
+    describe_changes,
+    on_this_machine,
+)
+from areal_flow.recovery.restore import LedgerReplay, restore_newest
+from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.store.ledger import LedgerReader
+from areal_flow.store.training_rows import TrainingRows
+from areal_flow.trainer.inspection import (
+    ClipWatch,
+    InspectedTrajectory,
+    TrajectoryOutcome,
+    completion_logprobs,
+    inspect_trajectory,
+    trajectory_outcomes,
+)
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
+from areal_flow.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.weights.hashing import HashingStage
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A step as recorded, as replayed and, if anything was changed, as it would have been."""
+
+    checkpoint: int
+    """The step whose checkpoint the replay began with."""
+    before: tuple[ComparedStep, ...]
+    """The steps between that checkpoint and this one."""
+    compared: ComparedStep
+    changed: StepResult | None
+    changes: Mapping[str, tuple[Any, Any]]
+    """Recorded and changed value, by dotted name."""
+    trajectories: tuple[InspectedTrajectory, ...]
+    """What the step consumed, in its order."""
+
+    @property
+    def recorded(self) -> StepResult:
+        return self.compared.recorded
+
+    @property
+    def replayed(self) -> StepResult:
+        return self.compared.replayed
+
+    @property
+    def refused(self) -> tuple[ComparedStep, ...]:
+        """Return the steps that differ where they must not."""
+        return tuple(c for c in (*self.before, self.compared) if c.refused)
+
+
+def replay_step(
+    layout: RunLayout,
+    *,
+    step: int,
+    from_checkpoint: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    loss: TokenLoss | None = None,
+) -> Replayed:
+    """Compute one step again, from the newest checkpoint below it or from a given one.
+
+    Args:
+        changes: settings to compute the step with a second time, a nested table as in a recipe.
+        loss: to minimise that second time.
+
+    Raises:
+        RunError: there is no such step, or no checkpoint to start from.
+        ConfigError: a changed setting is wrong.
+    """
+    recipe = changed_recipe(layout.config, changes or {})
+
+    async def replay() -> Replayed:
+        local = LocalReplay(layout, step=step)
+        await local.restore(from_checkpoint)
+        before = await local.advance_to(step - 1)
+        rows, proximal = local.next_trajectories()
+        changed: WatchedStep | None = None
+        if changes or loss:
+            changed = local.try_next(on_this_machine(recipe), loss=loss or decoupled_ppo_loss)
+        compared, outcomes = await local.advance_watching()
+        trajectories = tuple(
+            inspect_trajectory(
+                row,
+                policy_version=step - 1,
+                proximal_logprobs=proximal[index],
+                replayed=outcomes[index],
+                changed=changed.outcomes[index] if changed else None,
+            )
+            for index, row in enumerate(rows)
+        )
+        return Replayed(
+            local.replay.checkpoint,
+            before,
+            compared,
+            changed.result if changed else None,
+            describe_changes(load_recipe(layout.config), recipe, loss=loss),
+            trajectories,
+        )
+
+    return _run(replay())
+
+
+def replay_to(
+    layout: RunLayout, step: int | None = None, *, from_checkpoint: int | None = None
+) -> tuple[ComparedStep, ...]:
+    """Compute every step after a checkpoint again, up to one (the ledger's newest, if None).
+
+    Raises:
+        RunError: there is no such step, or no checkpoint to start from.
+    """
+
+    async def replay() -> tuple[ComparedStep, ...]:
+        local = LocalReplay(layout, step=step)
+        await local.restore(from_checkpoint)
+        return await local.advance_to(local.last_step)
+
+    return _run(replay())
+
+
+def replay_from_genesis(layout: RunLayout) -> PolicyHashes:
+    """Compute the whole run again from checkpoint 0; return what its last step made.
+
+    Raises:
+        RunError: the run has trained no step, or checkpoint 0 is gone.
+    """
+    return replay_to(layout, from_checkpoint=0)[-1].replayed.hashes
+
+
+def _run(replay: Coroutine[Any, Any, T]) -> T:
+    num_threads = torch.get_num_threads()
+    try:
+        return asyncio.run(replay)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+class LocalTrainer:
+    """A `RestorableTrainer` that computes in this process. Its weights are hashed, never served."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self.rank = rank
+
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        return self.rank.restore(checkpoint)
+
+    async def step(self, request: StepRequest) -> StepResult:
+        await asyncio.sleep(0)  # where Ctrl-C is noticed
+        return self.rank.step(request)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedStep:
+    """A computed step, and what it did to each of its trajectories."""
+
+    result: StepResult
+    outcomes: Sequence[TrajectoryOutcome]
+
+
+class LocalReplay:
+    """Replays a run with one trainer rank in this process."""
+
+    replay: LedgerReplay
+
+    def __init__(self, layout: RunLayout, *, step: int | None = None) -> None:
+        check_schema_version(layout)
+        self._layout = layout
+        self._ledger = LedgerReader(layout.steps, layout.writers)
+        self.last_step = _checked_step(layout, step, head=self._ledger.head)
+        self._recipe = on_this_machine(load_recipe(layout.config))
+        self._read_rows = TrainingRows(layout.trajectories, layout.writers)
+        self._rank = TrainerRank(
+            layout, self._recipe, channel=HashingStage(), read_rows=self._read_rows
+        )
+
+    async def restore(self, wanted: int | None) -> None:
+        """Restore a checkpoint below the last step: the newest usable one, or the one wanted.
+
+        Raises:
+            RunError: there is none.
+        """
+        found = checkpoint_hashes(self._layout.checkpoints)
+        replay = await restore_newest(
+            LocalTrainer(self._rank),
+            self._ledger,
+            {step: text for step, text in found.items() if wanted in (None, step)},
+            at_most=self.last_step - 1,
+            max_staleness=self._recipe.controller.max_staleness,
+            on_damaged=lambda _, error: logger.warning("%s", error),
+        )
+        if replay is None:
+            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self.last_step))
+        self.replay = replay
+
+    async def advance_to(self, step: int) -> tuple[ComparedStep, ...]:
+        """Train the rows up to and with `step`; return each beside what is recorded."""
+        compared = []
+        while self.replay.step < step:
+            self._take_recorded_threads()
+            compared.append(await self.replay.advance())
+        return tuple(compared)
+
+    async def advance_watching(self) -> tuple[ComparedStep, Sequence[TrajectoryOutcome]]:
+        """Train the next row; return what it did to its trajectories, too."""
+        request = self.replay.next_request
+        self._take_recorded_threads()
+        self._rank.loss = watch = ClipWatch(decoupled_ppo_loss)
+        compared = await self.replay.advance()
+        self._rank.loss = decoupled_ppo_loss
+        return compared, self._outcomes(self._rank, request, watch)
+
+    def try_next(self, recipe: Recipe, *, loss: TokenLoss) -> WatchedStep:
+        """Return what the next row makes under other settings; the replay stays where it is."""
+        request = replace(self.replay.next_request, max_staleness=recipe.controller.max_staleness)
+        self._take_recorded_threads()
+        random_state = torch.get_rng_state()
+        watch = ClipWatch(loss)
+        branch = self._rank.branch(recipe, loss=watch)
+        watched = WatchedStep(branch.step(request), self._outcomes(branch, request, watch))
+        torch.set_rng_state(random_state)
+        return watched
+
+    def next_trajectories(self) -> tuple[Sequence[Mapping[str, Any]], list[tuple[float, ...]]]:
+        """Return the rows that the next step trains, and their log-probabilities before it."""
+        self._take_recorded_threads()
+        request = self.replay.next_request
+        rows = self._read_rows(request.trajectory_ids)
+        assert self._rank.state is not None
+        return rows, completion_logprobs(
+            self._rank.state, _sequences(rows, request), temperature=self._temperature
+        )
+
+    @property
+    def _temperature(self) -> float:
+        return self._recipe.generation.temperature
+
+    def _outcomes(
+        self, rank: TrainerRank, request: StepRequest, watch: ClipWatch
+    ) -> list[TrajectoryOutcome]:
+        assert rank.state is not None
+        return trajectory_outcomes(
+            rank.state,
+            _sequences(self._read_rows(request.trajectory_ids), request),
+            watch,
+            step=request.step,
+            settings=rank.settings,
+            temperature=self._temperature,
+        )
+
+    def _take_recorded_threads(self) -> None:
+        """Use as many threads as the recorded step did: sums depend on how many share them."""
+        environment = json.loads(self.replay.next_row["numeric_environment"])
+        torch.set_num_threads(environment["threads"])
+
+
+def _sequences(rows: Sequence[Mapping[str, Any]], request: StepRequest) -> list[TrainingSequence]:
+    return sequences_from_rows(
+        rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+    )
+
+
+def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
+    if head < 1:
+        raise RunError(f"run {layout.name} has trained no step yet: there is nothing to replay")
+    if step == 0:
+        raise RunError(
+            f"step 0 of run {layout.name} is the policy before training, made by the warm start or "
+            f"taken from a model: it cannot be replayed; expected a step from 1 to {head}"
+        )
+    if step is not None and not 1 <= step <= head:
+        raise RunError(f"run {layout.name} has no step {step}: expected a step from 1 to {head}")
+    return head if step is None else step
+
+
+def _no_checkpoint(
+    layout: RunLayout, wanted: int | None, found: Sequence[int], *, step: int
+) -> str:
+    known = ", ".join(map(str, found)) or "none"
+    if wanted is not None and (wanted not in found or wanted >= step):
+        return (
+            f"--from {wanted}: expected a checkpoint of run {layout.name} below step {step}, found "
+            f"checkpoints of steps {known}"
+        )
+    which = "a checkpoint" if wanted is None else f"checkpoint {wanted}"
+    return (
+        f"run {layout.name} has no usable {which} below step {step}: expected one that can be read "
+        f"and holds the weights of its ledger row, found checkpoints of steps {known}; try --from "
+        "with an earlier one, or a later step"
+    )

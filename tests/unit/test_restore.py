@@ -1,0 +1,167 @@
+"""Restoring and replaying over a fake trainer: which checkpoint, which steps, what is compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from areal_flow.controller.accounting import StepEntries
+from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
+from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.recovery.restore import LedgerReplay, restore_newest
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+
+CPU = '{"device": "cpu"}'
+PROVENANCE = Provenance(1, "config", "code")
+
+
+def hashes(weights: str) -> PolicyHashes:
+    return PolicyHashes(weights, f"optimizer of {weights}", f"served of {weights}")
+
+
+class FakeTrainer:
+    """A trainer whose weights are named by all the steps that made them."""
+
+    def __init__(self, unreadable: tuple[int, ...] = (), lost: bool = False) -> None:
+        self.unreadable = unreadable
+        self.lost = lost
+        self.held = ""
+        self.requests: list[StepRequest] = []
+
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        if self.lost:
+            raise TrainerLost("gone")
+        if checkpoint in self.unreadable:
+            raise TrainingError(f"checkpoint {checkpoint} cannot be read")
+        self.held = "w" + "+".join(map(str, range(checkpoint + 1)))
+        return hashes(self.held)
+
+    async def step(self, request: StepRequest) -> StepResult:
+        assert request.parent_hash == self.held
+        self.requests.append(request)
+        self.held = f"{self.held}+{request.step}"
+        return StepResult(request.step, hashes(self.held), NOTHING_TRAINED, CPU)
+
+
+class Rows:
+    """A ledger of four steps as the fake trainer would have made it."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = [
+            genesis_row(hashes("w0"), provenance=PROVENANCE, numeric_environment=CPU)
+        ]
+        for step in range(1, 5):
+            parent = self.all[-1]["weights_hash"]
+            request = StepRequest(step, parent, step - 1, (f"t{step}",), f"digest {step}", 2)
+            result = StepResult(step, hashes(f"{parent}+{step}"), NOTHING_TRAINED, CPU)
+            self.all.append(
+                step_row(
+                    request,
+                    result,
+                    entries=StepEntries(),
+                    position=LogPosition(),
+                    provenance=PROVENANCE,
+                    seconds_wait=0.0,
+                    seconds_step=0.0,
+                )
+            )
+
+    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
+        return self.all[since:]
+
+    def checkpoints(self, *steps: int) -> dict[int, str]:
+        return {step: self.all[step]["weights_hash"] for step in steps}
+
+
+async def restored(
+    trainer: FakeTrainer,
+    ledger: Rows,
+    *checkpoints: int,
+    at_most: int = 4,
+    damaged: list[int] | None = None,
+) -> LedgerReplay | None:
+    return await restore_newest(
+        trainer,
+        ledger,
+        ledger.checkpoints(*checkpoints),
+        at_most=at_most,
+        max_staleness=2,
+        on_damaged=lambda step, _: damaged.append(step) if damaged is not None else None,
+    )
+
+
+async def test_rows_after_the_newest_checkpoint_are_trained_again_in_order() -> None:
+    trainer, ledger = FakeTrainer(), Rows()
+    replay = await restored(trainer, ledger, 0, 2)
+    assert replay is not None
+    assert replay.checkpoint == replay.step == 2
+    compared = [await replay.advance() for _ in range(2)]
+    assert [(c.step, c.equal, c.after_fork) for c in compared] == [
+        (3, True, False),
+        (4, True, False),
+    ]
+    assert [request.trajectory_ids for request in trainer.requests] == [("t3",), ("t4",)]
+    assert [request.max_staleness for request in trainer.requests] == [2, 2]
+    assert replay.hashes.weights_hash == ledger.all[4]["weights_hash"]
+
+
+async def test_checkpoint_beyond_the_wanted_step_is_not_used() -> None:
+    replay = await restored(FakeTrainer(), Rows(), 0, 2, 4, at_most=3)
+    assert replay is not None
+    assert replay.checkpoint == 2
+
+
+async def test_unreadable_checkpoints_are_reported_and_an_older_one_is_used() -> None:
+    damaged: list[int] = []
+    replay = await restored(FakeTrainer(unreadable=(4, 2)), Rows(), 0, 2, 4, damaged=damaged)
+    assert replay is not None
+    assert (replay.checkpoint, damaged) == (0, [4, 2])
+    assert await restored(FakeTrainer(unreadable=(0,)), Rows(), 0) is None
+
+
+async def test_checkpoint_with_another_optimizer_is_passed_over_and_not_called_damaged() -> None:
+    ledger, damaged = Rows(), []  # type: ignore[var-annotated]
+    ledger.all[2]["optimizer_hash"] = "another"
+    replay = await restored(FakeTrainer(), ledger, 0, 2, damaged=damaged)
+    assert replay is not None
+    assert (replay.checkpoint, damaged) == (0, [])
+
+
+async def test_lost_trainer_is_not_a_damaged_checkpoint() -> None:
+    damaged: list[int] = []
+    with pytest.raises(TrainerLost):
+        await restored(FakeTrainer(lost=True), Rows(), 0, damaged=damaged)
+    assert damaged == []
+
+
+async def test_first_difference_is_refused_and_what_follows_it_is_after_a_fork() -> None:
+    ledger = Rows()
+    ledger.all[2]["served_hash"] = "another"
+    replay = await restored(FakeTrainer(), ledger, 0)
+    assert replay is not None
+    compared = [await replay.advance() for _ in range(4)]
+    assert [c.refused for c in compared] == [False, True, False, False]
+    assert [c.after_fork for c in compared] == [False, False, True, True]
+
+
+async def test_step_that_was_recorded_on_a_fork_is_compared_as_one() -> None:
+    ledger = Rows()
+    ledger.all[3] |= {"parent_hash": "made elsewhere", "weights_hash": "made elsewhere+3"}
+    replay = await restored(FakeTrainer(), ledger, 0)
+    assert replay is not None
+    compared = [await replay.advance() for _ in range(4)]
+    assert [c.after_fork for c in compared] == [False, False, True, True]
+    assert not any(c.refused for c in compared)
+
+
+async def test_metric_that_differs_is_refused_and_is_no_fork() -> None:
+    ledger = Rows()
+    ledger.all[1]["loss"] = 0.5
+    replay = await restored(FakeTrainer(), ledger, 0)
+    assert replay is not None
+    first, second = [await replay.advance() for _ in range(2)]
+    assert (first.refused, first.forked) == (True, False)
+    assert (second.equal, second.after_fork) == (True, False)
+    assert replace(first, after_fork=True).differences["loss"] == (0.5, NOTHING_TRAINED.loss)

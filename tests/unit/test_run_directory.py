@@ -1,0 +1,75 @@
+"""A run directory says which schema version wrote it; one of another version is not touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import areal_flow
+from areal_flow.config import Recipe
+from areal_flow.errors import RunError
+from areal_flow.layout import SCHEMA_VERSION, RunLayout
+from areal_flow.recovery.replay import replay_step
+from areal_flow.recovery.run_directory import (
+    check_schema_version,
+    create_run,
+    existing_run,
+    find_run,
+)
+from areal_flow.store.ledger import create_ledger
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path / "r")
+    create_run(made, Recipe())
+    return made
+
+
+def test_new_run_can_be_opened_and_has_an_identity_of_its_own(layout: RunLayout) -> None:
+    runs = layout.root.parent
+    assert existing_run(runs, "r") == find_run(runs, "r") == layout
+    assert areal_flow.open_run(layout.root).layout == layout
+    other = RunLayout(runs / "s")
+    create_run(other, Recipe())
+    assert check_schema_version(layout) != check_schema_version(other)
+
+
+@pytest.mark.parametrize(
+    ("identity", "found"),
+    [(None, "none"), ('{"schema_version": 1, "run_id": "x"}', "1"), ("{", "none")],
+    ids=["written before there was a number", "another number", "damaged"],
+)
+def test_run_of_another_schema_version_is_refused_at_every_door(
+    layout: RunLayout, identity: str | None, found: str
+) -> None:
+    create_ledger(layout.steps)
+    if identity is None:
+        layout.identity.unlink()
+    else:
+        layout.identity.write_text(identity)
+    runs = layout.root.parent
+    for door in (
+        lambda: existing_run(runs, "r"),  # resume, replay, workers
+        lambda: find_run(runs, "r"),  # check, trajectories, lineage
+        lambda: areal_flow.open_run(layout.root),
+        lambda: replay_step(layout, step=1),
+    ):
+        with pytest.raises(RunError) as refused:
+            door()
+        assert f"expected schema version {SCHEMA_VERSION} in" in str(refused.value)
+        assert f"found {found}: read run r with the version of areal-flow that" in str(
+            refused.value
+        )
+
+
+def test_ledger_alone_is_of_another_schema_version(tmp_path: Path) -> None:
+    create_ledger(tmp_path / "old" / "steps.lance")
+    with pytest.raises(RunError, match="found none"):
+        find_run(tmp_path, "old")
+
+
+def test_identity_is_json_that_other_programs_can_read(layout: RunLayout) -> None:
+    assert json.loads(layout.identity.read_text())["schema_version"] == SCHEMA_VERSION

@@ -38,10 +38,10 @@ import psutil
 from distributed.core import rpc
 
 import areal_flow
+from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
-from pipelines.check import check_run
 from pipelines.replay import replay_from_genesis
 
 Victim = Literal["driver", "scheduler", "generator", "trainer", "reward"]

@@ -55,7 +55,7 @@ from pipelines.held_out import answer_held_out, tabulate
 from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
 from pipelines.succession import succeed
-from pipelines.summary import Findings, print_summary, summarise, write_summary
+from pipelines.summary import EvaluationPair, print_summary, summarise, write_summary
 from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ async def run_training(
         progress.close()
         await asyncio.to_thread(tracker.close, None if writer.is_superseded else status)
     if outcome.finished:
-        session.findings.model_version = tracker.model_version
+        session.evaluations.model_version = tracker.model_version
         session.summarise(began)
     return outcome
 
@@ -150,7 +150,7 @@ class Session:
         self.tracker = tracker
         self.signals = signals
         self.writer = writer
-        self.findings = Findings()
+        self.evaluations = EvaluationPair()
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
         self.channel = DirectoryChannel(layout.weights_of(epoch))
@@ -181,7 +181,7 @@ class Session:
             self._on_generators(tasks.import_engine),
         )
         await self._on_generators(tasks.prepare_generator)
-        self.findings.before = self._earlier_evaluation("before") or (
+        self.evaluations.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
@@ -200,7 +200,7 @@ class Session:
             await self.checkpoints.complete()
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
-        self.findings.after = await self._evaluate("after", flow.policy_version)
+        self.evaluations.after = await self._evaluate("after", flow.policy_version)
         return Outcome(True)
 
     def _follow_generators(self, flow: Flow, num_generators: int) -> None:
@@ -324,7 +324,7 @@ class Session:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
         earlier = read_state(self.layout).seconds_driven
         summary = summarise(
-            self.findings,
+            self.evaluations,
             self.ledger.rows(),
             num_generators=self.recipe.cluster.num_generators,
             seconds_total=earlier + monotonic() - began,
@@ -334,7 +334,7 @@ class Session:
         print_summary(
             self.layout,
             summary,
-            self.findings,
+            self.evaluations,
             model=self._model_reference(),
         )
 

@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Audit a run; 0 if nothing is wrong with it, else 1."""
     refuse_settings(dotted)
-    from pipelines.check import check_run
+    from areal_flow.audit.run import check_run
     from pipelines.run_directory import find_run
 
     report = check_run(find_run(known.runs, known.name))

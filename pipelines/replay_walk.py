@@ -21,7 +21,7 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.training_rows import TrainingRows
+from areal_flow.store.trajectories import TrainingRows
 from areal_flow.trainer.inspection import (
     ClipWatch,
     TrajectoryOutcome,

@@ -39,11 +39,11 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.rewards.loading import load_verifier
+from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel

@@ -25,6 +25,7 @@ from areal_flow.recovery.lease import (
     read_fences,
 )
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
@@ -32,7 +33,6 @@ from areal_flow.store.trajectories import (
     TrajectoryReader,
     create_trajectories,
 )
-from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.types import PolicyHashes
 from pipelines.succession import succeed
 from tests.rows import written_group

@@ -38,11 +38,11 @@ import psutil
 from distributed.core import rpc
 
 import areal_flow
+from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.replay import replay_from_genesis
-from pipelines.check import check_run
 
 Victim = Literal["driver", "scheduler", "generator", "trainer", "reward"]
 Moment = Literal["any", "commit", "append", "checkpoint", "start"]

@@ -15,7 +15,7 @@ from areal_flow.types import EvaluationTable, PassRate
 
 
 @dataclass(slots=True)
-class Findings:
+class EvaluationPair:
     """What a summary is made of."""
 
     before: EvaluationTable | None = None
@@ -24,7 +24,7 @@ class Findings:
 
 
 def summarise(
-    findings: Findings,
+    evaluations: EvaluationPair,
     ledger: Sequence[dict[str, Any]],
     *,
     num_generators: int,
@@ -37,8 +37,8 @@ def summarise(
     seconds = _sum(steps, "seconds_step")
     weighted = sum(row["staleness_mean"] * row["num_trained_tokens"] for row in steps)
     return {
-        "held_out_before": _rate(findings.before),
-        "held_out_after": _rate(findings.after),
+        "held_out_before": _rate(evaluations.before),
+        "held_out_after": _rate(evaluations.after),
         "seconds_warm_start": genesis["seconds_train"],
         "seconds_training": seconds,
         "seconds_total": seconds_total,
@@ -50,10 +50,10 @@ def summarise(
         "tokens_per_second_generated": _sum(steps, "num_generated_tokens") / max(1e-9, seconds),
         "tokens_per_second_trained": num_trained / max(1e-9, seconds),
         "overlap_efficiency": overlap_efficiency(steps, num_generators=num_generators),
-        "model_version": findings.model_version,
+        "model_version": evaluations.model_version,
         "by_difficulty": {
-            "before": _by_difficulty(findings.before),
-            "after": _by_difficulty(findings.after),
+            "before": _by_difficulty(evaluations.before),
+            "after": _by_difficulty(evaluations.after),
         },
     }
 
@@ -74,12 +74,12 @@ def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
 
 
 def print_summary(
-    layout: RunLayout, summary: dict[str, Any], findings: Findings, *, model: str
+    layout: RunLayout, summary: dict[str, Any], evaluations: EvaluationPair, *, model: str
 ) -> None:
     """Show what the run did and what to type next."""
     console = Console()
-    if findings.before and findings.after:
-        console.print(_table(findings.before, findings.after))
+    if evaluations.before and evaluations.after:
+        console.print(_table(evaluations.before, evaluations.after))
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
         f"(warm start {summary['seconds_warm_start']:.0f} s, all "

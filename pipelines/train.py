@@ -44,11 +44,11 @@ from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
 from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.loading import load_verifier
+from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable, PolicyHashes
 from areal_flow.weights.directory import DirectoryChannel
@@ -56,7 +56,7 @@ from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.stop_signals import StopSignals
-from pipelines.summary import Findings, print_summary, summarise, write_summary
+from pipelines.summary import EvaluationPair, print_summary, summarise, write_summary
 from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ async def run_training(
         progress.close()
         await asyncio.to_thread(tracker.close, None if writer.is_superseded else status)
     if outcome.finished:
-        session.findings.model_version = tracker.model_version
+        session.evaluations.model_version = tracker.model_version
         session.summarise(began)
     return outcome
 
@@ -168,7 +168,7 @@ class Session:
         self.tracker = tracker
         self.signals = signals
         self.writer = writer
-        self.findings = Findings()
+        self.evaluations = EvaluationPair()
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
         self.channel = DirectoryChannel(layout.weights_of(epoch))
@@ -199,7 +199,7 @@ class Session:
             self._on_generators(tasks.import_engine),
         )
         await self._on_generators(tasks.prepare_generator)
-        self.findings.before = self._earlier_evaluation("before") or (
+        self.evaluations.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
@@ -218,7 +218,7 @@ class Session:
             await self.checkpoints.complete()
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
-        self.findings.after = await self._evaluate("after", flow.policy_version)
+        self.evaluations.after = await self._evaluate("after", flow.policy_version)
         return Outcome(True)
 
     def _follow_generators(self, flow: Flow, num_generators: int) -> None:
@@ -342,7 +342,7 @@ class Session:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
         earlier = read_state(self.layout).seconds_driven
         summary = summarise(
-            self.findings,
+            self.evaluations,
             self.ledger.rows(),
             num_generators=self.recipe.cluster.num_generators,
             seconds_total=earlier + monotonic() - began,
@@ -352,7 +352,7 @@ class Session:
         print_summary(
             self.layout,
             summary,
-            self.findings,
+            self.evaluations,
             model=self._model_reference(),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
+from areal_flow.store.browsing import inspect_trajectory
 from areal_flow.store.queries import Run
 from areal_flow.store.selection import (
     Selection,
@@ -18,8 +19,7 @@ from areal_flow.store.selection import (
 from pipelines.cli.table_file import refuse_target, write_table_file
 from pipelines.cli.terminal import make_console
 from pipelines.cli.trajectory_listing import LISTED, listing
-from pipelines.cli.trajectory_page import print_page
-from pipelines.inspection import inspect_trajectory
+from pipelines.cli.trajectory_report import print_page
 
 
 def list_trajectories(layout: RunLayout, selection: Selection, *, at: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 Severity = Literal["error", "note"]
 
 MAX_PER_RULE = 20
-"""Findings of one rule that are kept; more are only counted."""
+"""AuditFindings of one rule that are kept; more are only counted."""
 
 LEDGER_CHANGED = "steps.lance was changed after it was written: restore it from a copy"
 LOG_CHANGED = "trajectories.lance was changed after it was written: restore it from a copy"
@@ -64,7 +64,7 @@ class Report:
         }
 
 
-class Findings:
+class AuditFindings:
     """Collects findings in bounded memory: the first `MAX_PER_RULE` of a rule, the rest a count."""
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class RewardRole:
 
 def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     """Assemble the trainer of a run; it holds no policy until it is given one."""
-    from areal_flow.store.training_rows import TrainingRows
+    from areal_flow.store.trajectories import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
 
     layout = RunLayout(run_directory)

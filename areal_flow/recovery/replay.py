@@ -29,7 +29,7 @@ from areal_flow.recovery.replay_settings import (
 from areal_flow.recovery.restore import LedgerReplay, restore_newest
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.training_rows import TrainingRows
+from areal_flow.store.trajectories import TrainingRows
 from areal_flow.trainer.inspection import (
     ClipWatch,
     InspectedTrajectory,

@@ -15,7 +15,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.orphans import remove_orphans
+from areal_flow.store.maintenance import remove_orphans
 
 logger = logging.getLogger(__name__)
 

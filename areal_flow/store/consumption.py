@@ -1,12 +1,22 @@
-"""The ledger and the log's ids in, what became of every trajectory out. Columnar, no I/O, no Lance.
+"""What became of every trajectory: trained, discarded or waiting, by the ledger's rows.
 
-A trajectory is trained, discarded or waiting; the ledger's rows say which, at which step and why.
+Found by columns, so that a long past costs no memory: of most rows only ids and lengths are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from areal_flow.recovery.plan import CommittedGroups
+from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.visibility import trajectories_that_count
+from areal_flow.types import TrajectoryReceipt
 
 LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
 """All of the ledger that `consumption_table` needs to be read."""
@@ -35,6 +45,23 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
     columns = {name: statuses[name].take(rows) for name in _STATUSES}
     columns["status"] = pc.fill_null(columns["status"], "waiting")
     return pa.table({**{name: log[name] for name in LOG_COLUMNS}, **columns})
+
+
+def read_unconsumed(
+    trajectories: Path, writers: Path, ledger: Ledger
+) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
+    """Return the trajectories that no ledger row names, and the account of all that there are."""
+    columns = {"submission_index", *RECEIPT_COLUMNS, *LOG_COLUMNS}
+    stored = open_dataset(trajectories).to_table(
+        columns=sorted(columns), filter=trajectories_that_count(writers)
+    )
+    statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
+    lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
+    committed = CommittedGroups(
+        submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
+        num_tokens=pc.sum(lengths).as_py() or 0,
+    )
+    return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed
 
 
 def _trained(steps: pa.Table) -> pa.Table:

@@ -1,7 +1,8 @@
 """What a growing dataset needs of its one writer, beside the commits themselves.
 
 Commits are counted; every so many, compaction is due. Nobody else commits while the result of one
-is named. Whatever is committed can be forced to disk, and versions can be kept by name.
+is named. Whatever is committed can be forced to disk, and versions can be kept by name. A writer
+that died before its commit leaves data files that no version names: the next writer removes them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from areal_flow.store.dataset import DurableDirectory, compact, open_dataset, storage_errors
+from areal_flow.store.dataset import (
+    DurableDirectory,
+    compact,
+    open_dataset,
+    read_errors,
+    storage_errors,
+)
 
 COMMITS_BETWEEN_ROUNDS = 50
+_DATA_FILE = "data file"
 
 
 class Maintenance:
@@ -63,3 +71,33 @@ class Maintenance:
         """Let a version go; one that has no tag is gone already."""
         with suppress(OSError, ValueError):
             open_dataset(self._path).tags.delete(name)
+
+
+def unreferenced_files(path: Path) -> list[str]:
+    """Return the data files that no version of the dataset names, relative to it.
+
+    Raises:
+        StorageError: a manifest cannot be read.
+    """
+    stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
+    with read_errors(path):
+        for batch in open_dataset(path).tracked_files():
+            rows = zip(batch["path"].to_pylist(), batch["type"].to_pylist(), strict=True)
+            stored -= {file for file, kind in rows if kind == _DATA_FILE}
+    return sorted(stored)
+
+
+def remove_orphans(path: Path, *, written_before: float) -> int:
+    """Remove unreferenced files that are older than a moment; return how many.
+
+    Args:
+        written_before: seconds since the epoch. Nobody who wrote before it may be alive: a younger
+            file may be somebody's next commit, and a manifest that names a missing file is broken.
+    """
+    num_removed = 0
+    for name in unreferenced_files(path):
+        with suppress(FileNotFoundError):
+            if (path / name).stat().st_mtime < written_before:
+                (path / name).unlink()
+                num_removed += 1
+    return num_removed

@@ -1,9 +1,9 @@
-"""A run directory in, its tables out: pandas, polars, Arrow or DuckDB, also while it runs."""
+"""Reads a run directory as tables: pandas, polars, Arrow or DuckDB, also while the run goes on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
 from areal_flow.store.lineage import Lineage
-from areal_flow.store.scans import Piece, scan
 from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
@@ -80,13 +79,6 @@ class Run:
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
         return self._table(self.layout.evaluations, format, columns, where)
-
-    def scan_trajectories(self) -> Iterator[Piece]:
-        """Yield all trajectories, some at a time, with their commit order as `_rowid`.
-
-        What cannot be read comes as a piece without rows, which says why.
-        """
-        return scan(self.layout.trajectories, trajectories_that_count(self.layout.writers))
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.

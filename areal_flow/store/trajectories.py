@@ -6,8 +6,9 @@ Appended once, never changed. The first commit of a trajectory id wins.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,7 +22,8 @@ from areal_flow.store.dataset import create_dataset, open_dataset, storage_error
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.visibility import both, trajectories_that_count
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
-from schemas import TrajectoryRow, validate
+from schemas import TrajectoryRow, content_hash_mismatches, validate
+from schemas.content import CONTENT_COLUMNS
 
 
 def create_trajectories(path: Path) -> None:
@@ -140,3 +142,30 @@ class TrajectoryReader:
                 f"missing, the first is {missing[0]}"
             )
         return found.take([rows[identifier] for identifier in trajectory_ids])
+
+
+class TrainingRows:
+    """How a trainer rank reads the log: opened on first use, every row compared with its hash."""
+
+    COLUMNS = ("submission_index", *CONTENT_COLUMNS, "content_hash")
+
+    def __init__(self, trajectories: Path, writers: Path) -> None:
+        self._paths = trajectories, writers
+        self._reader: TrajectoryReader | None = None
+
+    def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
+        """Return the rows.
+
+        Raises:
+            StorageError: an id is not in the log, or its row was changed.
+        """
+        if self._reader is None:
+            self._reader = TrajectoryReader(*self._paths)
+        table = self._reader.read(trajectory_ids, self.COLUMNS)
+        for identifier, expected, found in content_hash_mismatches(table):
+            raise StorageError(
+                f"trajectory {identifier} is not what was written: expected content_hash "
+                f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"
+            )
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows

@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.algorithms.staleness import trainable_mask
 from areal_flow.audit.accounting import check_staleness
-from areal_flow.audit.findings import MAX_PER_RULE, Finding, Findings, Report
+from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
 from areal_flow.audit.ledger import check_configuration, check_ledger
 from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
 from areal_flow.audit.tables import check_schema, conform
@@ -129,7 +129,7 @@ def test_log_probabilities_that_are_no_numbers_are_remembered() -> None:
 
 
 def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None:
-    found = Findings()
+    found = AuditFindings()
     found.add(Finding("a-note", "", "", "", "", "note"))
     assert Report("run", {}, found.all()).clean
     found.extend(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5))

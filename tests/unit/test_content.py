@@ -12,8 +12,7 @@ import pytest
 from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.training_rows import TrainingRows
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from schemas import content_hashes
 from schemas.content import CONTENT_COLUMNS
 from tests.rows import group_table, written_group

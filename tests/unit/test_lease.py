@@ -27,6 +27,7 @@ from areal_flow.recovery.lease import (
 from areal_flow.recovery.run_directory import write_identity
 from areal_flow.recovery.takeover import take_over
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
@@ -34,7 +35,6 @@ from areal_flow.store.trajectories import (
     TrajectoryReader,
     create_trajectories,
 )
-from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.types import PolicyHashes
 from tests.rows import written_group
 

@@ -17,15 +17,15 @@ from rich.console import Console
 
 from areal_flow.errors import ConfigError
 from areal_flow.models.tiny import build_tokenizer
+from areal_flow.store.browsing import Inspected, InspectedToken, TrainedBatch, token_texts
 from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
-from pipelines.cli.lineage_page import bucketed
+from pipelines.cli.lineage_report import bucketed
 from pipelines.cli.table_file import write_table_file
 from pipelines.cli.terminal import one_line, printable
 from pipelines.cli.trajectory_listing import listing
-from pipelines.cli.trajectory_page import print_page
-from pipelines.inspection import Inspected, InspectedToken, TrainedBatch, token_texts
+from pipelines.cli.trajectory_report import print_page
 from tests.rows import group_table
 
 

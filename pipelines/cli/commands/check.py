@@ -23,8 +23,8 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Audit a run; 0 if nothing is wrong with it, else 1."""
     refuse_settings(dotted)
+    from areal_flow.audit.run import check_run
     from areal_flow.recovery.run_directory import find_run
-    from pipelines.check import check_run
 
     report = check_run(find_run(known.runs, known.name))
     if known.json:

@@ -17,6 +17,6 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """Look at this machine."""
     refuse_settings(dotted)
-    from pipelines.cli.doctor import doctor
+    from pipelines.cli.doctor_report import doctor
 
     return doctor(known.runs)

@@ -32,7 +32,7 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     if known.step is not None and known.model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
     from pipelines import lineage
-    from pipelines.cli.lineage_page import print_lineage
+    from pipelines.cli.lineage_report import print_lineage
     from pipelines.cli.table_file import refuse_target
     from pipelines.cli.terminal import make_console
 

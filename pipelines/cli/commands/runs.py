@@ -17,7 +17,7 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     """List the runs."""
     refuse_settings(dotted)
-    from pipelines.runs import print_runs
+    from pipelines.cli.runs_report import print_runs
 
     print_runs(known.runs)
     return 0

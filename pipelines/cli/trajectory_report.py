@@ -18,8 +18,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from areal_flow.store.browsing import Inspected, InspectedToken
 from pipelines.cli.terminal import printable
-from pipelines.inspection import Inspected, InspectedToken
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"

@@ -17,8 +17,10 @@ import pyarrow as pa
 
 from areal_flow import __version__
 from areal_flow.audit import accounting, consumption, ledger, trajectories, weights
-from areal_flow.audit.findings import LEDGER_CHANGED, LOG_CHANGED, Finding, Findings, Report
+from areal_flow.audit import files as stored
+from areal_flow.audit.findings import LEDGER_CHANGED, LOG_CHANGED, AuditFindings, Finding, Report
 from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
+from areal_flow.audit.pieces import Piece, scan
 from areal_flow.audit.tables import check_schema, conform
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError, RunError
@@ -26,8 +28,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from areal_flow.store.queries import Run
-from areal_flow.store.scans import Piece, scan
-from pipelines import stored
+from areal_flow.store.visibility import trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 BYTES_AT_ONCE = 16 * 2**20
@@ -55,7 +56,7 @@ class _Audit:
     """One reading of a run: what was found, and how much of each kind was looked at."""
 
     layout: RunLayout
-    found: Findings = field(default_factory=Findings)
+    found: AuditFindings = field(default_factory=AuditFindings)
     checked: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
     def read(self) -> None:
@@ -123,7 +124,9 @@ class _Audit:
         prompts = self._prompts(recipe)
         parts: list[Log] = []
         complete = True
-        for piece in _merged(run.scan_trajectories()):
+        for piece in _merged(
+            scan(self.layout.trajectories, trajectories_that_count(self.layout.writers))
+        ):
             part = self._part(piece, recipe, prompts)
             parts += [part] if part is not None else []
             complete = complete and part is not None

@@ -26,7 +26,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
 from areal_flow.recovery.lease import newest_lease
-from areal_flow.store.orphans import unreferenced_files
+from areal_flow.store.maintenance import unreferenced_files
 
 RESTORE = "restore it from a copy"
 HARMLESS = "nothing: nobody reads it"

@@ -15,7 +15,7 @@ from areal_flow.config import AlgorithmSettings, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.store.queries import Run
 from areal_flow.store.selection import read_rows
-from areal_flow.store.training_rows import TrainingRows
+from areal_flow.store.trajectories import TrainingRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,25 +13,19 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.cluster import tasks
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
-from areal_flow.config import TINY_MODEL, Recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import resolve_model
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.recovery.comparison import bits_must_agree
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import Ledger
 from areal_flow.types import PolicyHashes, StepResult
 from areal_flow.weights.channel import WeightsChannel
-from pipelines.cli.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-WARM_START_CHUNK_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +34,6 @@ class Restored:
 
     weights_hash: str
     num_replayed: int
-
-
-async def begin_policy(
-    replicas: TrainerReplicas, recipe: Recipe, progress: Progress
-) -> tuple[PolicyHashes, str]:
-    """Make version 0 on the leader: a pretrained directory, or a warm-started tiny policy."""
-    if recipe.model != TINY_MODEL:
-        return await replicas.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
-    num_steps, taken = recipe.warm_start.num_steps, 0
-    while taken < num_steps:
-        taken, loss = await replicas.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
-        progress.update(f"warm start {taken}/{num_steps}, loss {loss:.3f}")
-    return await replicas.lead(begin_from_warm_start)  # type: ignore[no-any-return]
 
 
 async def commit_genesis(

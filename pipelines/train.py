@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -22,18 +22,12 @@ from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.config import TINY_MODEL, Recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import (
-    check_model_directory,
-    copy_model_description,
-    resolve_model,
-)
-from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.lease import Writer
@@ -48,12 +42,14 @@ from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
-from pipelines.beginning import begin_policy, commit_genesis, restore_policy
+from pipelines.beginning import commit_genesis, restore_policy
+from pipelines.built_in import prepare_model, with_files
 from pipelines.checkpointing import Checkpoints
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.run_directory import read_state
-from pipelines.stop_signals import StopSignals
+from pipelines.sft import first_policy, prepare_sft
+from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.succession import succeed
 from pipelines.summary import Findings, print_summary, summarise, write_summary
 from pipelines.workers import reachable
@@ -63,14 +59,6 @@ logger = logging.getLogger(__name__)
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How training ended."""
-
-    finished: bool
-    stopped_by: str = ""
-
-
 def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """Write everything that a new run needs before its first process starts.
 
@@ -78,13 +66,10 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
         PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
-    if recipe.model == TINY_MODEL:
-        write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
-    else:
-        source = resolve_model(recipe.model)
-        check_model_directory(source)
-        copy_model_description(source, layout.model)
+    prepare_model(recipe, layout)
+    recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
+    prepare_sft(recipe, layout)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     return prepared
@@ -176,10 +161,13 @@ class Session:
 
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
+        begun = resume and self.ledger.head >= 0
         start, _ = await asyncio.gather(
-            self._restore() if resume else self._begin(),
+            self._restore() if begun else self._begin(),
             self._on_generators(tasks.import_engine),
         )
+        if start is None:
+            return Outcome(False, self.signals.received[0])
         await self._on_generators(tasks.prepare_generator)
         self.findings.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
@@ -206,11 +194,16 @@ class Session:
     def _follow_generators(self, flow: Flow, num_generators: int) -> None:
         flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
 
-    async def _begin(self) -> InitialState:
+    async def _begin(self) -> InitialState | None:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.replicas, self.recipe, self.progress)
+        source = await first_policy(
+            self.replicas, self.layout, self.recipe, self.progress, self.signals
+        )
+        if source is None:
+            return None
+        begun = await self.replicas.lead(tasks.begin_from_directory, source)
         seconds = monotonic() - began
         await commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()

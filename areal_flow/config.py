@@ -1,14 +1,15 @@
-"""A recipe: TOML in, validated settings out. Everything wrong is said before anything starts.
+"""The settings of a recipe, each with its type, default and meaning, and how a recipe is read.
 
 Unknown keys, wrong types and impossible combinations fail, naming field, value and rule. Anything
-here can be overridden by its dotted name: `--trainer.learning-rate 1e-5`.
+here can be overridden by its dotted name: `--trainer.learning-rate 1e-5`. The line under a field is
+its meaning, which `areal-flow train --help` and docs/settings.md show.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +17,6 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from areal_flow.errors import ConfigError
-
-TINY_MODEL = "tiny"
-"""Make a small Qwen2 policy here and warm-start it; anything else is a directory or a hub name."""
 
 
 def _require(holds: bool, rule: str) -> None:
@@ -29,23 +27,40 @@ def _require(holds: bool, rule: str) -> None:
 class Settings(BaseModel):
     """Base of every section: frozen, closed to unknown keys, and without silent conversions."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
-    source: Literal["arithmetic", "file"] = "arithmetic"
+    source: str = "arithmetic"
+    """`file`, or the name of a source that makes prompts: `arithmetic`."""
     path: Path | None = Field(None, strict=False)
+    """JSONL or Parquet, one prompt a row, for the source `file`."""
     held_out_path: Path | None = Field(None, strict=False)
+    """Held-out prompts in a file of their own; otherwise drawn from `path`."""
     question_field: str = "question"
+    """The field of a row that has the question."""
     answer_field: str = "answer"
+    """The field of a row that has the right answer."""
     template: str = "{question}"
+    """What the policy is given; `{question}` stands for the question."""
     num_prompts: int = Field(24_000, ge=1)
+    """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
+    """How many prompts are never trained on, at most a fifth of a file; 0: no evaluation."""
     min_terms: int = Field(3, ge=2)
+    """The fewest terms of a sum, for the source `arithmetic`."""
     max_terms: int = Field(7, ge=2)
+    """The most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
+    """Leave out and list rows that are wrong, instead of ending there."""
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:
@@ -61,29 +76,53 @@ class PromptSettings(Settings):
         return self
 
 
-class WarmStartSettings(Settings):
-    """Supervised warm start of the tiny policy: worked answers, blurted ones mixed in late."""
+class SftSettings(Settings):
+    """Supervised fine-tuning on prompts with their completions, before reinforcement learning.
 
-    num_steps: int = Field(2300, ge=0)
+    The rest of its optimizer, the passes' type and the device are those of `trainer`.
+    """
+
+    path: Path | None = Field(None, strict=False)
+    """JSONL rows with `prompt` and `completion`; the model `tiny` brings its own."""
+    num_steps: int = Field(0, ge=0)
+    """Optimizer steps; 0: no supervised fine-tuning."""
     batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(5e-3, gt=0)
-    worked_fraction: float = Field(0.24, ge=0, le=1)
-    mixed_phase: float = Field(0.12, ge=0, le=1)
+    """Rows a step."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """The peak rate."""
+    num_learning_rate_warmup_steps: int = Field(30, ge=0)
+    """Steps of linear warm-up."""
+    learning_rate_schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: a cosine down to 3% of the peak, or constant."""
+    shuffle: bool = True
+    """Another order every epoch, drawn from the seed; false: the file's own, a curriculum."""
+    checkpoint_every_steps: int = Field(500, ge=1)
+    """Steps between checkpoints, from which a stopped run goes on."""
 
 
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
     temperature: float = Field(1.0, gt=0)
+    """Divides the logits before sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that have this probability together; 1: from all."""
     top_k: int = Field(0, ge=0)
+    """Sample from so many likeliest tokens; 0: from all."""
     max_new_tokens: int = Field(64, ge=1)
+    """The longest completion, in tokens."""
     max_model_len: int = Field(128, ge=2)
+    """The longest prompt with its completion, in tokens."""
     max_num_seqs: int = Field(128, ge=1)
+    """Sequences that one generator decodes at a time."""
     kv_cache_tokens: int = Field(65_536, ge=1)
+    """Room of one generator's key-value cache, in tokens."""
     interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
+    """New weights: re-prefill and go on, keep the old cache, or finish first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the served weights and the engine."""
     device: str = "cpu"
+    """Of the engines, as torch names it."""
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
@@ -105,10 +144,15 @@ class ControllerSettings(Settings):
     """How much work is in flight and how old it may get. Sizes in trajectories."""
 
     batch_size: int = Field(512, ge=1)
+    """Trajectories a training step."""
     group_size: int = Field(16, ge=1)
+    """Completions of one prompt."""
     max_staleness: int = Field(2, ge=0)
+    """The oldest token that may train, in policy versions before the current one."""
     max_attempts: int = Field(3, ge=1)
+    """How often a group is tried before it is given up."""
     max_consecutive_failures: int = Field(4, ge=1)
+    """So many groups that fail in a row end the run."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:
@@ -124,86 +168,125 @@ class AlgorithmSettings(Settings):
     """Decoupled PPO (arXiv 2505.24298, eq. 5) and its advantages."""
 
     advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo"] = "dr_grpo"
+    """How rewards become advantages: over the batch, or relative to the group."""
     reward_bias: float = -0.5
+    """Added to each reward, for `batch_norm`."""
     reward_scale: float = Field(10.0, gt=0)
+    """Multiplies each biased reward, for `batch_norm`."""
     epsilon: float = Field(0.2, gt=0)
+    """The clip range of the probability ratio, below 1."""
     epsilon_high: float | None = Field(None, gt=0)
+    """The clip range above 1, if it differs."""
     num_minibatches: int = Field(2, ge=1)
+    """Optimizer updates a step."""
     importance_weight_rule: Literal["full", "truncate", "mask"] = "full"
+    """What becomes of proximal over behaviour above the cap: kept, cut, left out."""
     importance_weight_cap: float = Field(5.0, gt=1)
+    """The largest importance weight, for `truncate` and `mask`."""
 
 
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
     learning_rate: float = Field(3e-4, gt=0)
+    """The rate of AdamW after the warm-up."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the mean gradient."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the squared gradient."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Longer gradients are scaled down to this norm."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
+    """Packed tokens of one forward and backward pass."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the passes; the master weights stay float32."""
     device: str = "cpu"
+    """Of the trainer, as torch names it."""
     checkpoint_every_steps: int = Field(20, ge=1)
+    """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
+    """So many newest checkpoints are kept, and that of step 0."""
 
 
 class RewardSettings(Settings):
     """How completions are graded."""
 
     verifier: str = "numeric"
+    """A built-in verifier, or the import path of one: `package.module:function`."""
     num_workers: int = Field(1, ge=1)
+    """Worker processes that score."""
 
 
 class ClusterSettings(Settings):
     """Local worker processes; with one thread each, results do not depend on their number."""
 
     num_generators: int = Field(1, ge=1)
+    """Worker processes that generate."""
     threads_per_worker: int = Field(1, ge=1)
+    """Threads of the numbers in a generator."""
     num_trainers: int = Field(1, ge=1)
+    """Trainer ranks, one process each."""
     num_trainer_threads: int = Field(1, ge=1)
+    """Threads of the numbers in a trainer rank."""
     dashboard_port: int = Field(0, ge=0, le=65535)
+    """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
     silent_after_s: float = Field(10.0, ge=1)
+    """A worker that shows no sign of life or work for so long is hung."""
     worker_ttl_s: float = Field(60.0, gt=0)
+    """Dask gives up a worker that it has not heard of for so long."""
 
 
 class TrackingSettings(Settings):
     """MLflow: a database beside the runs unless a server's address is given."""
 
     enabled: bool = True
+    """Whether metrics and models go to MLflow."""
     uri: str = ""
+    """MLflow's address; empty: a database beside the runs."""
     experiment: str = "areal-flow"
+    """MLflow's experiment."""
     registered_model: str = "areal-flow"
+    """The name under which checkpoints are registered."""
 
 
 class Recipe(Settings):
     """Everything a run is made of."""
 
-    model: str = TINY_MODEL
+    model: str = "tiny"
+    """A model directory, a hub name, or a model made here: `tiny`."""
     seed: int = Field(0, ge=0)
+    """Of everything drawn at random."""
     num_steps: int = Field(90, ge=0)
+    """Training steps."""
     max_minutes: float | None = Field(None, gt=0)
+    """Stop training after this long."""
     schedule: Literal["async", "sync"] = "async"
+    """Generation beside training, or in turns."""
     prompts: PromptSettings = PromptSettings()
-    warm_start: WarmStartSettings = WarmStartSettings()
+    """Where prompts come from and how they are put to the policy."""
+    sft: SftSettings = SftSettings()
+    """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()
+    """The engine of each generator, and how completions are drawn."""
     controller: ControllerSettings = ControllerSettings()
+    """How much work is in flight and how old it may get."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    """Advantages and the loss."""
     trainer: TrainerSettings = TrainerSettings()
+    """The optimizer and its checkpoints."""
     rewards: RewardSettings = RewardSettings()
+    """How completions are graded."""
     cluster: ClusterSettings = ClusterSettings()
+    """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
+    """MLflow."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        _require(
-            self.model != TINY_MODEL
-            or self.prompts.source == "arithmetic"
-            or not self.warm_start.num_steps,
-            f"warm_start.num_steps ({self.warm_start.num_steps}) must be 0 unless prompts.source "
-            "is 'arithmetic': only sums have worked answers to imitate; see the gsm8k recipe",
-        )
         _require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
@@ -241,7 +324,7 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise ConfigError(f"expected a recipe at {path}, found no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_recipe(_merge(table, overrides or {}), source=str(path))
+    return build_recipe(merge(table, overrides or {}), source=str(path))
 
 
 def build_recipe(table: dict[str, Any], *, source: str) -> Recipe:
@@ -257,46 +340,23 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomlkit.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turn `--a.b-c VALUE` and `--a.b-c=VALUE` into a nested table; values are TOML or plain text.
-
-    Raises:
-        ConfigError: an argument is not an option, or an option has no value.
-    """
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn settings by dotted name, `{"trainer.learning_rate": 1e-5}`, into a nested table."""
     table: dict[str, Any] = {}
-    remaining = list(arguments)
-    while remaining:
-        option = remaining.pop(0)
-        if not option.startswith("--") or option == "--":
-            raise ConfigError(f"expected --SECTION.SETTING VALUE, found {option!r}")
-        name, equals, value = option[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise ConfigError(f"--{name} needs a value")
-            value = remaining.pop(0)
-        _assign(table, name.replace("-", "_").split("."), _parse_value(value))
+    for name, value in settings.items():
+        section, _, rest = name.partition(".")
+        inner = nest(value) if isinstance(value, Mapping) else value
+        table = merge(table, {section: nest({rest: value}) if rest else inner})
     return table
 
 
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _assign(table: dict[str, Any], path: list[str], value: Any) -> None:
-    for key in path[:-1]:
-        table = table.setdefault(key, {})
-    table[path[-1]] = value
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested table with another one's values where it has any."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
         merged[key] = (
-            _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+            merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
         )
     return merged
 

@@ -4,7 +4,8 @@ runs/NAME/
     run.json               schema version, and the run's identity
     config.toml            the whole recipe, defaults written out
     model/                 config.json and tokenizer of the policy, no weights
-    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
+    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too
+    sft/                   supervised fine-tuning: tokenised rows, checkpoints
     trajectories.lance     the events
     steps.lance            their order
     evaluations.lance      held-out answers
@@ -61,6 +62,14 @@ class RunLayout:
     @property
     def held_out_prompts(self) -> Path:
         return self.root / "prompts" / "held_out.arrow"
+
+    @property
+    def sft_rows(self) -> Path:
+        return self.root / "sft" / "rows.npz"
+
+    @property
+    def sft_checkpoints(self) -> Path:
+        return self.root / "sft" / "checkpoints"
 
     @property
     def bad_rows(self) -> Path:

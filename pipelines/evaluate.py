@@ -58,7 +58,6 @@ def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
     settings = recipe.model_dump(mode="json", exclude_none=True)
     if prompts is not None:
         settings["prompts"] |= {"source": "file", "path": str(prompts.resolve())}
-        settings["warm_start"]["num_steps"] = 0
     settings["cluster"]["num_generators"] = 2
     return build_recipe(settings, source=str(run.config) if run else "defaults")
 

@@ -1,33 +1,50 @@
-"""SIGINT and SIGTERM in, an orderly end out: the first lets the step finish, the second not."""
+"""What SIGINT and SIGTERM do: the first lets the step finish, the second ends all at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import threading
+from dataclasses import dataclass
 from types import TracebackType
-
-from areal_flow.controller.flow import Flow
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a driver ended: with its work finished, or stopped by a signal."""
+
+    finished: bool
+    stopped_by: str = ""
+
+
+class Stoppable(Protocol):
+    """What can end after its current step."""
+
+    def request_stop(self) -> None: ...
+
+
 class StopSignals:
     """Handles both signals while it is entered; made and used on the event loop.
 
-    Until `training` names a flow there is no step to finish, and the first signal ends everything.
+    Until `training` names something there is no step to finish, and the first signal ends
+    everything. Python handles signals in the main thread only: elsewhere this handles none.
     """
 
     def __init__(self) -> None:
         self.received: list[str] = []
-        self._flow: Flow | None = None
+        self._flow: Stoppable | None = None
         self._driver = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> StopSignals:
-        for number in STOPPING:
+        for number in STOPPING if self._in_main_thread else ():
             self._loop.add_signal_handler(number, self._on_signal, number.name)
         return self
 
@@ -37,11 +54,11 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number in STOPPING:
+        for number in STOPPING if self._in_main_thread else ():
             self._loop.remove_signal_handler(number)
 
-    def training(self, flow: Flow | None) -> None:
-        """Say which flow is running, or that none is any more."""
+    def training(self, flow: Stoppable | None) -> None:
+        """Say what is training, or that nothing is any more."""
         self._flow = flow
 
     def _on_signal(self, name: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -21,20 +21,13 @@ from areal_flow.cluster.adapters import (
 from areal_flow.cluster.launchers import RunningCluster, local_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.warm_start import begin_from_warm_start, warm_start_chunk
 from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.config import TINY_MODEL, Recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import (
-    check_model_directory,
-    copy_model_description,
-    resolve_model,
-)
-from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import commit_genesis, restore_policy
@@ -50,12 +43,14 @@ from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
-from areal_flow.types import EngineStats, EvaluationTable, PolicyHashes
+from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
+from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.stop_signals import StopSignals
+from pipelines.sft import first_policy, prepare_sft
+from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import EvaluationPair, print_summary, summarise, write_summary
 from pipelines.workers import reachable
 
@@ -65,14 +60,6 @@ WARM_START_CHUNK_STEPS = 50
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How training ended."""
-
-    finished: bool
-    stopped_by: str = ""
-
-
 def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """Write everything that a new run needs before its first process starts.
 
@@ -80,16 +67,10 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
         PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
-    if recipe.model == TINY_MODEL:
-        write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
-    else:
-        from areal_flow.models.probe import probe_policy  # torch: only where there is a model
-
-        source = resolve_model(recipe.model)
-        check_model_directory(source)
-        probe_policy(source, max_model_len=recipe.generation.max_model_len)
-        copy_model_description(source, layout.model)
+    prepare_model(recipe, layout)
+    recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
+    prepare_sft(recipe, layout)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     return prepared
@@ -132,19 +113,6 @@ async def run_training(
         session.evaluations.model_version = tracker.model_version
         session.summarise(began)
     return outcome
-
-
-async def begin_policy(
-    replicas: TrainerReplicas, recipe: Recipe, progress: Callable[[str], None]
-) -> tuple[PolicyHashes, str]:
-    """Make version 0 on the leader: a pretrained directory, or a warm-started tiny policy."""
-    if recipe.model != TINY_MODEL:
-        return await replicas.lead(tasks.begin_from_directory, resolve_model(recipe.model))  # type: ignore[no-any-return]
-    num_steps, taken = recipe.warm_start.num_steps, 0
-    while taken < num_steps:
-        taken, loss = await replicas.lead(warm_start_chunk, WARM_START_CHUNK_STEPS)
-        progress(f"warm start {taken}/{num_steps}, loss {loss:.3f}")
-    return await replicas.lead(begin_from_warm_start)  # type: ignore[no-any-return]
 
 
 class Session:
@@ -194,10 +162,13 @@ class Session:
 
     async def run(self, *, resume: bool, began: float) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
+        begun = resume and self.ledger.head >= 0
         start, _ = await asyncio.gather(
-            self._restore() if resume else self._begin(),
+            self._restore() if begun else self._begin(),
             self._on_generators(tasks.import_engine),
         )
+        if start is None:
+            return Outcome(False, self.signals.received[0])
         await self._on_generators(tasks.prepare_generator)
         self.evaluations.before = self._earlier_evaluation("before") or (
             await self._evaluate("before", 0) if start.policy_version == 0 else None
@@ -224,11 +195,16 @@ class Session:
     def _follow_generators(self, flow: Flow, num_generators: int) -> None:
         flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
 
-    async def _begin(self) -> InitialState:
+    async def _begin(self) -> InitialState | None:
         self.progress.phase("Making the first policy")
         self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
-        begun = await begin_policy(self.replicas, self.recipe, self.progress.update)
+        source = await first_policy(
+            self.replicas, self.layout, self.recipe, self.progress, self.signals
+        )
+        if source is None:
+            return None
+        begun = await self.replicas.lead(tasks.begin_from_directory, source)
         seconds = monotonic() - began
         commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
         await self.checkpoints.complete()

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.models.attention import ATTENTION_NAME
-from areal_flow.models.tiny import build_tokenizer, write_tiny_model
+from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:

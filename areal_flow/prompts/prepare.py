@@ -19,10 +19,9 @@ from typing import Any
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from areal_flow.config import PromptSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.arithmetic import arithmetic_questions
 from areal_flow.prompts.files import question_from_row, read_rows
 from areal_flow.prompts.question import Question
 from areal_flow.rewards.numeric import verify_numeric
@@ -149,8 +148,6 @@ Source = Callable[[], Iterable[Question]]
 
 def _sources(recipe: Recipe, preparation: _Preparation) -> tuple[Source, Source]:
     settings = recipe.prompts
-    if settings.source == "arithmetic":
-        return _arithmetic_sources(settings, recipe.seed)
     path = settings.path
     assert path is not None
     if settings.held_out_path is not None:
@@ -160,19 +157,6 @@ def _sources(recipe: Recipe, preparation: _Preparation) -> tuple[Source, Source]
             lambda: preparation.questions(path),
         )
     return _split_file(preparation, path, settings.num_held_out, recipe.seed)
-
-
-def _arithmetic_sources(settings: PromptSettings, seed: int) -> tuple[Source, Source]:
-    def stream(number: int, size: int) -> Source:
-        return lambda: arithmetic_questions(
-            size=size,
-            seed=seed,
-            min_terms=settings.min_terms,
-            max_terms=settings.max_terms,
-            stream=number,
-        )
-
-    return stream(0, settings.num_held_out), stream(1, settings.num_prompts)
 
 
 def _split_file(

@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 SMALL: dict[str, Any] = {
     "num_steps": 4,
     "prompts": {"num_prompts": 400, "num_held_out": 64},
-    "warm_start": {"num_steps": 20, "batch_size": 16},
+    "sft": {"num_steps": 20, "batch_size": 16, "learning_rate": 5e-3, "shuffle": False},
     "generation": {"max_new_tokens": 12, "max_model_len": 32, "max_num_seqs": 16},
     "controller": {"batch_size": 32, "group_size": 4},
     "trainer": {"checkpoint_every_steps": 2},

@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    recipe = small_recipe(prompts={"num_held_out": 8}, warm_start={"num_steps": 2})
+    recipe = small_recipe(prompts={"num_held_out": 8}, sft={"num_steps": 2})
     return run_small(tmp_path_factory.mktemp("runs") / "sound", recipe)
 
 

@@ -26,7 +26,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     recipe = small_recipe(
         num_steps=NUM_STEPS,
         prompts={"num_held_out": 0},
-        warm_start={"num_steps": 0},
+        sft={"num_steps": 0},
         controller={"max_staleness": 1},
         trainer={"learning_rate": 2e-3, "num_learning_rate_warmup_steps": 0},
         rewards={"verifier": "tests.integration.verifiers:reward_length"},

@@ -13,17 +13,17 @@ import pytest
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.models.tiny import write_tiny_model
-from areal_flow.prompts.arithmetic import (
-    arithmetic_questions,
-    blurted_answer,
-    is_worked,
-    running_sums,
-    worked_answer,
-)
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
+from pipelines.arithmetic.sums import (
+    arithmetic_questions,
+    chain_of_thought_answer,
+    direct_answer,
+    is_chain_of_thought,
+    running_sums,
+)
+from pipelines.arithmetic.tiny_policy import write_tiny_model
 
 
 def recipe(path: Path, **prompts: Any) -> Recipe:
@@ -31,7 +31,6 @@ def recipe(path: Path, **prompts: Any) -> Recipe:
         {
             "prompts": {"source": "file", "path": str(path), "num_held_out": 4, **prompts},
             "generation": {"max_model_len": 96, "max_new_tokens": 32},
-            "warm_start": {"num_steps": 0},
         },
         source="test",
     )
@@ -144,12 +143,12 @@ def test_arithmetic_answers_are_right_both_ways() -> None:
     assert len({question.text for question in questions}) == 300
     assert {question.difficulty for question in questions} == {3, 4, 5, 6, 7}
     for question in questions:
-        for answer in (worked_answer(question.text), blurted_answer(question.text)):
+        for answer in (chain_of_thought_answer(question.text), direct_answer(question.text)):
             score = verify_numeric(prompt="", completion=answer, answer=question.answer)
             assert score.verdict == "right"
         assert len(running_sums(question.text)) == question.difficulty
-        assert is_worked(worked_answer(question.text))
-        assert not is_worked(blurted_answer(question.text))
+        assert is_chain_of_thought(chain_of_thought_answer(question.text))
+        assert not is_chain_of_thought(direct_answer(question.text))
 
 
 def test_seeds_and_streams_share_no_items() -> None:

@@ -11,16 +11,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from areal_flow.models.tiny import build_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines.cli.lineage_page import bucketed
 from rich.console import Console
 
 from areal_flow.errors import ConfigError
-from areal_flow.models.tiny import build_tokenizer
 from areal_flow.store.browsing import Inspected, InspectedToken, TrainedBatch, token_texts
 from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
+from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.lineage_report import bucketed
 from pipelines.cli.table_file import write_table_file
 from pipelines.cli.terminal import one_line, printable

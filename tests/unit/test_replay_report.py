@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_flow.layout import RunLayout
-from areal_flow.models.tiny import build_tokenizer, write_tiny_model
 from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
+from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 from pipelines.cli.replay_report import most_different, print_report
 from tests.unit.test_comparison import result
 

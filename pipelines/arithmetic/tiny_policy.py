@@ -1,4 +1,4 @@
-"""A small Qwen2 policy's directory, made from rules alone: configuration and a real fast tokenizer.
+"""The default job's policy: configuration and fast tokenizer of a small Qwen2, made from rules.
 
 Byte-level, so any text can be encoded; what sums are made of (a signed term, a running sum, the
 answer mark) is one token each, so that a completion is short. No torch, no training, no download.

@@ -1,8 +1,8 @@
-"""Procedural sums from reasoning-gym, and the two ways to answer one: worked and blurted.
+"""Procedural sums from reasoning-gym, and the two ways to answer one.
 
-question   "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
-worked     " 4 3 10 #### 10"    the running sums, then the answer
-blurted    " #### 10"           the answer at once
+question            "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
+chain of thought    " 4 3 10 #### 10"    the running sums, then the answer
+direct              " #### 10"           the answer at once
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def running_sums(question: str) -> list[int]:
     return list(accumulate(signed))
 
 
-def worked_answer(question: str) -> str:
+def chain_of_thought_answer(question: str) -> str:
     """Return the running sums, then the answer."""
     sums = running_sums(question)
     steps = "".join(f" {value}" for value in sums)
     return f"{steps}{ANSWER_MARK} {sums[-1]}"
 
 
-def blurted_answer(question: str) -> str:
+def direct_answer(question: str) -> str:
     """Return the answer at once."""
     return f"{ANSWER_MARK} {running_sums(question)[-1]}"
 
 
-def is_worked(completion: str) -> bool:
+def is_chain_of_thought(completion: str) -> bool:
     """Return whether a completion shows steps before its answer."""
     return bool(completion.split(ANSWER_MARK)[0].strip())

@@ -1,0 +1,70 @@
+"""Prompts with their completions, tokenised once for supervised fine-tuning.
+
+Each row of a JSONL or Parquet file has the text fields `prompt` and `completion`; the stop token is
+appended to the completion.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from areal_flow.errors import PromptError
+from areal_flow.prompts.files import question_from_row, read_rows
+from areal_flow.prompts.question import Question
+
+BATCH_ROWS = 4096
+
+
+def tokenise_completions(
+    path: Path, target: Path, *, tokenizer: Tokenizer, stop_token_id: int, max_tokens: int
+) -> int:
+    """Write a file's rows as arrays of tokens; return how many rows there are.
+
+    Args:
+        target: an .npz of `tokens` (all rows, one after the other) and, by row, `prompt_lengths`
+            and `lengths`, in tokens.
+        max_tokens: the longest row that training can pack.
+
+    Raises:
+        PromptError: naming file, line and field of the first bad row.
+    """
+    tokens: list[int] = []
+    prompt_lengths: list[int] = []
+    lengths: list[int] = []
+    known: dict[str, list[int]] = {}
+    rows = (_row(origin, row) for origin, row in read_rows(path))
+    while batch := list(islice(rows, BATCH_ROWS)):
+        _encode([text for row in batch for text in (row.text, row.answer)], known, tokenizer)
+        for row in batch:
+            prompt, completion = known[row.text], known[row.answer]
+            length = len(prompt) + len(completion) + 1
+            if not prompt or length > max_tokens:
+                raise PromptError(
+                    f"{row.origin}: {len(prompt)} prompt and {length} tokens in all, expected "
+                    f"1 or more and at most trainer.tokens_per_micro_batch ({max_tokens})"
+                )
+            tokens += (*prompt, *completion, stop_token_id)
+            prompt_lengths.append(len(prompt))
+            lengths.append(length)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths}
+    np.savez(target, **{name: np.array(values, np.int32) for name, values in arrays.items()})
+    return len(lengths)
+
+
+def _encode(texts: list[str], known: dict[str, list[int]], tokenizer: Tokenizer) -> None:
+    """Tokenise the texts that are not known yet: a curriculum shows its prompts again and again."""
+    new = [text for text in dict.fromkeys(texts) if text not in known]
+    encodings = tokenizer.encode_batch(new, add_special_tokens=False)
+    known.update((text, encoding.ids) for text, encoding in zip(new, encodings, strict=True))
+
+
+def _row(origin: str, row: object) -> Question:
+    if isinstance(row, PromptError):
+        raise row
+    assert isinstance(row, dict)
+    return question_from_row(row, origin=origin, question_field="prompt", answer_field="completion")

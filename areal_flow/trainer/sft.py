@@ -1,0 +1,178 @@
+"""Supervised fine-tuning: cross-entropy on completions, with AdamW, step by step.
+
+A step depends on the weights, the optimizer's state, the seed and its number alone, so training
+that goes on from a checkpoint makes the same bits as training that was never stopped. This module
+does not know where rows come from, or which process it runs in.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_flow.algorithms.packing import pack_first_fit_decreasing
+from areal_flow.config import SftSettings, TrainerSettings
+from areal_flow.errors import TrainingError
+from areal_flow.recovery.checkpoints import (
+    CheckpointState,
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+    set_aside,
+)
+from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
+from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.step import micro_batch_logprobs
+
+FINAL_RATE = 0.03
+"""Of the peak, at the end of the cosine."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRows:
+    """Tokenised rows: `tokens` of all, one after the other; row r begins at `starts[r]`."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> CompletionRows:
+        """Read what `tokenise_completions` wrote; no file is no rows."""
+        if not path.is_file():
+            return cls(*(np.zeros(0, np.int32) for _ in range(4)))
+        with np.load(path) as arrays:
+            lengths = arrays["lengths"]
+            starts = np.cumsum(lengths) - lengths
+            return cls(arrays["tokens"], starts, arrays["prompt_lengths"], lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sequence(self, row: int) -> TrainingSequence:
+        """Return a row as a sequence whose completion is trained, stop token included."""
+        start, prompt_length = int(self.starts[row]), int(self.prompt_lengths[row])
+        tokens = self.tokens[start : start + int(self.lengths[row])].tolist()
+        num_trained = len(tokens) - prompt_length
+        return TrainingSequence(
+            prompt_tokens=tokens[:prompt_length],
+            output_tokens=tokens[prompt_length:],
+            behavior_logprobs=[0.0] * num_trained,
+            trained=[True] * num_trained,
+            reward=0.0,
+            group=0,
+        )
+
+
+class SftTrainer:
+    """A policy that learns rows; not for concurrent use."""
+
+    def __init__(
+        self,
+        policy: Any,
+        rows: CompletionRows,
+        settings: SftSettings,
+        trainer: TrainerSettings,
+        *,
+        seed: int,
+    ) -> None:
+        self.step = 0
+        self.state = TrainerState(
+            policy.train(), trainer.model_copy(update={"learning_rate": settings.learning_rate})
+        )
+        self.rows = rows
+        self._settings = settings
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def take_step(self) -> float:
+        """Update the policy once; return the loss in nats a trained token.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite.
+        """
+        state = self.state
+        sequences = [self.rows.sequence(row) for row in self._rows_of(self.step)]
+        num_tokens = sum(sequence.num_trained for sequence in sequences)
+        state.set_learning_rate(self.learning_rate(self.step))
+        state.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for indices in pack_first_fit_decreasing(
+            [sequence.num_tokens for sequence in sequences],
+            max_tokens=state.settings.tokens_per_micro_batch,
+        ):
+            packed = [sequences[index] for index in indices]
+            micro = pack_sequences(packed, [0.0] * len(packed), device=state.settings.device)
+            with state.autocast():
+                logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=1.0)
+            loss = -logprobs_M.sum() / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(
+            state.policy.parameters(), state.settings.max_grad_norm
+        )
+        if not (math.isfinite(total) and math.isfinite(float(norm))):
+            raise TrainingError(
+                f"expected a finite loss and gradient in supervised step {self.step + 1}, found "
+                f"loss {total} and gradient norm {float(norm)}: lower sft.learning_rate"
+            )
+        state.optimizer.step()
+        self.step += 1
+        return total
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of step 0, 1, ...: warm-up times cosine or constant."""
+        settings = self._settings
+        warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
+        if settings.learning_rate_schedule == "constant":
+            return settings.learning_rate * warmup
+        cosine = 0.5 * (1 + math.cos(math.pi * step / settings.num_steps))
+        return settings.learning_rate * warmup * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+
+    def save(self, root: Path, model_directory: Path, writer: Writer) -> Path:
+        """Write a checkpoint of this step, a Hugging Face directory; return where it lies.
+
+        Raises:
+            RunError: another driver took over.
+            StorageError: the disk refused; older checkpoints are intact.
+        """
+        state = self.state
+        description = CheckpointState(
+            self.step, state.weights_hash(), state.optimizer_hash(), 0, config_hash=""
+        )
+        path = write_checkpoint(root, model_directory, take_snapshot(state, description), writer)
+        prune_checkpoints(root, keep=state.settings.keep_checkpoints)
+        return path
+
+    def restore(self, root: Path) -> None:
+        """Go on from the newest checkpoint that can be read; without one, from step 0."""
+        for step in reversed(list_checkpoints(root)):
+            try:
+                self.step = read_checkpoint(checkpoint_path(root, step), self.state).step
+                return
+            except TrainingError as error:
+                aside = set_aside(checkpoint_path(root, step))
+                logger.warning("%s; moved to %s, trying an older one", error, aside)
+
+    def _rows_of(self, step: int) -> list[int]:
+        batch_size, num_rows = self._settings.batch_size, len(self.rows)
+        places = (divmod(step * batch_size + offset, num_rows) for offset in range(batch_size))
+        return [int(self._order(epoch)[position]) for epoch, position in places]
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        num_rows = len(self.rows)
+        if not self._settings.shuffle:
+            return np.arange(num_rows)
+        return np.random.default_rng([self._seed, epoch]).permutation(num_rows)

@@ -1,0 +1,1 @@
+"""The default job's own parts: its sums, its policy, and the answers that it imitates first."""

@@ -1,0 +1,138 @@
+"""Supervised fine-tuning as a stage of a run: prepared, driven, stopped, gone on with.
+
+It is what `areal-flow sft` does, and what `areal-flow train` does first when a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.placement import place_workers, trainer_name
+from areal_flow.cluster.sft import sft_checkpoint, sft_chunk, sft_result
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.config import Recipe
+from areal_flow.errors import ConfigError, TrainerLost
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import stop_token_ids
+from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.recovery.lease import Writer
+from pipelines.built_in import initial_model, prepare_model, with_files
+from pipelines.cli.progress import Progress, make_progress
+from pipelines.stop_signals import Outcome, StopSignals
+
+MAX_LOST_TRAINERS = 3
+"""So many in a row that die without having come further end the run."""
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Remembers that somebody asked for a stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request_stop(self) -> None:
+        self.requested = True
+
+
+def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
+    """Tokenise the rows of supervised fine-tuning; return how many there are, 0 without the stage.
+
+    Raises:
+        PromptError: naming file, line and field of the first bad row.
+    """
+    if not (recipe.sft.num_steps and recipe.sft.path):
+        return 0
+    return tokenise_completions(
+        recipe.sft.path,
+        layout.sft_rows,
+        tokenizer=Tokenizer.from_file(str(layout.model / "tokenizer.json")),
+        stop_token_id=stop_token_ids(layout.model)[0],
+        max_tokens=recipe.trainer.tokens_per_micro_batch,
+    )
+
+
+def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> int:
+    """Write everything that a run of supervised fine-tuning alone needs; return its rows.
+
+    Raises:
+        ConfigError: the recipe asks for no step, or has no rows.
+        PromptError, ModelError: nothing was started.
+    """
+    prepare_model(recipe, layout)
+    num_rows = prepare_sft(with_files(recipe, layout), layout)
+    if not num_rows:
+        raise ConfigError(
+            "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and completion: "
+            f"found {recipe.sft.num_steps} and {recipe.sft.path}"
+        )
+    return num_rows
+
+
+async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer) -> Outcome:
+    """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
+    progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
+    workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
+    plugin = RunPlugin(layout.root, writer.writer_epoch)
+    try:
+        with StopSignals() as signals:
+            async with local_cluster(workers, recipe.cluster, plugin) as cluster:
+                progress.phase(f"Dask dashboard: {cluster.dashboard}")
+                replicas = TrainerReplicas(
+                    cluster.client, num_ranks=1, replace=cluster.pool.replace_named
+                )
+                result = await cluster.pool.guard(
+                    first_policy(replicas, layout, recipe, progress, signals)
+                )
+    finally:
+        progress.close()
+    return Outcome(True) if result else Outcome(False, signals.received[0])
+
+
+async def first_policy(
+    replicas: TrainerReplicas,
+    layout: RunLayout,
+    recipe: Recipe,
+    progress: Progress,
+    signals: StopSignals,
+) -> Path | None:
+    """Return the directory of version 0, fine-tuned or drawn first if need be; None if stopped.
+
+    A trainer that dies is started again by its nanny, and goes on from the newest checkpoint.
+
+    Raises:
+        TrainerLost: the trainer died again and again.
+        TrainingError: a step could not be computed.
+    """
+    source = initial_model(recipe, layout)
+    num_steps = recipe.sft.num_steps if layout.sft_rows.is_file() else 0
+    if not num_steps and any(source.glob("*.safetensors")):
+        return source
+    stop, taken, num_lost = StopRequest(), -1, 0
+    signals.training(stop)
+    try:
+        while taken < num_steps and not stop.requested:
+            try:
+                taken, loss = await replicas.lead(sft_chunk, source)
+                num_lost = 0
+            except TrainerLost as error:
+                num_lost += 1
+                if num_lost == MAX_LOST_TRAINERS:
+                    raise
+                logger.warning("%s: going on from the newest checkpoint", error)
+                continue
+            if not math.isnan(loss):
+                progress.update(f"supervised fine-tuning {taken}/{num_steps}, loss {loss:.3f}")
+        if taken < num_steps:
+            await replicas.lead(sft_checkpoint)
+            return None
+    finally:
+        signals.training(None)
+    return sft_result(layout, num_steps)

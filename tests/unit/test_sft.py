@@ -1,0 +1,209 @@
+"""Supervised fine-tuning: its rows, its loss, its order, and going on to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from areal_flow.config import SftSettings, TrainerSettings, build_recipe
+from areal_flow.errors import ConfigError, PromptError, TrainingError
+from areal_flow.layout import RunLayout
+from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.sft import CompletionRows, SftTrainer
+from pipelines.arithmetic.curriculum import curriculum
+from pipelines.arithmetic.sums import arithmetic_questions, is_chain_of_thought, running_sums
+from pipelines.arithmetic.tiny_policy import build_tokenizer
+from pipelines.built_in import with_files
+from tests.policies import small_policy
+
+STOP = 1
+WRITER = Writer(Path("nobody"), 1)
+
+
+def rows_of(pairs: Sequence[tuple[list[int], list[int]]]) -> CompletionRows:
+    lengths = np.array([len(prompt) + len(completion) for prompt, completion in pairs])
+    tokens = np.array([token for prompt, completion in pairs for token in prompt + completion])
+    prompt_lengths = np.array([len(prompt) for prompt, _ in pairs])
+    return CompletionRows(tokens, np.cumsum(lengths) - lengths, prompt_lengths, lengths)
+
+
+def pairs(num: int = 10) -> list[tuple[list[int], list[int]]]:
+    random = np.random.default_rng(0)
+    return [
+        (random.integers(1, 13, 2 + index % 3).tolist(), random.integers(1, 13, 3).tolist())
+        for index in range(num)
+    ]
+
+
+def trainer(*, tokens_per_micro_batch: int = 64, **settings: Any) -> SftTrainer:
+    chosen = SftSettings(**{"num_steps": 6, "batch_size": 4, "learning_rate": 1e-2, **settings})
+    of_trainer = TrainerSettings(tokens_per_micro_batch=tokens_per_micro_batch)
+    return SftTrainer(small_policy(), rows_of(pairs()), chosen, of_trainer, seed=3)
+
+
+def test_loss_is_the_cross_entropy_of_completions_by_token() -> None:
+    """Against each sequence alone, through the model's own forward pass."""
+    policy = small_policy()
+    policy.set_attn_implementation("eager")
+    losses = []
+    for prompt, completion in pairs()[:4]:
+        logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0].double()
+        predicting = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        losses += [-float(predicting[at, token].detach()) for at, token in enumerate(completion)]
+    expected = sum(losses) / len(losses)
+    for room in (7, 64):
+        found = trainer(shuffle=False, tokens_per_micro_batch=room).take_step()
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_goes_on_from_a_checkpoint_makes_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    straight, stopped = trainer(), trainer()
+    for _ in range(6):
+        straight.take_step()
+    for _ in range(3):
+        stopped.take_step()
+    path = stopped.save(tmp_path / "checkpoints", tmp_path / "model", WRITER)
+    assert {file.name for file in path.iterdir()} >= {"model.safetensors", "optimizer.safetensors"}
+    resumed = trainer()
+    resumed.restore(tmp_path / "checkpoints")
+    assert resumed.step == 3
+    for _ in range(3):
+        resumed.take_step()
+    assert resumed.state.weights_hash() == straight.state.weights_hash()
+    assert resumed.state.optimizer_hash() == straight.state.optimizer_hash()
+
+
+def test_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    of = trainer()
+    for _ in range(2):
+        of.take_step()
+        newest = of.save(tmp_path / "checkpoints", tmp_path / "model", WRITER)
+    (newest / "model.safetensors").write_bytes(b"no tensors")
+    resumed = trainer()
+    resumed.restore(tmp_path / "checkpoints")
+    assert resumed.step == 1
+    assert list_checkpoints(tmp_path / "checkpoints") == [1]
+
+
+def test_rows_come_in_the_order_of_the_file_or_of_the_seed() -> None:
+    in_order = [row for step in range(5) for row in trainer(shuffle=False)._rows_of(step)]
+    assert in_order == [index % 10 for index in range(20)]
+    drawn = [row for step in range(5) for row in trainer()._rows_of(step)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:] != in_order[:10]
+    assert drawn == [row for step in range(5) for row in trainer()._rows_of(step)]
+
+
+def test_learning_rate_warms_up_and_falls_or_stays() -> None:
+    falling = trainer(num_steps=100, num_learning_rate_warmup_steps=4)
+    assert falling.learning_rate(0) == pytest.approx(1e-2 / 4)
+    assert falling.learning_rate(50) == pytest.approx(1e-2 * (0.03 + 0.97 / 2))
+    assert falling.learning_rate(99) == pytest.approx(1e-2 * 0.03, rel=0.02)
+    flat = trainer(num_learning_rate_warmup_steps=0, learning_rate_schedule="constant")
+    assert {flat.learning_rate(step) for step in range(6)} == {1e-2}
+
+
+def test_loss_that_is_not_finite_is_refused_before_the_update() -> None:
+    broken = trainer()
+    with torch.no_grad():
+        next(broken.state.policy.parameters()).fill_(float("nan"))
+    before = broken.state.weights_hash()
+    with pytest.raises(TrainingError, match=r"sft\.learning_rate"):
+        broken.take_step()
+    assert broken.state.weights_hash() == before
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tokenise(path: Path, tokenizer: Tokenizer, *, max_tokens: int = 64) -> CompletionRows:
+    target = path.with_suffix(".npz")
+    tokenise_completions(
+        path, target, tokenizer=tokenizer, stop_token_id=STOP, max_tokens=max_tokens
+    )
+    return CompletionRows.read(target)
+
+
+def test_rows_are_tokenised_with_a_stop_token(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    texts = [("1 + 2 =", " 1 3 #### 3"), ("4 - 1 =", " #### 3"), ("1 + 2 =", " #### 3")]
+    path = write_rows(tmp_path / "r.jsonl", *({"prompt": p, "completion": c} for p, c in texts))
+    rows = tokenise(path, tokenizer)
+    for index, (prompt, completion) in enumerate(texts):
+        sequence = rows.sequence(index)
+        assert tokenizer.decode(list(sequence.prompt_tokens)) == prompt
+        assert tokenizer.decode(list(sequence.output_tokens[:-1])) == completion
+        assert sequence.output_tokens[-1] == STOP
+        assert sequence.num_trained == len(sequence.output_tokens)
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"prompt": "1 + 1 ="}, "field 'completion' is missing; found fields: prompt"),
+        ({"prompt": "1 + 1 =", "completion": 2}, "field 'completion': expected non-empty text"),
+        ({"prompt": "1 + 1 =", "completion": " 2" * 70}, "trainer.tokens_per_micro_batch (64)"),
+    ],
+)
+def test_bad_row_is_named(tmp_path: Path, bad: dict[str, Any], expected: str) -> None:
+    good = {"prompt": "1 + 1 =", "completion": " 2"}
+    with pytest.raises(PromptError) as raised:
+        tokenise(write_rows(tmp_path / "r.jsonl", good, bad), build_tokenizer())
+    assert "r.jsonl, line 2" in str(raised.value)
+    assert expected in str(raised.value)
+
+
+def test_curriculum_reasons_first_and_answers_directly_late_rare_sums_more_often() -> None:
+    questions = [
+        question.text
+        for question in arithmetic_questions(size=40, seed=0, min_terms=3, max_terms=7, stream=1)
+    ]
+    num_steps, batch_size = 400, 64
+    rows = list(curriculum(questions, num_steps=num_steps, batch_size=batch_size, seed=0))
+    shows = [is_chain_of_thought(row["completion"]) for row in rows]
+    late = int(num_steps * 0.88) * batch_size
+    assert all(shows[:late])
+    assert np.mean(shows[late:]) == pytest.approx(0.24, abs=0.03)
+    frequency = Counter(value for question in questions for value in running_sums(question))
+    weight = {
+        question: np.mean([frequency[value] ** -0.5 for value in running_sums(question)])
+        for question in questions
+    }
+    drawn = Counter(row["prompt"] for row in rows)
+    for question in questions:
+        expected = len(rows) * weight[question] / sum(weight.values())
+        assert abs(drawn[question] - expected) < 5 * expected**0.5
+
+
+def test_only_the_tiny_policy_on_sums_brings_its_own_rows(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    table: dict[str, Any] = {
+        "prompts": {"num_prompts": 40, "num_held_out": 8},
+        "sft": {"num_steps": 2, "batch_size": 4},
+    }
+    made = with_files(build_recipe(table, source="test"), layout)
+    assert made.sft.path is not None
+    assert len(made.sft.path.read_text().splitlines()) == 8
+    assert made.prompts.source == "file"
+    other = with_files(build_recipe({**table, "model": "no/where"}, source="test"), layout)
+    assert (other.sft.path, other.sft.num_steps) == (None, 0)
+    table["prompts"] = {"source": "file", "path": "p.jsonl"}
+    with pytest.raises(ConfigError, match=r"sft\.num_steps \(2\) needs sft\.path"):
+        with_files(build_recipe(table, source="test"), layout)
+    table["prompts"] = {"source": "nowhere"}
+    with pytest.raises(ConfigError, match="expected one of file, arithmetic"):
+        with_files(build_recipe(table, source="test"), layout)

@@ -56,7 +56,6 @@ from pipelines.workers import reachable
 
 logger = logging.getLogger(__name__)
 
-WARM_START_CHUNK_STEPS = 50
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 

@@ -11,10 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from areal_flow.models.tiny import build_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines.cli.lineage_page import bucketed
 from rich.console import Console
 
 from areal_flow.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_flow.errors import ModelError, WeightsError
-from areal_flow.models.attention import ATTENTION_NAME
+from areal_flow.models.attention import ATTENTION_NAME, AttentionLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,6 +56,37 @@ def empty_policy(
         config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
     )
     return policy.to(device).eval()
+
+
+def logits_at(
+    policy: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: AttentionLayout,
+    positions_M: Tensor,
+) -> Tensor:
+    """Return the logits of a packed row at some of its positions, through the policy's own head.
+
+    The head is called by the policy's forward alone: logit scaling and final soft-caps stay in.
+
+    Args:
+        input_ids: packed tokens `[1, T]`.
+        position_ids: each token's position in its own sequence, `[1, T]`.
+        layout: what each token may attend to.
+        positions_M: indices into the row, `[M]`.
+
+    Returns:
+        Logits `[M, V]` in the order of `positions_M`.
+    """
+    output = policy(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        use_cache=False,
+        layout=layout,
+        logits_to_keep=positions_M,
+    )
+    logits_MV: Tensor = output.logits[0]
+    return logits_MV
 
 
 def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, decoupled_ppo_lo
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.config import AlgorithmSettings
 from areal_flow.errors import TrainingError
+from areal_flow.models.policy import logits_at
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
 from areal_flow.trainer.state import TrainerState
@@ -275,13 +276,9 @@ def micro_batch_logprobs(
     policy: torch.nn.Module, micro: MicroBatch, *, temperature: float
 ) -> Tensor:
     """Return the policy's log-probabilities of the trained tokens, `[M]`, in packing order."""
-    hidden_TD = policy.model(  # type: ignore[operator]
-        input_ids=micro.input_ids_1T,
-        position_ids=micro.layout.position_ids,
-        use_cache=False,
-        layout=micro.layout,
-    ).last_hidden_state[0]
-    logits_MV = policy.lm_head(hidden_TD[micro.predicting_M])  # type: ignore[operator]
+    logits_MV = logits_at(
+        policy, micro.input_ids_1T, micro.layout.position_ids, micro.layout, micro.predicting_M
+    )
     return next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
 
 

@@ -13,23 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from areal_flow.algorithms.registry import ALGORITHMS, AlgorithmSettings, DecoupledPPO
 from areal_flow.errors import ConfigError
+from areal_flow.settings import Settings, require
 
 TINY_MODEL = "tiny"
 """Make a small Qwen2 policy here and warm-start it; anything else is a directory or a hub name."""
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
-class Settings(BaseModel):
-    """Base of every section: frozen, closed to unknown keys, and without silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class PromptSettings(Settings):
@@ -49,12 +40,12 @@ class PromptSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:
-        _require(
+        require(
             self.source != "file" or self.path is not None,
             "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
         )
-        _require("{question}" in self.template, "prompts.template must contain {question}")
-        _require(
+        require("{question}" in self.template, "prompts.template must contain {question}")
+        require(
             self.min_terms <= self.max_terms,
             f"prompts.min_terms ({self.min_terms}) must not exceed max_terms ({self.max_terms})",
         )
@@ -88,12 +79,12 @@ class GenerationSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
         needed = self.max_num_seqs * self.max_model_len
-        _require(
+        require(
             needed <= self.kv_cache_tokens,
             f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
             f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
         )
-        _require(
+        require(
             self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
             f"max_model_len ({self.max_model_len})",
@@ -112,7 +103,7 @@ class ControllerSettings(Settings):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:
-        _require(
+        require(
             self.batch_size % self.group_size == 0,
             f"controller.group_size ({self.group_size}) must divide "
             f"controller.batch_size ({self.batch_size})",
@@ -120,22 +111,11 @@ class ControllerSettings(Settings):
         return self
 
 
-class AlgorithmSettings(Settings):
-    """Decoupled PPO (arXiv 2505.24298, eq. 5) and its advantages."""
-
-    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    reward_bias: float = -0.5
-    reward_scale: float = Field(10.0, gt=0)
-    epsilon: float = Field(0.2, gt=0)
-    epsilon_high: float | None = Field(None, gt=0)
-    num_minibatches: int = Field(2, ge=1)
-    importance_weight_rule: Literal["full", "truncate", "mask"] = "full"
-    importance_weight_cap: float = Field(5.0, gt=1)
-
-
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
+    backend: Literal["replicated"] = "replicated"
+    """What holds the policy: replicated is a whole copy of it on each rank."""
     learning_rate: float = Field(3e-4, gt=0)
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -189,7 +169,7 @@ class Recipe(Settings):
     warm_start: WarmStartSettings = WarmStartSettings()
     generation: GenerationSettings = GenerationSettings()
     controller: ControllerSettings = ControllerSettings()
-    algorithm: AlgorithmSettings = AlgorithmSettings()
+    algorithm: AlgorithmSettings = DecoupledPPO()
     trainer: TrainerSettings = TrainerSettings()
     rewards: RewardSettings = RewardSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -197,19 +177,19 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        _require(
+        require(
             self.model != TINY_MODEL
             or self.prompts.source == "arithmetic"
             or not self.warm_start.num_steps,
             f"warm_start.num_steps ({self.warm_start.num_steps}) must be 0 unless prompts.source "
             "is 'arithmetic': only sums have worked answers to imitate; see the gsm8k recipe",
         )
-        _require(
+        require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
         )
-        _require(
+        require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
             f"sequence of generation.max_model_len ({self.generation.max_model_len})",
@@ -241,7 +221,11 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise ConfigError(f"expected a recipe at {path}, found no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_recipe(_merge(table, overrides or {}), source=str(path))
+    overrides = overrides or {}
+    chosen = overrides.get("algorithm", {}).get("name")
+    if chosen not in (None, table.get("algorithm", {}).get("name", "decoupled_ppo")):
+        table.pop("algorithm", None)  # the settings of another algorithm
+    return build_recipe(_merge(table, overrides), source=str(path))
 
 
 def build_recipe(table: dict[str, Any], *, source: str) -> Recipe:
@@ -304,7 +288,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source}: {error.error_count()} setting(s) are wrong; nothing was started"]
     for detail in error.errors():
-        field = ".".join(str(part) for part in detail["loc"])
+        field = ".".join(str(part) for part in detail["loc"] if part not in ALGORITHMS)
         rule = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"  {field}: there is no such setting")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep
@@ -78,7 +78,7 @@ def replay_step(
         rows, proximal = walk.next_trajectories()
         changed: WatchedStep | None = None
         if changes or loss:
-            changed = walk.try_next(on_this_machine(recipe), loss=loss or decoupled_ppo_loss)
+            changed = walk.try_next(on_this_machine(recipe), loss=loss)
         compared, outcomes = walk.advance_watching()
     trajectories = tuple(
         inspect_trajectory(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
@@ -70,10 +70,10 @@ class ReplayWalk:
 
     def advance_watching(self) -> tuple[ComparedStep, Sequence[TrajectoryOutcome]]:
         """Train the next row; return what it did to its trajectories, too."""
-        watched = self._watch(self._rank, self._recipe, decoupled_ppo_loss)
+        watched = self._watch(self._rank, self._recipe, None)
         return self._compare(watched.result), watched.outcomes
 
-    def try_next(self, recipe: Recipe, *, loss: TokenLoss) -> WatchedStep:
+    def try_next(self, recipe: Recipe, *, loss: TokenLoss | None) -> WatchedStep:
         """Return what the next row makes under other settings; the walk stays where it is."""
         random_state = torch.get_rng_state()
         watched = self._watch(self._rank.branch(recipe), recipe, loss)
@@ -85,9 +85,8 @@ class ReplayWalk:
         _take_recorded_threads(self._next_row)
         request = self._next_request(self._recipe)
         rows = self._read_rows(request.trajectory_ids)
-        assert self._rank.state is not None
         return rows, completion_logprobs(
-            self._rank.state, _sequences(rows, request), temperature=self._temperature
+            self._rank.backend, _sequences(rows, request), temperature=self._temperature
         )
 
     @property
@@ -111,15 +110,14 @@ class ReplayWalk:
         self._forked = self._forked or not compared.equal
         return compared
 
-    def _watch(self, rank: TrainerRank, recipe: Recipe, loss: TokenLoss) -> WatchedStep:
+    def _watch(self, rank: TrainerRank, recipe: Recipe, loss: TokenLoss | None) -> WatchedStep:
         _take_recorded_threads(self._next_row)
         request = self._next_request(recipe)
-        rank.loss = watch = ClipWatch(loss)
+        rank.loss = watch = ClipWatch(loss or recipe.algorithm.loss)
         result = rank.step(request)
         rank.loss = loss
-        assert rank.state is not None
         outcomes = trajectory_outcomes(
-            rank.state,
+            rank.backend,
             _sequences(self._read_rows(request.trajectory_ids), request),
             watch,
             step=request.step,

@@ -14,26 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from areal_flow.algorithms.registry import ALGORITHMS, AlgorithmSettings, DecoupledPPO
 from areal_flow.errors import ConfigError
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
-class Settings(BaseModel):
-    """Base of every section: frozen, closed to unknown keys, and without silent conversions."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+from areal_flow.settings import Settings, require
 
 
 class PromptSettings(Settings):
@@ -64,12 +49,12 @@ class PromptSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:
-        _require(
+        require(
             self.source != "file" or self.path is not None,
             "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
         )
-        _require("{question}" in self.template, "prompts.template must contain {question}")
-        _require(
+        require("{question}" in self.template, "prompts.template must contain {question}")
+        require(
             self.min_terms <= self.max_terms,
             f"prompts.min_terms ({self.min_terms}) must not exceed max_terms ({self.max_terms})",
         )
@@ -127,12 +112,12 @@ class GenerationSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
         needed = self.max_num_seqs * self.max_model_len
-        _require(
+        require(
             needed <= self.kv_cache_tokens,
             f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
             f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
         )
-        _require(
+        require(
             self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
             f"max_model_len ({self.max_model_len})",
@@ -156,7 +141,7 @@ class ControllerSettings(Settings):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:
-        _require(
+        require(
             self.batch_size % self.group_size == 0,
             f"controller.group_size ({self.group_size}) must divide "
             f"controller.batch_size ({self.batch_size})",
@@ -164,30 +149,11 @@ class ControllerSettings(Settings):
         return self
 
 
-class AlgorithmSettings(Settings):
-    """Decoupled PPO (arXiv 2505.24298, eq. 5) and its advantages."""
-
-    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo"] = "dr_grpo"
-    """How rewards become advantages: over the batch, or relative to the group."""
-    reward_bias: float = -0.5
-    """Added to each reward, for `batch_norm`."""
-    reward_scale: float = Field(10.0, gt=0)
-    """Multiplies each biased reward, for `batch_norm`."""
-    epsilon: float = Field(0.2, gt=0)
-    """The clip range of the probability ratio, below 1."""
-    epsilon_high: float | None = Field(None, gt=0)
-    """The clip range above 1, if it differs."""
-    num_minibatches: int = Field(2, ge=1)
-    """Optimizer updates a step."""
-    importance_weight_rule: Literal["full", "truncate", "mask"] = "full"
-    """What becomes of proximal over behaviour above the cap: kept, cut, left out."""
-    importance_weight_cap: float = Field(5.0, gt=1)
-    """The largest importance weight, for `truncate` and `mask`."""
-
-
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
+    backend: Literal["replicated"] = "replicated"
+    """What holds the policy: replicated is a whole copy of it on each rank."""
     learning_rate: float = Field(3e-4, gt=0)
     """The rate of AdamW after the warm-up."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
@@ -274,7 +240,7 @@ class Recipe(Settings):
     """The engine of each generator, and how completions are drawn."""
     controller: ControllerSettings = ControllerSettings()
     """How much work is in flight and how old it may get."""
-    algorithm: AlgorithmSettings = AlgorithmSettings()
+    algorithm: AlgorithmSettings = DecoupledPPO()
     """Advantages and the loss."""
     trainer: TrainerSettings = TrainerSettings()
     """The optimizer and its checkpoints."""
@@ -287,12 +253,12 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        _require(
+        require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
         )
-        _require(
+        require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
             f"sequence of generation.max_model_len ({self.generation.max_model_len})",
@@ -324,7 +290,11 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         raise ConfigError(f"expected a recipe at {path}, found no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_recipe(merge(table, overrides or {}), source=str(path))
+    overrides = overrides or {}
+    chosen = overrides.get("algorithm", {}).get("name")
+    if chosen not in (None, table.get("algorithm", {}).get("name", "decoupled_ppo")):
+        table.pop("algorithm", None)  # the settings of another algorithm
+    return build_recipe(merge(table, overrides), source=str(path))
 
 
 def build_recipe(table: dict[str, Any], *, source: str) -> Recipe:
@@ -364,7 +334,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source}: {error.error_count()} setting(s) are wrong; nothing was started"]
     for detail in error.errors():
-        field = ".".join(str(part) for part in detail["loc"])
+        field = ".".join(str(part) for part in detail["loc"] if part not in ALGORITHMS)
         rule = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"  {field}: there is no such setting")

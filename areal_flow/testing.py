@@ -126,7 +126,7 @@ class FakeCluster:
             staleness_max=count.staleness_max,
             seconds_train=self.train_s,
         )
-        return StepResult(request.step, PolicyHashes(digest, "", digest), metrics, "{}")
+        return StepResult(request.step, PolicyHashes(digest, digest), metrics, "{}")
 
     async def publish(self, version: int) -> None:
         """`WeightsPublisher.publish`."""

@@ -6,7 +6,7 @@ versions, and are all that the driver ever sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -171,14 +171,12 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Numbers of one step; tokens are completion tokens, seconds are wall time."""
+    """Numbers of one step that every algorithm has; tokens are completion tokens, seconds are wall
+    time. `metrics` holds what the step's algorithm computes besides, by name."""
 
     loss: float
     grad_norm: float
     learning_rate: float
-    clip_fraction: float
-    importance_weight_mean: float
-    importance_weight_max: float
     reward_mean: float
     completion_tokens_mean: float
     num_trained_tokens: int
@@ -189,15 +187,13 @@ class StepMetrics:
     seconds_read: float
     seconds_train: float
     seconds_stage: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 NOTHING_TRAINED = StepMetrics(
     loss=0.0,
     grad_norm=0.0,
     learning_rate=0.0,
-    clip_fraction=0.0,
-    importance_weight_mean=1.0,
-    importance_weight_max=1.0,
     reward_mean=0.0,
     completion_tokens_mean=0.0,
     num_trained_tokens=0,
@@ -214,10 +210,9 @@ NOTHING_TRAINED = StepMetrics(
 
 @dataclass(frozen=True, slots=True)
 class PolicyHashes:
-    """Identity of a policy: master weights, optimizer state, and the bytes generators load."""
+    """Identity of a policy: of its master weights, and of the bytes that generators load."""
 
     weights_hash: str
-    optimizer_hash: str
     served_hash: str
 
 

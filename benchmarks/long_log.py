@@ -100,7 +100,7 @@ class FakeWork:
         await asyncio.sleep(STEP_S)
         trained = sum(self._num_tokens.pop(identifier) for identifier in request.trajectory_ids)
         metrics = replace(NOTHING_TRAINED, num_trained_tokens=trained)
-        return StepResult(request.step, PolicyHashes(f"w{request.step}", "o", "s"), metrics, "{}")
+        return StepResult(request.step, PolicyHashes(f"w{request.step}", "s"), metrics, "{}")
 
     async def publish(self, version: int) -> None:
         self._version = version
@@ -223,9 +223,7 @@ async def run(
     ledger = TimedLedger(root / "steps.lance", writer)
     committer.milliseconds, ledger.milliseconds = [], []
     provenance = Provenance(writer.writer_epoch, "config", "code")
-    genesis = genesis_row(
-        PolicyHashes("w0", "o", "s"), provenance=provenance, numeric_environment="{}"
-    )
+    genesis = genesis_row(PolicyHashes("w0", "s"), provenance=provenance, numeric_environment="{}")
     ledger.append(genesis)
     work = FakeWork(root / "trajectories.lance", executor)
     log, kept = CommittedLog(committer), CommittedLedger(ledger)

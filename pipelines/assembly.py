@@ -105,9 +105,6 @@ _METRICS = {
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "learning_rate",
-    "train/clip_fraction": "clip_fraction",
-    "train/importance_weight_mean": "importance_weight_mean",
-    "train/importance_weight_max": "importance_weight_max",
     "train/trained_tokens": "num_trained_tokens",
     "train/masked_tokens": "num_masked_tokens",
     "train/step_s": "seconds_step",
@@ -127,7 +124,8 @@ _METRICS = {
 
 def step_metrics(row: dict[str, Any]) -> dict[str, float]:
     """Return a ledger row's numbers under the names that MLflow shows."""
-    return {name: float(row[column]) for name, column in _METRICS.items()}
+    of_every_step = {name: float(row[column]) for name, column in _METRICS.items()}
+    return of_every_step | {f"train/{name}": value for name, value in row["metrics"].items()}
 
 
 def make_tracker(recipe: Recipe, layout: RunLayout) -> MlflowTracker | NullTracker:

@@ -259,6 +259,7 @@ class Session:
             run_seed=recipe.seed,
             max_attempts=controller.max_attempts,
             max_consecutive_failures=controller.max_consecutive_failures,
+            keeps_group=recipe.algorithm.keeps_group,
         )
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),

@@ -1,10 +1,33 @@
-"""Pandera model in, Arrow schema out. The only place where the two type systems meet."""
+"""The Arrow schema of a pandera model, and the type that pandera lacks: a map.
+
+The only place where the two type systems meet.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pandera.polars as pa_polars
 import polars as pl
 import pyarrow as pa
+from pandera.dtypes import immutable
+from pandera.engines import polars_engine
+
+
+@polars_engine.Engine.register_dtype(equivalents=[pl.Map])
+@immutable(init=True)
+class MapType(polars_engine.DataType):
+    """A map column, which polars has and pandera 0.35 does not know."""
+
+    type = pl.Map
+
+    def __init__(self, key: Any = pl.String, value: Any = pl.Float64) -> None:
+        object.__setattr__(self, "type", pl.Map(key, value))
+
+    @classmethod
+    def from_parametrized_dtype(cls, polars_dtype: pl.Map) -> Any:
+        """Return the type of `pl.Map(key, value)`."""
+        return cls(polars_dtype.key, polars_dtype.value)
 
 
 def arrow_schema(model: type[pa_polars.DataFrameModel]) -> pa.Schema:
@@ -27,6 +50,8 @@ def _small(arrow_type: pa.DataType) -> pa.DataType:
         return pa.string()
     if pa.types.is_large_list(arrow_type):
         return pa.list_(_small(arrow_type.value_type))
+    if pa.types.is_map(arrow_type):
+        return pa.map_(_small(arrow_type.key_type), _small(arrow_type.item_type))
     if pa.types.is_struct(arrow_type):
         return pa.struct([(field.name, _small(field.type)) for field in arrow_type])
     return arrow_type

@@ -1,4 +1,8 @@
-"""One row a training step: the order of the log. Row 0 is the genesis, before any step."""
+"""One row a training step: the order of the log. Row 0 is the genesis, before any step.
+
+Columns are what the accounting and the audit need of every step. What one algorithm computes goes
+into `metrics`, so that a new metric changes no schema.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,6 @@ class StepRow(pa.DataFrameModel):
 
     parent_hash: str = pa.Field(description="weights_hash of the row before; empty at the genesis")
     weights_hash: str = pa.Field(description="of the master weights")
-    optimizer_hash: str
     served_hash: str = pa.Field(description="of the weights as generators load them")
 
     num_generated_tokens: pl.Int64 = pa.Field(ge=0, description="committed since the previous row")
@@ -55,9 +58,9 @@ class StepRow(pa.DataFrameModel):
     loss: pl.Float64 = pa.Field(nullable=True)
     grad_norm: pl.Float64 = pa.Field(nullable=True)
     learning_rate: pl.Float64 = pa.Field(ge=0)
-    clip_fraction: pl.Float64 = pa.Field(ge=0, le=1)
-    importance_weight_mean: pl.Float64 = pa.Field(description="mean of pi_prox / pi_behav")
-    importance_weight_max: pl.Float64
+    metrics: pl.Map(pl.String, pl.Float64) = pa.Field(  # type: ignore[call-arg, misc]
+        description="what the algorithm computes besides, by name"
+    )
 
     config_hash: str
     code_version: str

@@ -1,4 +1,4 @@
-"""Logits in, log-probabilities of the tokens that followed out.
+"""Log-probabilities of tokens and entropies of the distributions they are drawn from, by logits.
 
 Letters: T positions, V vocabulary.
 """
@@ -20,3 +20,9 @@ def next_token_logprobs(
     scaled_TV = logits_TV.float() / temperature
     chosen_T = scaled_TV.gather(1, targets_T[:, None]).squeeze(1)
     return chosen_T - scaled_TV.logsumexp(dim=1)
+
+
+def next_token_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return -sum_v p_v log p_v of each softmax(logits / temperature), float32, nats, `[T]`."""
+    logprobs_TV = (logits_TV.float() / temperature).log_softmax(dim=1)
+    return -(logprobs_TV.exp() * logprobs_TV).sum(dim=1)

@@ -1,4 +1,8 @@
-"""Which tokens may carry gradient: the hard bound, on tokens. Pure Python."""
+"""What a trained token is, and how stale it is: the hard bound on staleness, token by token.
+
+A token is trained if the policy chose it (`loss_mask`) and it is fresh enough. The view of
+`areal_flow.store.database` says the same in SQL. Pure Python.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from areal_flow.types import VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class StalenessCount:
-    """Trained and masked tokens of one or more completions, and the trained ones' staleness."""
+    """Trained and too old tokens of some completions, and the trained ones' staleness."""
 
     num_trained: int = 0
     num_masked: int = 0
@@ -27,29 +31,40 @@ def fresh_enough(version: int, *, policy_version: int, max_staleness: int) -> bo
     return policy_version - version <= max_staleness
 
 
-def trainable_mask(
-    spans: Iterable[VersionSpan], *, policy_version: int, max_staleness: int
+def trained_mask(
+    versions: Sequence[int], loss_mask: Sequence[bool], *, policy_version: int, max_staleness: int
 ) -> list[bool]:
-    """Return one flag a token: True where its staleness is at most `max_staleness`."""
-    mask: list[bool] = []
-    for version, length in spans:
-        fresh = fresh_enough(version, policy_version=policy_version, max_staleness=max_staleness)
-        mask.extend([fresh] * length)
-    return mask
+    """Return one flag a token: True where it is trained.
+
+    Args:
+        versions: the policy version that sampled each token.
+        loss_mask: False where the policy did not choose the token.
+    """
+    bound = {"policy_version": policy_version, "max_staleness": max_staleness}
+    return [
+        bool(chosen) and fresh_enough(version, **bound)
+        for version, chosen in zip(versions, loss_mask, strict=True)
+    ]
 
 
 def count_staleness(
-    completions: Iterable[Sequence[VersionSpan]], *, policy_version: int, max_staleness: int
+    chosen: Iterable[Sequence[VersionSpan]], *, policy_version: int, max_staleness: int
 ) -> StalenessCount:
-    """Count what a step at `policy_version` would train and mask."""
+    """Count what a step at `policy_version` would train and mask.
+
+    Args:
+        chosen: of each completion the tokens that its `loss_mask` keeps; others are not counted.
+    """
     trained = masked = staleness_sum = staleness_max = 0
-    for spans in completions:
+    for spans in chosen:
         for version, length in spans:
-            staleness = policy_version - version
-            if staleness > max_staleness:
+            if not fresh_enough(
+                version, policy_version=policy_version, max_staleness=max_staleness
+            ):
                 masked += length
-                continue
-            trained += length
-            staleness_sum += staleness * length
-            staleness_max = max(staleness_max, staleness) if length else staleness_max
+            elif length:
+                staleness = policy_version - version
+                trained += length
+                staleness_sum += staleness * length
+                staleness_max = max(staleness_max, staleness)
     return StalenessCount(trained, masked, staleness_sum, staleness_max)

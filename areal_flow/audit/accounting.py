@@ -63,11 +63,10 @@ def check_trained(rows: Sequence[Row], log: Log) -> Iterator[Finding]:
 
 def _check_counts(row: Row, log: Log, known: list[int], max_staleness: int) -> Iterator[Finding]:
     bound = {"policy_version": row["policy_version"], "max_staleness": max_staleness}
-    counted = count_staleness((log.spans(at) for at in known), **bound)
-    chosen = count_staleness((log.chosen_spans(at) for at in known), **bound)
+    counted = count_staleness((log.chosen_spans(at) for at in known), **bound)
     expected = {
-        "num_trained_tokens": chosen.num_trained,
-        "num_masked_tokens": log.num_tokens(known) - chosen.num_trained,
+        "num_trained_tokens": counted.num_trained,
+        "num_masked_tokens": log.num_tokens(known) - counted.num_trained,
         "staleness_max": counted.staleness_max,
     }
     for column, value in expected.items():

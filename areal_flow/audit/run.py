@@ -27,6 +27,7 @@ from areal_flow.errors import ArealFlowError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
+from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.queries import Run
 from areal_flow.store.visibility import trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
@@ -74,7 +75,7 @@ class _Audit:
         checkpoints = stored.listed_checkpoints(self.layout)
         published = stored.listed_weights(self.layout)
         versions = [int(path.name) for path in published]
-        rows = self._ledger(run)
+        rows = self._ledger()
         forks = self._forks()
         log = self._log(run, recipe)
         by_step = {row["step"]: row for row in ledger.once(rows or ())}
@@ -97,10 +98,10 @@ class _Audit:
             self.found.add(stored.unreadable(self.layout.config, error))
             return None
 
-    def _ledger(self, run: Run) -> list[dict[str, Any]] | None:
+    def _ledger(self) -> list[dict[str, Any]] | None:
         try:
             with read_errors(self.layout.steps):
-                table = run.steps("arrow")
+                table = LedgerReader(self.layout.steps, self.layout.writers).table()
         except ArealFlowError as error:
             self.found.add(stored.unreadable(self.layout.steps, error))
             return None

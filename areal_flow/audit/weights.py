@@ -93,7 +93,7 @@ def check_weights(
 
 
 def _check_against_row(where: str, state: CheckpointState, row: Row) -> Iterator[Finding]:
-    for name in ("weights_hash", "optimizer_hash", "next_submission_index", "config_hash"):
+    for name in ("weights_hash", "next_submission_index", "config_hash"):
         said = getattr(state, name)
         if said != row[name]:
             expected = f"{name} {row[name]}, by the ledger"

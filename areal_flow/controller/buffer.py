@@ -1,20 +1,37 @@
-"""Committed groups in, batches and discards out. Pure: holds receipts, never tokens.
+"""Which committed groups a step trains, and which are discarded. Pure: receipts, never tokens.
 
 Oldest submission first among the groups that are complete; nothing waits for a straggler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.types import Batch, Discard, GroupReceipt, TrajectoryReceipt
+
+KeepsGroup = Callable[[Sequence[float]], bool]
+"""Decides by a group's rewards whether it is trained; an algorithm's `keeps_group` is one."""
+
+
+def keep_every_group(rewards: Sequence[float]) -> bool:
+    """Keep the group, whatever its rewards."""
+    return True
 
 
 class Buffer:
     """Groups that are committed and neither trained nor discarded."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        keeps_group: KeepsGroup = keep_every_group,
+    ) -> None:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
+        self._keeps_group = keeps_group
         self._groups: dict[int, tuple[TrajectoryReceipt, ...]] = {}
 
     def __len__(self) -> int:
@@ -25,16 +42,17 @@ class Buffer:
         return sum(t.num_tokens for group in self._groups.values() for t in group)
 
     def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
-        """Take in a committed group; return the members that can never be trained.
+        """Take in a committed group; return the members that will never be trained.
 
         When all of them come back, the group is not kept and its slot is free.
         """
         assert group.submission_index not in self._groups, "a group was committed twice"
         unscored = [t for t in group.trajectories if t.reward is None]
         discards = [_discard(t, "verifier_error") for t in unscored]
-        self._groups[group.submission_index] = tuple(
-            t for t in group.trajectories if t.reward is not None
-        )
+        scored = tuple(t for t in group.trajectories if t.reward is not None)
+        if not self._keeps_group([t.reward for t in scored if t.reward is not None]):
+            return discards + [_discard(t, "group_filter") for t in scored]
+        self._groups[group.submission_index] = scored
         return discards + self.evict(policy_version=policy_version)
 
     def evict(self, *, policy_version: int) -> list[Discard]:

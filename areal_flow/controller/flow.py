@@ -59,7 +59,9 @@ class Flow:
             max_running=config.max_running,
         )
         self.buffer = Buffer(
-            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
+            groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            keeps_group=config.keeps_group,
         )
         self.accounting = initial.accounting
         self.log_head = initial.log_head

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from areal_flow.controller.accounting import TokenAccounting
+from areal_flow.controller.buffer import KeepsGroup, keep_every_group
 from areal_flow.controller.protocols import (
     Observer,
     Prompts,
@@ -30,6 +31,7 @@ class FlowConfig:
     max_attempts: int = 3
     max_consecutive_failures: int = 4
     retry_delay_s: float = 0.5
+    keeps_group: KeepsGroup = keep_every_group
 
     @property
     def groups_per_step(self) -> int:

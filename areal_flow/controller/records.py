@@ -1,4 +1,4 @@
-"""The parts of a step in, its ledger row out. Pure."""
+"""How a step becomes its ledger row. Pure."""
 
 from __future__ import annotations
 

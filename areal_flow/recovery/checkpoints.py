@@ -22,9 +22,10 @@ class CheckpointState:
 
     step: int
     weights_hash: str
-    optimizer_hash: str
     next_submission_index: int
     config_hash: str
+    optimizer_hash: str = ""
+    """Of the optimizer's tensors; computed when they are written."""
 
 
 def checkpoint_path(root: Path, step: int) -> Path:

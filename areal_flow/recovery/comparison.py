@@ -9,14 +9,8 @@ from typing import Any
 
 from areal_flow.types import PolicyHashes, StepMetrics, StepResult
 
-COMPARED_METRICS = (
-    "loss",
-    "grad_norm",
-    "clip_fraction",
-    "importance_weight_max",
-    "num_trained_tokens",
-    "num_masked_tokens",
-)
+COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
+"""What a replay must find again besides all that the algorithm computed."""
 
 HASHES = frozenset(field.name for field in fields(PolicyHashes))
 
@@ -76,7 +70,7 @@ def bits_must_agree(recorded_environment: str, replayed_environment: str) -> boo
 def compared_values(result: StepResult) -> dict[str, Any]:
     """Return, by name, what a replay must find again."""
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
-    return {**metrics, **asdict(result.hashes)}
+    return {**metrics, **result.metrics.metrics, **asdict(result.hashes)}
 
 
 def result_from_row(row: Mapping[str, Any]) -> StepResult:

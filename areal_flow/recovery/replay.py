@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
@@ -103,7 +103,7 @@ def replay_step(
         rows, proximal = local.next_trajectories()
         changed: WatchedStep | None = None
         if changes or loss:
-            changed = local.try_next(on_this_machine(recipe), loss=loss or decoupled_ppo_loss)
+            changed = local.try_next(on_this_machine(recipe), loss=loss)
         compared, outcomes = await local.advance_watching()
         trajectories = tuple(
             inspect_trajectory(
@@ -230,17 +230,17 @@ class LocalReplay:
         """Train the next row; return what it did to its trajectories, too."""
         request = self.replay.next_request
         self._take_recorded_threads()
-        self._rank.loss = watch = ClipWatch(decoupled_ppo_loss)
+        self._rank.loss = watch = ClipWatch(self._recipe.algorithm.loss)
         compared = await self.replay.advance()
-        self._rank.loss = decoupled_ppo_loss
+        self._rank.loss = None
         return compared, self._outcomes(self._rank, request, watch)
 
-    def try_next(self, recipe: Recipe, *, loss: TokenLoss) -> WatchedStep:
+    def try_next(self, recipe: Recipe, *, loss: TokenLoss | None) -> WatchedStep:
         """Return what the next row makes under other settings; the replay stays where it is."""
         request = replace(self.replay.next_request, max_staleness=recipe.controller.max_staleness)
         self._take_recorded_threads()
         random_state = torch.get_rng_state()
-        watch = ClipWatch(loss)
+        watch = ClipWatch(loss or recipe.algorithm.loss)
         branch = self._rank.branch(recipe, loss=watch)
         watched = WatchedStep(branch.step(request), self._outcomes(branch, request, watch))
         torch.set_rng_state(random_state)
@@ -251,9 +251,8 @@ class LocalReplay:
         self._take_recorded_threads()
         request = self.replay.next_request
         rows = self._read_rows(request.trajectory_ids)
-        assert self._rank.state is not None
         return rows, completion_logprobs(
-            self._rank.state, _sequences(rows, request), temperature=self._temperature
+            self._rank.backend, _sequences(rows, request), temperature=self._temperature
         )
 
     @property
@@ -263,9 +262,8 @@ class LocalReplay:
     def _outcomes(
         self, rank: TrainerRank, request: StepRequest, watch: ClipWatch
     ) -> list[TrajectoryOutcome]:
-        assert rank.state is not None
         return trajectory_outcomes(
-            rank.state,
+            rank.backend,
             _sequences(self._read_rows(request.trajectory_ids), request),
             watch,
             step=request.step,

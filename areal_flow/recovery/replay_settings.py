@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.algorithms.protocol import TokenLoss
+from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import (
-    AlgorithmSettings,
     Recipe,
     TrainerSettings,
     load_recipe,
@@ -22,11 +22,14 @@ from areal_flow.import_path import import_function
 
 WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
 """Settings of the trainer that say what is kept of a step, not what it computes."""
+BEFORE_A_STEP = frozenset({"group_filter"})
+"""Settings of the algorithm that say which groups come to a step."""
 
 
 def settings_of_a_step() -> list[str]:
     """Return the dotted names of the settings that can change what a step computes."""
-    algorithm = [f"algorithm.{name}" for name in AlgorithmSettings.model_fields]
+    fields = {name: None for a in ALGORITHMS.values() for name in a.model_fields}
+    algorithm = [f"algorithm.{name}" for name in fields if name not in BEFORE_A_STEP]
     trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
     return [name for name in names if name not in WITHOUT_INFLUENCE]
@@ -74,7 +77,7 @@ def describe_changes(
         if (before := _value(recorded, name)) != (after := _value(changed, name))
     }
     if loss is not None:
-        found["loss"] = (decoupled_ppo_loss.__name__, getattr(loss, "__name__", repr(loss)))
+        found["loss"] = (recorded.algorithm.name, getattr(loss, "__name__", repr(loss)))
     return found
 
 
@@ -92,7 +95,7 @@ def on_this_machine(recipe: Recipe) -> Recipe:
 
 
 def import_loss(path: str) -> TokenLoss:
-    """Return the loss at an import path; see `decoupled_ppo_loss` for its signature.
+    """Return the loss at an import path; it takes `LossInputs` and returns a `PolicyLoss`.
 
     Raises:
         ConfigError: there is no such function.
@@ -102,7 +105,7 @@ def import_loss(path: str) -> TokenLoss:
 
 
 def _value(recipe: Recipe, name: str) -> Any:
-    return reduce(getattr, name.split("."), recipe)
+    return reduce(lambda section, key: getattr(section, key, None), name.split("."), recipe)
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lance
 import pyarrow as pa
 
-from areal_flow.errors import StorageError
+from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.dataset import create_dataset, open_dataset
 from areal_flow.store.maintenance import Maintenance
@@ -21,6 +22,42 @@ STEPS = arrow_schema(StepRow)
 def create_ledger(path: Path) -> None:
     """Create the empty ledger of a new run."""
     create_dataset(path, STEPS)
+
+
+def read_steps(
+    path: Path, columns: Sequence[str] | None = None, where: str | None = None
+) -> pa.Table:
+    """Return step rows with a column for each name in their `metrics` map, null where it lacks.
+
+    Args:
+        columns: read only these; any of the schema, and any name of a metric.
+        where: an SQL condition on the schema's columns, evaluated by Lance.
+
+    Raises:
+        RunError: no row has such a column.
+    """
+    stored = None if columns is None else [name for name in columns if name in STEPS.names]
+    if columns is not None and len(stored or ()) < len(columns):
+        stored = [*(stored or ()), "metrics"]
+    steps = _flatten_metrics(open_dataset(path).to_table(columns=stored, filter=where))
+    if missing := set(columns or ()).difference(steps.column_names):
+        raise RunError(
+            f"expected columns of the ledger or names of metrics that a step of {path} has, found "
+            f"{', '.join(sorted(missing))}; it has {', '.join(steps.column_names)}"
+        )
+    return steps if columns is None else steps.select(columns)
+
+
+def _flatten_metrics(steps: pa.Table) -> pa.Table:
+    if "metrics" not in steps.column_names:
+        return steps
+    at = steps.column_names.index("metrics")
+    maps = steps["metrics"].to_pylist(maps_as_pydicts="strict")
+    flat = steps.remove_column(at)
+    for name in sorted({name for metrics in maps for name in metrics}, reverse=True):
+        values = pa.array([metrics.get(name) for metrics in maps], pa.float64())
+        flat = flat.add_column(at, name, values)
+    return flat
 
 
 class LedgerReader:
@@ -44,7 +81,7 @@ class LedgerReader:
             StorageError: a step is missing, or is there twice.
         """
         table = self.table(columns if columns is None else ["step", *columns], since=since)
-        rows: list[dict[str, Any]] = table.to_pylist()
+        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
         rows.sort(key=lambda row: row["step"])
         if [row["step"] for row in rows] != list(range(since, self._head + 1)):
             raise StorageError(

@@ -15,6 +15,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
+from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
 
@@ -66,9 +67,12 @@ class Run:
         columns: Sequence[str] | None = None,
         where: str | None = None,
     ) -> Any:
-        """Return the step ledger, row 0 the genesis; arguments as `trajectories`."""
-        counted = steps_that_count(self.layout.writers)
-        return self._table(self.layout.steps, format, columns, where, counted)
+        """Return the step ledger, row 0 the genesis; arguments as `trajectories`.
+
+        Each metric of the algorithm is a column, too, which `where` does not know.
+        """
+        counted = both(where, steps_that_count(self.layout.writers))
+        return convert(read_steps(self.layout.steps, columns, counted), format)
 
     def evaluations(
         self,

@@ -1,4 +1,4 @@
-"""A trainer's state as a directory: complete or absent, and a plain Hugging Face model at that.
+"""A trainer's state as a directory, complete or absent, that is a plain Hugging Face model as well.
 
 checkpoints/00000020/
     config.json model.safetensors tokenizer.json ...   what `export` and MLflow hand out
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
-from areal_flow.models.policy import assign_tensors
+from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import (
     RNG_STATE,
     CheckpointState,
@@ -30,29 +28,21 @@ from areal_flow.recovery.checkpoints import (
     set_aside,
 )
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.state import TrainerState
-from areal_flow.types import PolicyHashes
+from areal_flow.trainer.backend import SavedState, TrainerBackend
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A copy of a trainer's state, to be written while the trainer goes on."""
 
-    tensors: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    saved: SavedState
+    random_state: torch.Tensor
     description: CheckpointState
 
 
-def take_snapshot(state: TrainerState, description: CheckpointState) -> Snapshot:
-    """Copy what a checkpoint holds to the CPU's memory."""
-    optimizer = {**state.optimizer_tensors(), RNG_STATE: torch.get_rng_state()}
-    return Snapshot(_copies(state.tensors()), _copies(optimizer), description)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
-    }
+def take_snapshot(backend: TrainerBackend, description: CheckpointState) -> Snapshot:
+    """Copy what a checkpoint holds to the CPU's memory; the optimizer is hashed when written."""
+    return Snapshot(backend.save(), torch.get_rng_state(), description)
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
@@ -67,9 +57,13 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(model_directory, partial)
-        save_file(snapshot.tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        save_file(snapshot.optimizer, partial / "optimizer.safetensors")
-        (partial / "state.json").write_text(json.dumps(asdict(snapshot.description), indent=2))
+        saved = snapshot.saved
+        save_file(saved.weights, partial / "model.safetensors", metadata={"format": "pt"})
+        optimizer = {**saved.optimizer, RNG_STATE: snapshot.random_state}
+        save_file(optimizer, partial / "optimizer.safetensors")
+        optimizer_hash = hash_tensors(saved.optimizer)
+        description = replace(snapshot.description, optimizer_hash=optimizer_hash)
+        (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
         for file in partial.iterdir():
             force_to_disk(file)
         writer.check_current()
@@ -85,35 +79,21 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
     return target
 
 
-def read_checkpoint(path: Path, state: TrainerState) -> CheckpointState:
-    """Load a checkpoint into a trainer's state and check both hashes.
+def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
+    """Load a checkpoint into a trainer's backend and check both hashes.
 
     Raises:
         TrainingError: the files are unreadable or not what was written.
     """
     try:
         description = read_checkpoint_state(path)
-        tensors = load_file(path / "model.safetensors")
+        weights = load_file(path / "model.safetensors")
         optimizer = load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
     torch.set_rng_state(optimizer.pop(RNG_STATE))
-    assign_tensors(state.policy, tensors)
-    state.load_optimizer_tensors(optimizer)
-    found = (state.weights_hash(), state.optimizer_hash())
+    found = (hash_tensors(weights), hash_tensors(optimizer))
     if found != (description.weights_hash, description.optimizer_hash):
         raise TrainingError(f"checkpoint {path} was changed after it was written: hashes differ")
+    backend.load(SavedState(weights, optimizer))
     return description
-
-
-def describe(
-    state_hashes: PolicyHashes, *, step: int, next_submission_index: int, config_hash: str
-) -> CheckpointState:
-    """Return the description of a checkpoint of these hashes."""
-    return CheckpointState(
-        step,
-        state_hashes.weights_hash,
-        state_hashes.optimizer_hash,
-        next_submission_index,
-        config_hash,
-    )

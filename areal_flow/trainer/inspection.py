@@ -1,6 +1,6 @@
-"""What a step did, token by token: a state and its sequences in, log-probabilities out.
+"""What a training step did to its trajectories, token by token.
 
-Nothing here changes a state. Forward passes are packed as the trainer packs them, but every
+Nothing here changes a policy. Forward passes are packed as the trainer packs them, but every
 completion token is looked at, those that are masked out of the loss as well.
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from areal_flow.algorithms.losses import PolicyLoss, TokenLoss, clip_binds, decoupled_ppo_loss
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.trainer.sequences import TrainingSequence, pack_sequences, spans_of_row
-from areal_flow.trainer.state import TrainerState
-from areal_flow.trainer.step import (
-    StepSettings,
-    compute_advantages,
-    micro_batch_logprobs,
-    plan_micro_batches,
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
+from areal_flow.trainer.backend import StepSettings, TrainerBackend
+from areal_flow.trainer.sequences import (
+    TrainingSequence,
+    pack_sequences,
+    spans_of_row,
+    token_versions,
 )
+from areal_flow.trainer.step import compute_advantages, plan_micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class TrajectoryOutcome:
     """What one way to compute a step did to a trajectory; one entry a completion token."""
 
     advantage: float
+    """Of its tokens on average, where each has its own."""
     trained: tuple[bool, ...]
     clipped: tuple[bool, ...]
     """Where the clip had ended the gradient by the time of the token's update."""
@@ -84,55 +85,34 @@ class InspectedTrajectory:
 class ClipWatch:
     """A loss that also keeps which tokens the clip had stopped, in the order of their updates."""
 
-    def __init__(self, loss: TokenLoss = decoupled_ppo_loss) -> None:
+    def __init__(self, loss: TokenLoss) -> None:
         self._loss = loss
         self.clipped: list[bool] = []
 
-    def __call__(
-        self,
-        logprobs_T: Tensor,
-        *,
-        proximal_logprobs_T: Tensor,
-        advantages_T: Tensor,
-        epsilon_low: float,
-        epsilon_high: float,
-        **others: Any,
-    ) -> PolicyLoss:
-        clipped_T = clip_binds(
-            (logprobs_T.detach() - proximal_logprobs_T).exp(),
-            advantages_T,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-        )
+    def __call__(self, inputs: LossInputs) -> PolicyLoss:
+        found = self._loss(inputs)
+        nothing_T = torch.zeros(inputs.logprobs_T.numel(), dtype=torch.bool)
+        clipped_T = nothing_T if found.clipped_T is None else found.clipped_T
         self.clipped.extend(clipped_T.tolist())
-        return self._loss(
-            logprobs_T,
-            proximal_logprobs_T=proximal_logprobs_T,
-            advantages_T=advantages_T,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            **others,
-        )
+        return found
 
 
-@torch.no_grad()
 def completion_logprobs(
-    state: TrainerState, sequences: Sequence[TrainingSequence], *, temperature: float
+    backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
     """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
     found: list[tuple[float, ...]] = [()] * len(whole)
     for indices in pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
-        max_tokens=state.settings.tokens_per_micro_batch,
+        max_tokens=backend.settings.tokens_per_micro_batch,
     ):
         micro = pack_sequences(
             [whole[index] for index in indices],
             [0.0] * len(indices),
-            device=state.settings.device,
+            device=backend.settings.device,
         )
-        with state.autocast():
-            logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=temperature)
+        (logprobs_M,) = backend.logprobs([micro], temperature=temperature)
         lengths = [len(whole[index].output_tokens) for index in indices]
         for index, part in zip(indices, torch.split(logprobs_M, lengths), strict=True):
             found[index] = tuple(part.tolist())
@@ -140,7 +120,7 @@ def completion_logprobs(
 
 
 def trajectory_outcomes(
-    state: TrainerState,
+    backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
     watch: ClipWatch,
     *,
@@ -151,18 +131,18 @@ def trajectory_outcomes(
     """Return what a step did to each of its sequences.
 
     Args:
-        state: after the step.
+        backend: after the step.
         watch: the loss that the step was computed with.
         settings: of the step.
         temperature: to see log-probabilities at; not that of the step, if two are compared.
     """
     advantages = compute_advantages(sequences, settings.algorithm)
-    logprobs = completion_logprobs(state, sequences, temperature=temperature)
+    logprobs = completion_logprobs(backend, sequences, temperature=temperature)
     plan = plan_micro_batches(
         sequences,
         step=step,
         settings=settings,
-        max_tokens=state.settings.tokens_per_micro_batch,
+        max_tokens=backend.settings.tokens_per_micro_batch,
     )
     clipped = iter(watch.clipped)
     clipped_by_sequence = {
@@ -174,7 +154,7 @@ def trajectory_outcomes(
     }
     return [
         TrajectoryOutcome(
-            advantages[index],
+            float(np.mean(advantages[index])),
             tuple(sequence.trained),
             clipped_by_sequence[index],
             logprobs[index],
@@ -197,7 +177,7 @@ def inspect_trajectory(
         policy_version: that the step started from.
         proximal_logprobs: under that policy, one a completion token.
     """
-    versions = tuple(v for version, length in spans_of_row(row) for v in [version] * length)
+    versions = tuple(token_versions(spans_of_row(row)))
     return InspectedTrajectory(
         trajectory_id=row["trajectory_id"],
         reward=row["reward"],

@@ -1,50 +1,50 @@
-"""A trainer rank: holds the state, answers step requests, stages weights, writes checkpoints.
+"""A trainer rank: answers step requests, stages weights and writes checkpoints of its backend.
 
 A request names its parent by hash. At the parent the rank computes; at the child of the very same
 request it answers what it has; anywhere else it refuses, and must be restored first.
 
-Each rank holds the whole state and reads the whole batch; it computes its share of the gradient,
-and all make the same update. Only the leader's weights and checkpoints are written.
+Each rank reads the whole batch and computes what its backend makes of it; all stand at the same
+policy. Only the leader's weights and checkpoints are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from areal_flow.algorithms.losses import TokenLoss, decoupled_ppo_loss
+from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.policy import DTYPES, empty_policy, load_policy
-from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.backend import StepSettings, TrainerBackend, UpdateNumbers, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,
-    describe,
     read_checkpoint,
     take_snapshot,
     write_checkpoint,
 )
+from areal_flow.trainer.environment import numeric_environment
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,
+    chosen_spans_of_row,
     masked_fraction_by_tenth,
     sequences_from_rows,
-    spans_of_row,
 )
-from areal_flow.trainer.state import TrainerState, numeric_environment
-from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
+from areal_flow.trainer.step import learning_rate, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsStage
 from areal_flow.weights.hashing import HashingStage
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
-"""Trajectory ids in, their rows out, in the same order."""
+"""Returns the rows of trajectory ids, in their order."""
 
 
 class TrainerRank:
@@ -57,7 +57,7 @@ class TrainerRank:
         *,
         channel: WeightsStage,
         read_rows: ReadRows,
-        loss: TokenLoss = decoupled_ppo_loss,
+        loss: TokenLoss | None = None,
     ) -> None:
         self._layout = layout
         self._recipe = recipe
@@ -69,12 +69,19 @@ class TrainerRank:
         self._last: tuple[StepRequest, StepResult] | None = None
         self._hashes: PolicyHashes | None = None
         self._step = 0
-        self.state: TrainerState | None = None
+        self._adopted: TrainerBackend | None = None
 
-    def adopt(self, policy: Any) -> TrainerState:
+    @property
+    def backend(self) -> TrainerBackend:
+        """What holds this rank's policy."""
+        assert self._adopted is not None, "a rank has no policy before it adopts one"
+        return self._adopted
+
+    def adopt(self, policy: Any) -> TrainerBackend:
         """Take a policy as the one to train, with a fresh optimizer."""
-        self.state = TrainerState(policy.train(), self._recipe.trainer)
-        return self.state
+        self._hashes = None
+        self._adopted = make_backend(policy.train(), self._recipe.trainer)
+        return self._adopted
 
     def load_pretrained(self, directory: Path) -> None:
         """Start from a Hugging Face model directory."""
@@ -83,7 +90,7 @@ class TrainerRank:
 
     @property
     def settings(self) -> StepSettings:
-        """Return what this rank's steps need beside state and sequences."""
+        """Return what this rank's steps need beside policy and sequences."""
         return StepSettings(
             algorithm=self._recipe.algorithm,
             temperature=self._recipe.generation.temperature,
@@ -93,7 +100,7 @@ class TrainerRank:
         )
 
     def join(self, replicas: ReplicaGroup) -> None:
-        """Compute with others from here on; a rank that never did computes every share itself."""
+        """Compute with others from here on; a rank that never did computes every rank's batch."""
         self._replicas = replicas
 
     def leave(self) -> None:
@@ -152,15 +159,10 @@ class TrainerRank:
             TrainerLost: this rank holds other weights.
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
-        assert self.state is not None
-        assert self._hashes is not None
-        description = describe(
-            self._hashes,
-            step=self._step,
-            next_submission_index=next_submission_index,
-            config_hash=self._recipe.digest(),
+        description = CheckpointState(
+            self._step, weights_hash, next_submission_index, self._recipe.digest()
         )
-        self._snapshot = take_snapshot(self.state, description)
+        self._snapshot = take_snapshot(self.backend, description)
 
     def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
@@ -178,24 +180,24 @@ class TrainerRank:
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
-        settings = self._recipe.trainer
-        policy = empty_policy(self._layout.model, device=settings.device)
-        state = self.adopt(policy)
-        read_checkpoint(checkpoint_path(self._layout.checkpoints, step), state)
+        backend = self._adopt_empty()
+        read_checkpoint(checkpoint_path(self._layout.checkpoints, step), backend)
         self._step, self._last = step, None
         self._hashes = self._stage(step)
         return self._hashes
 
-    def branch(self, recipe: Recipe, *, loss: TokenLoss = decoupled_ppo_loss) -> TrainerRank:
-        """Return a rank that stands where this one does, with a state and settings of its own."""
-        assert self.state is not None
+    def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
+        """Return a rank that stands where this one does, with a policy and settings of its own."""
         other = TrainerRank(
             self._layout, recipe, channel=self._channel, read_rows=self._read_rows, loss=loss
         )
-        state = other.adopt(deepcopy(self.state.policy).to(recipe.trainer.device))
-        state.load_optimizer_tensors(self.state.optimizer_tensors())
+        other._adopt_empty().load(self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
+
+    def _adopt_empty(self) -> TrainerBackend:
+        """Adopt the run's architecture, whose weights are to be loaded."""
+        return self.adopt(empty_policy(self._layout.model, device=self._recipe.trainer.device))
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
@@ -206,12 +208,11 @@ class TrainerRank:
             )
 
     def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:
-        assert self.state is not None
         # From here until its weights are staged this rank stands nowhere: an error must not leave
         # changed weights under the parent's name.
-        self._hashes = None
+        self._hashes = self._last = None
         return train_step(
-            self.state,
+            self.backend,
             sequences,
             step=request.step,
             settings=self.settings,
@@ -224,15 +225,14 @@ class TrainerRank:
         )
 
     def _stage(self, version: int) -> PolicyHashes:
-        assert self.state is not None
+        """Write the weights aside, and hash the master weights meanwhile."""
         dtype = DTYPES[self._recipe.generation.dtype]
-        tensors = {name: tensor.to(dtype) for name, tensor in self.state.tensors().items()}
+        weights = self.backend.export_weights()
         channel = self._channel if self._replicas.leads else HashingStage()
-        return PolicyHashes(
-            weights_hash=self.state.weights_hash(),
-            optimizer_hash=self.state.optimizer_hash(),
-            served_hash=channel.stage(version, tensors),
-        )
+        with ThreadPoolExecutor(1) as beside:
+            weights_hash = beside.submit(self.backend.fingerprint)
+            served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
+            return PolicyHashes(weights_hash.result(), served_hash)
 
     def _metrics(
         self,
@@ -242,9 +242,8 @@ class TrainerRank:
         numbers: UpdateNumbers,
         **seconds: float,
     ) -> StepMetrics:
-        assert self.state is not None
         staleness = count_staleness(
-            (spans_of_row(row) for row in rows),
+            (chosen_spans_of_row(row) for row in rows),
             policy_version=request.policy_version,
             max_staleness=request.max_staleness,
         )
@@ -254,10 +253,7 @@ class TrainerRank:
         return StepMetrics(
             loss=sum(numbers.losses) / max(1, len(numbers.losses)),
             grad_norm=sum(numbers.grad_norms) / max(1, len(numbers.grad_norms)),
-            learning_rate=self.state.learning_rate(request.step),
-            clip_fraction=numbers.num_clipped / max(1, numbers.num_tokens),
-            importance_weight_mean=numbers.importance_weight_sum / max(1, numbers.num_tokens),
-            importance_weight_max=numbers.importance_weight_max,
+            learning_rate=learning_rate(self._recipe.trainer, request.step),
             reward_mean=sum(sequence.reward for sequence in sequences) / num_sequences,
             completion_tokens_mean=num_tokens / num_sequences,
             num_trained_tokens=num_trained,
@@ -265,5 +261,6 @@ class TrainerRank:
             staleness_mean=staleness.staleness_mean,
             staleness_max=staleness.staleness_max,
             masked_fraction_by_tenth=masked_fraction_by_tenth([s.trained for s in sequences]),
+            metrics={name: metric.value for name, metric in numbers.metrics.items()},
             **seconds,
         )

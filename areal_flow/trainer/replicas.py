@@ -1,8 +1,9 @@
 """How the ranks of a trainer add up their gradients: in the order of ranks, whoever computes them.
 
-A minibatch is dealt to ranks as shares. Each share's gradient is computed by itself, and the shares
-are then added in order. So one process that computes every share (`SingleProcess`) makes, bit for
-bit, what the processes of a replica group make together (`GlooGroup`): a replay needs no group.
+A minibatch is dealt to ranks as batches. The gradient of each rank's batch is computed by itself,
+and the gradients are then added in order. So one process that computes every rank's batch
+(`SingleProcess`) makes, bit for bit, what the processes of a replica group make together
+(`GlooGroup`): a replay needs no group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ReplicaGroup(Protocol):
 
     @property
     def mine(self) -> Sequence[int]:
-        """The ranks whose shares this process computes."""
+        """The ranks whose batches this process computes."""
         ...
 
     @property
@@ -53,7 +54,7 @@ class ReplicaGroup(Protocol):
 
 
 class SingleProcess:
-    """One process that computes every share: the only rank there is, or a replay of many."""
+    """One process that computes every rank's batch: the only rank there is, or a replay of many."""
 
     leads = True
 

@@ -1,4 +1,4 @@
-"""Stored trajectories in, aligned training tensors out: the one place where the shift happens.
+"""How stored trajectories become aligned training tensors: the one place where the shift happens.
 
 A position predicts the token after it. For a sequence of P prompt and C completion tokens packed at
 offset o, completion token j is predicted at position o + P - 1 + j; its behaviour log-probability,
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.staleness import trainable_mask
+from areal_flow.algorithms.protocol import Advantage
+from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.models.attention import PackedLayout
-from areal_flow.types import VersionSpan
+from areal_flow.types import VersionSpan, version_spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class TrainingSequence:
     trained: Sequence[bool]
     reward: float
     group: int
+    versions: Sequence[int] = ()
+    """Policy version that sampled each completion token; empty where no policy did."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,37 +57,53 @@ class MicroBatch:
     targets_M: Tensor
     behavior_logprobs_M: Tensor
     advantages_M: Tensor
+    sequence_M: Tensor
+    """Index of each trained token's sequence in the row, ascending."""
+    versions_M: Tensor
+    """Policy version that sampled each trained token; -1 where no policy did."""
 
 
 def pack_sequences(
     sequences: Sequence[TrainingSequence],
-    advantages: Sequence[float],
+    advantages: Sequence[Advantage],
     *,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens."""
     input_ids: list[int] = []
-    predicting: list[int] = []
-    targets: list[int] = []
-    behavior: list[float] = []
-    advantage_per_token: list[float] = []
-    for sequence, advantage in zip(sequences, advantages, strict=True):
+    columns: list[tuple[np.ndarray, ...]] = []
+    for index, (sequence, advantage) in enumerate(zip(sequences, advantages, strict=True)):
         first_prediction = len(input_ids) + len(sequence.prompt_tokens) - 1
-        for offset, trained in enumerate(sequence.trained):
-            if trained:
-                predicting.append(first_prediction + offset)
-                targets.append(sequence.output_tokens[offset])
-                behavior.append(sequence.behavior_logprobs[offset])
-                advantage_per_token.append(advantage)
-        input_ids.extend(sequence.prompt_tokens)
-        input_ids.extend(sequence.output_tokens)
+        columns.append(_trained_columns(sequence, advantage, index, first_prediction))
+        input_ids += [*sequence.prompt_tokens, *sequence.output_tokens]
+    predicting, targets, behavior, advantage_per_token, owners, versions = (
+        torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*columns, strict=True)
+    )
     return MicroBatch(
         input_ids_1T=torch.tensor([input_ids], device=device),
         layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),
-        predicting_M=torch.tensor(predicting, dtype=torch.long, device=device),
-        targets_M=torch.tensor(targets, dtype=torch.long, device=device),
-        behavior_logprobs_M=torch.tensor(behavior, dtype=torch.float32, device=device),
-        advantages_M=torch.tensor(advantage_per_token, dtype=torch.float32, device=device),
+        predicting_M=predicting,
+        targets_M=targets,
+        behavior_logprobs_M=behavior,
+        advantages_M=advantage_per_token,
+        sequence_M=owners,
+        versions_M=versions,
+    )
+
+
+def _trained_columns(
+    sequence: TrainingSequence, advantage: Advantage, index: int, first_prediction: int
+) -> tuple[np.ndarray, ...]:
+    """Return, of the trained tokens: position, target, log-prob, advantage, sequence, version."""
+    num_tokens = len(sequence.output_tokens)
+    at = np.flatnonzero(np.asarray(sequence.trained, bool))
+    return (
+        first_prediction + at,
+        np.asarray(sequence.output_tokens, np.int64)[at],
+        np.asarray(sequence.behavior_logprobs, np.float32)[at],
+        np.broadcast_to(np.asarray(advantage, np.float32), num_tokens)[at],
+        np.full(len(at), index),
+        np.asarray(sequence.versions or [-1] * num_tokens, np.int64)[at],
     )
 
 
@@ -95,20 +116,15 @@ def sequences_from_rows(
             prompt_tokens=row["prompt_tokens"],
             output_tokens=row["output_tokens"],
             behavior_logprobs=row["behavior_logprobs"],
-            trained=[
-                fresh and chosen
-                for fresh, chosen in zip(
-                    trainable_mask(
-                        spans_of_row(row),
-                        policy_version=policy_version,
-                        max_staleness=max_staleness,
-                    ),
-                    row["loss_mask"],
-                    strict=True,
-                )
-            ],
+            trained=trained_mask(
+                versions := token_versions(spans_of_row(row)),
+                row["loss_mask"],
+                policy_version=policy_version,
+                max_staleness=max_staleness,
+            ),
             reward=row["reward"],
             group=row["submission_index"],
+            versions=versions,
         )
         for row in rows
     ]
@@ -117,6 +133,16 @@ def sequences_from_rows(
 def spans_of_row(row: Mapping[str, Any]) -> list[VersionSpan]:
     """Return a trajectory row's version spans."""
     return [VersionSpan(span["version"], span["length"]) for span in row["version_spans"]]
+
+
+def chosen_spans_of_row(row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
+    """Return the version spans of the tokens that the row's `loss_mask` keeps."""
+    return version_spans_of(list(compress(token_versions(spans_of_row(row)), row["loss_mask"])))
+
+
+def token_versions(spans: Sequence[VersionSpan]) -> list[int]:
+    """Return the policy version that sampled each token."""
+    return [version for version, length in spans for _ in range(length)]
 
 
 def masked_fraction_by_tenth(masks: Sequence[Sequence[bool]]) -> tuple[float, ...]:

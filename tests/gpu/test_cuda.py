@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_flow.config import AlgorithmSettings, TrainerSettings
+from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.config import TrainerSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
+from areal_flow.trainer.backend import StepSettings
+from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.state import TrainerState
-from areal_flow.trainer.step import StepSettings, train_step
+from areal_flow.trainer.step import train_step
 from areal_flow.types import Completion, GroupRequest, Sampling
 from tests.policies import small_policy
 
@@ -55,10 +57,10 @@ def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:
         )
         for i in range(8)
     ]
-    settings = StepSettings(AlgorithmSettings(), temperature=1.0, seed=0)
+    settings = StepSettings(DecoupledPPO(), temperature=1.0, seed=0)
     losses = []
     for device in ("cpu", "cuda"):
         trainer = TrainerSettings(device=device, learning_rate=1e-4)
-        state = TrainerState(small_policy().to(device), trainer)
-        losses.append(train_step(state, sequences, step=1, settings=settings).losses)
+        backend = ReplicatedBackend(small_policy().to(device), trainer)
+        losses.append(train_step(backend, sequences, step=1, settings=settings).losses)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

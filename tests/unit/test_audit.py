@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from areal_flow.algorithms.staleness import trainable_mask
+from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.audit.accounting import check_staleness
 from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
 from areal_flow.audit.ledger import check_configuration, check_ledger
@@ -48,9 +48,9 @@ def test_log_without_tokens_counts_what_training_masks(seed: int) -> None:
     for at, row in enumerate(rows):
         spans = [VersionSpan(s["version"], s["length"]) for s in row["version_spans"]]
         assert log.spans(at) == spans
-        fresh = trainable_mask(spans, policy_version=3, max_staleness=1)
-        kept = sum(f and chosen for f, chosen in zip(fresh, row["loss_mask"], strict=True))
-        trained, masked = trained + kept, masked + len(fresh) - kept
+        versions = [version for version, length in spans for _ in range(length)]
+        mask = trained_mask(versions, row["loss_mask"], policy_version=3, max_staleness=1)
+        trained, masked = trained + sum(mask), masked + len(mask) - sum(mask)
     row = step_row(1, policy_version=3, trajectory_ids=[row["trajectory_id"] for row in rows])
     right = row | {"num_trained_tokens": trained, "num_masked_tokens": masked}
     assert "num_trained" not in said(check_staleness([right], log, max_staleness=1))

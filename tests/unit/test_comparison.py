@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from areal_flow.config import AlgorithmSettings, TrainerSettings
+from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.recovery.replay_settings import settings_of_a_step
@@ -22,7 +23,7 @@ def result(
     environment: dict[str, Any] = CPU, *, weights: str = "w", loss: float = 0.5
 ) -> StepResult:
     row = genesis_row(
-        PolicyHashes(weights, "o", "s"),
+        PolicyHashes(weights, "s"),
         provenance=PROVENANCE,
         numeric_environment=json.dumps(environment),
     )
@@ -68,8 +69,9 @@ def test_environment_differences_name_both_sides() -> None:
     assert compared.environment_differences == {"device": ("cpu", "cuda"), "threads": (1, None)}
 
 
-def test_every_setting_of_algorithm_and_trainer_can_change_a_step_but_two() -> None:
-    known = len(AlgorithmSettings.model_fields) + len(TrainerSettings.model_fields)
+def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_three() -> None:
+    of_algorithms = {name for a in ALGORITHMS.values() for name in a.model_fields}
+    known = len(of_algorithms) + len(TrainerSettings.model_fields)
     found = settings_of_a_step()
-    assert len([name for name in found if name.startswith(("algorithm.", "trainer."))]) == known - 2
+    assert len([name for name in found if name.startswith(("algorithm.", "trainer."))]) == known - 3
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)

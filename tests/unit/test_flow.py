@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.staleness import trainable_mask
+from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
@@ -113,10 +113,13 @@ def test_no_trained_token_is_older_than_the_bound(
         trained |= set(request.trajectory_ids)
         for identifier in request.trajectory_ids:
             spans = cluster.spans[identifier]
-            mask = trainable_mask(
-                spans, policy_version=request.policy_version, max_staleness=max_staleness
-            )
             versions = [v for v, length in spans for _ in range(length)]
+            mask = trained_mask(
+                versions,
+                [True] * len(versions),
+                policy_version=request.policy_version,
+                max_staleness=max_staleness,
+            )
             ages = [request.policy_version - v for v, m in zip(versions, mask, strict=True) if m]
             assert ages, "a trajectory with nothing to train was consumed"
             assert max(ages) <= max_staleness

@@ -36,13 +36,15 @@ def test_every_completion_token_is_looked_at_masked_or_not() -> None:
 
 def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     """A minibatch a sequence, one with nothing to train, and updates large enough to clip."""
-    watch, trained = ClipWatch(), state(learning_rate=3e-2)
-    how = replace(settings(num_minibatches=12), loss=watch)
-    sequences = make_sequences()
+    how = settings(num_minibatches=12, advantage="batch_norm")
+    watch, trained = ClipWatch(how.algorithm.loss), state(learning_rate=3e-2)
+    how = replace(how, loss=watch)
+    sequences = [replace(s, group=index) for index, s in enumerate(make_sequences())]
     sequences[3] = replace(sequences[3], trained=[False] * len(sequences[3].output_tokens))
     numbers = train_step(trained, sequences, step=1, settings=how)
     outcomes = trajectory_outcomes(trained, sequences, watch, step=1, settings=how, temperature=1.0)
-    assert sum(sum(outcome.clipped) for outcome in outcomes) == numbers.num_clipped > 0
+    num_clipped = numbers.metrics["clip_fraction"].total
+    assert sum(sum(outcome.clipped) for outcome in outcomes) == num_clipped > 0
     for sequence, outcome in zip(sequences, outcomes, strict=True):
         assert list(outcome.trained) == sequence.trained
         assert not any(c and not t for c, t in zip(outcome.clipped, outcome.trained, strict=True))
@@ -51,16 +53,19 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
 def test_watching_a_loss_changes_nothing() -> None:
     plain, watched = state(), state()
     train_step(plain, make_sequences(), step=1, settings=settings())
-    train_step(watched, make_sequences(), step=1, settings=replace(settings(), loss=ClipWatch()))
-    assert plain.weights_hash() == watched.weights_hash()
+    how = settings()
+    watch = ClipWatch(how.algorithm.loss)
+    train_step(watched, make_sequences(), step=1, settings=replace(how, loss=watch))
+    assert plain.fingerprint() == watched.fingerprint()
 
 
 def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     before = state()
     (sequence,) = make_sequences(1)
+    how = settings(num_minibatches=1)
     (outcome,) = trajectory_outcomes(
-        before, [replace(sequence, trained=[False] * 3)], ClipWatch(),
-        step=1, settings=settings(num_minibatches=1), temperature=1.0,
+        before, [replace(sequence, trained=[False] * 3)], ClipWatch(how.algorithm.loss),
+        step=1, settings=how, temperature=1.0,
     )  # fmt: skip
     replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))
     trajectory = InspectedTrajectory(

@@ -51,7 +51,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def row(step: int, epoch: int, weights_hash: str = "") -> dict[str, Any]:
     genesis = genesis_row(
-        PolicyHashes(weights_hash or f"w{step}", "o", "s"),
+        PolicyHashes(weights_hash or f"w{step}", "s"),
         provenance=Provenance(epoch, "config", "code"),
         numeric_environment="{}",
     )

@@ -6,11 +6,11 @@ from math import exp
 
 import pytest
 import torch
+from areal_flow.algorithms.losses import ImportanceWeightRule, PolicyLoss, decoupled_ppo_loss
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.logprobs import next_token_logprobs
-from areal_flow.algorithms.losses import ImportanceWeightRule, PolicyLoss, decoupled_ppo_loss
 
 LOGPROBS = [-1.0, -0.5, -2.0]
 PROXIMAL = [-1.1, -0.7, -1.6]

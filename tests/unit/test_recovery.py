@@ -24,7 +24,7 @@ from areal_flow.types import Episode, GroupReceipt, PolicyHashes, submission_ind
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
-GENESIS = genesis_row(PolicyHashes("w0", "", ""), provenance=PROVENANCE, numeric_environment="{}")
+GENESIS = genesis_row(PolicyHashes("w0", ""), provenance=PROVENANCE, numeric_environment="{}")
 
 
 def make_flow(cluster: FakeCluster, log: MemoryLog, initial: InitialState, num_steps: int) -> Flow:

@@ -14,24 +14,31 @@ import torch
 
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
+from areal_flow.models.hashing import hash_tensors
 from areal_flow.trainer.replicas import GlooGroup
-from areal_flow.trainer.state import TrainerState
+from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.types import PolicyHashes, Rendezvous
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time
 
-HASHES = PolicyHashes("weights", "optimizer", "served")
+HASHES = PolicyHashes("weights", "served")
 
 
-def trained(of: TrainerState, num_ranks: int, replicas: GlooGroup | None = None) -> dict[str, Any]:
+def trained(
+    of: ReplicatedBackend, num_ranks: int, replicas: GlooGroup | None = None
+) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
     how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
     numbers = [
         train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
         for step in (1, 2)
     ]
-    return {"weights": of.weights_hash(), "optimizer": of.optimizer_hash(), "numbers": numbers}
+    return {
+        "weights": of.fingerprint(),
+        "optimizer": hash_tensors(of.optimizer_tensors()),
+        "numbers": numbers,
+    }
 
 
 def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> list[Any]:

@@ -54,9 +54,6 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         loss=0.5,
         grad_norm=1.0,
         learning_rate=1e-4,
-        clip_fraction=0.0,
-        importance_weight_mean=1.0,
-        importance_weight_max=1.5,
         reward_mean=0.5,
         completion_tokens_mean=3.0,
         num_trained_tokens=3,
@@ -67,11 +64,12 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         seconds_read=0.1,
         seconds_train=0.1,
         seconds_stage=0.1,
+        metrics={"clip_fraction": 0.0, "importance_weight_max": 1.5},
     )
     entries = StepEntries(6, [Discard("00000001-0000", 3, "stale")], [4], 0.2)
     return step_row(
         request,
-        StepResult(step, PolicyHashes(f"w{step}", "o", "s"), metrics, "{}"),
+        StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
         entries=entries,
         position=LogPosition(10, 2, 5, 0),
         provenance=PROVENANCE,
@@ -224,9 +222,7 @@ def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
 def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -> None:
     create_ledger(tmp_path / "steps.lance")
     ledger = Ledger(tmp_path / "steps.lance", WRITER)
-    genesis = genesis_row(
-        PolicyHashes("w0", "", "s"), provenance=PROVENANCE, numeric_environment="{}"
-    )
+    genesis = genesis_row(PolicyHashes("w0", "s"), provenance=PROVENANCE, numeric_environment="{}")
     rows = [genesis, ledger_row(1), ledger_row(2)]
     validate(pa.Table.from_pylist(rows, schema=STEPS), StepRow)
     for row in rows:

@@ -1,0 +1,150 @@
+"""What an algorithm is: what it is given of a batch, and what it must say about it.
+
+It refuses to know how log-probabilities are computed, how ranks add up and where metrics are shown.
+Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Advantage = float | Sequence[float]
+"""Of one trajectory: one number for all its completion tokens, or one number for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What advantages are computed from: the whole batch of a step, before it is split."""
+
+    rewards_B: Tensor
+    """float64."""
+    num_trained_B: Tensor
+    """Trained tokens of each trajectory, float64."""
+    groups_B: Tensor
+    """Which group each trajectory belongs to, int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss may depend on, one entry a trained token; a sequence is never split.
+
+    A masked token (too old, or not the policy's own) has no entry.
+    """
+
+    logprobs_T: Tensor
+    """Of the policy that is trained: what gradients flow through."""
+    proximal_logprobs_T: Tensor
+    """Of the policy before the step."""
+    behavior_logprobs_T: Tensor
+    """Of the distribution that each token was drawn from."""
+    advantages_T: Tensor
+    sequence_T: Tensor
+    """Index of each token's sequence in the micro-batch, 0 to S - 1, ascending."""
+    versions_T: Tensor
+    """Policy version that sampled each token."""
+    entropy_T: Tensor | None = None
+    """In nats, with gradient; there if the algorithm needs it."""
+    reference_logprobs_T: Tensor | None = None
+    """Of a fixed reference policy; None, since no trainer backend holds one yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that adds up over micro-batches and ranks: a weighted mean, or a maximum."""
+
+    total: float
+    weight: float | None
+    """What the total is divided by; None for a maximum."""
+
+    @property
+    def value(self) -> float:
+        return self.total / (self.weight or 1.0)
+
+    def add(self, other: Metric) -> Metric:
+        """Return the metric of both parts together."""
+        if self.weight is None or other.weight is None:
+            return Metric(max(self.total, other.total), None)
+        return Metric(self.total + other.total, self.weight + other.weight)
+
+
+def mean(values_T: Tensor) -> Metric:
+    """Return the mean over tokens as a metric."""
+    return Metric(float(values_T.detach().sum()), float(values_T.numel()))
+
+
+def maximum(values_T: Tensor) -> Metric:
+    """Return the maximum over tokens as a metric; of none it is minus infinity."""
+    return Metric(float(values_T.detach().max()) if values_T.numel() else float("-inf"), None)
+
+
+def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of two parts together, by name."""
+    added = {
+        name: metric.add(first[name]) if name in first else metric
+        for name, metric in second.items()
+    }
+    return {**first, **added}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A loss, one entry a token, and what to watch of it."""
+
+    losses_T: Tensor
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    clipped_T: Tensor | None = None
+    """Where a clip ended the gradient; None for a loss that has no clip."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchSize:
+    """What a minibatch's loss is divided by: the same for all of its micro-batches and ranks."""
+
+    num_tokens: int
+    """Trained ones."""
+    num_sequences: int
+    """Those that have a trained token."""
+
+
+TokenLoss = Callable[[LossInputs], PolicyLoss]
+"""What a training step minimises. It must take inputs without a token, of a rank without work."""
+
+
+class Algorithm(Protocol):
+    """One way to turn scored trajectories into a gradient: a recipe's settings and their parts."""
+
+    @property
+    def name(self) -> str:
+        """What recipes call it."""
+        ...
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer updates in a step."""
+        ...
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss reads `entropy_T`, which costs a pass over the vocabulary."""
+        ...
+
+    def keeps_group(self, rewards: Sequence[float]) -> bool:
+        """Return whether a group of these rewards is trained; one that is not is discarded."""
+        ...
+
+    def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
+        """Return each trajectory's advantage."""
+        ...
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """Return each token's loss."""
+        ...
+
+    def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
+        """Return what these tokens add to the minibatch's loss, a scalar."""
+        ...

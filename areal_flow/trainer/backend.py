@@ -1,0 +1,122 @@
+"""What a training step and a trainer rank need of whatever holds a policy and its optimizer.
+
+It refuses to know how many copies or shards of the policy there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, TokenLoss
+from areal_flow.config import TrainerSettings
+from areal_flow.import_path import import_function
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch
+
+BACKENDS = {"replicated": "areal_flow.trainer.replicated:ReplicatedBackend"}
+"""By the name that recipes use. The next one is a file, a line here and its tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step needs beside the policy and the sequences."""
+
+    algorithm: Algorithm
+    temperature: float
+    seed: int
+    num_ranks: int = 1
+    loss: TokenLoss | None = None
+    """Minimised instead of the algorithm's own."""
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        return self.loss or self.algorithm.loss
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """What one rank computes of a minibatch; without `proximal`, its own forward pass serves."""
+
+    micro_batches: Sequence[MicroBatch]
+    proximal: Sequence[Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """What one optimizer update computes."""
+
+    rank_batches: Mapping[int, RankBatch]
+    """Of the ranks that this process computes."""
+    size: MinibatchSize
+    learning_rate: float
+
+
+@dataclass(slots=True)
+class UpdateNumbers:
+    """What updates found, each of a minibatch: of one, or of all of a step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A copy of everything that a backend continues from, in main memory, by tensor name."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+class TrainerBackend(Protocol):
+    """A policy and its optimizer, wherever their parts are; not for concurrent use."""
+
+    settings: TrainerSettings
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, without gradient."""
+        ...
+
+    def update(
+        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
+    ) -> UpdateNumbers:
+        """Make one optimizer update; all ranks make the same.
+
+        Raises:
+            TrainingError: a loss or a gradient is not finite. Nothing may be computed any more.
+            TrainerLost: another rank left meanwhile. The same.
+        """
+        ...
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Return the master weights by name; the next update changes them."""
+        ...
+
+    def save(self) -> SavedState:
+        """Return a copy of the state; the next update does not change it."""
+        ...
+
+    def load(self, saved: SavedState) -> None:
+        """Continue from what `save` returned.
+
+        Raises:
+            WeightsError: it is of another policy.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """Return the hash of the master weights."""
+        ...
+
+
+def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
+    """Return the backend that a recipe names, with a fresh optimizer over this policy."""
+    backend: Any = import_function(
+        BACKENDS[settings.backend], setting="trainer.backend", error=KeyError
+    )
+    made: TrainerBackend = backend(policy, settings)
+    return made

@@ -1,0 +1,249 @@
+"""The backend whose ranks hold the whole policy each, and AdamW over all that is trainable of it.
+
+A rank computes the gradient of its batch; the ranks' gradients are added in the order of ranks, and
+every rank makes the same update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs
+from areal_flow.algorithms.protocol import (
+    LossInputs,
+    Metric,
+    MinibatchSize,
+    PolicyLoss,
+    add_metrics,
+)
+from areal_flow.config import TrainerSettings
+from areal_flow.errors import TrainingError
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors
+from areal_flow.trainer.backend import Minibatch, RankBatch, SavedState, StepSettings, UpdateNumbers
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.step import micro_batch_logprobs, trained_logits
+
+
+@dataclass(frozen=True, slots=True)
+class RankGradient:
+    """What one rank found in its batch of a minibatch."""
+
+    loss: float
+    metrics: dict[str, Metric]
+    gradients: list[Tensor | None]
+    """One a trainable parameter; None where the batch does not depend on it."""
+
+
+class ReplicatedBackend:
+    """A `TrainerBackend`: the master policy, in training form, and its optimizer."""
+
+    def __init__(self, policy: Any, settings: TrainerSettings) -> None:
+        self.policy = policy
+        self.settings = settings
+        # AdamW moves what has a gradient of zero, too: by weight decay and by older moments. So it
+        # never sees a frozen parameter.
+        self._trainable = [p for p in policy.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self._trainable,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+        )
+
+    def autocast(self) -> torch.autocast:
+        """Return the precision of forward passes; the master weights stay float32."""
+        device_type = torch.device(self.settings.device).type
+        return torch.autocast(
+            device_type, DTYPES[self.settings.dtype], enabled=self.settings.dtype != "float32"
+        )
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+        with self.autocast():
+            return [
+                micro_batch_logprobs(self.policy, micro, temperature=temperature)
+                for micro in micro_batches
+            ]
+
+    def update(
+        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
+    ) -> UpdateNumbers:
+        computed = {
+            rank: self._gradient(batch, minibatch.size, settings)
+            for rank, batch in minibatch.rank_batches.items()
+        }
+        loss, metrics, has_gradient = self._gather_numbers(computed, replicas)
+        self._add_gradients(computed, has_gradient, replicas)
+        grad_norm = float(
+            torch.nn.utils.clip_grad_norm_(self._trainable, self.settings.max_grad_norm)
+        )
+        if not (isfinite(loss) and isfinite(grad_norm)):
+            raise TrainingError(
+                f"expected a finite loss and gradient, found loss {loss} and gradient norm "
+                f"{grad_norm}: nothing of this step was published; start a new run with a lower "
+                "trainer.learning_rate"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = minibatch.learning_rate
+        self.optimizer.step()
+        return UpdateNumbers([loss], [grad_norm], metrics)
+
+    def export_weights(self) -> dict[str, Tensor]:
+        return policy_tensors(self.policy)
+
+    def save(self) -> SavedState:
+        return SavedState(_copies(self.export_weights()), _copies(self.optimizer_tensors()))
+
+    def load(self, saved: SavedState) -> None:
+        assign_tensors(self.policy, saved.weights)
+        self.load_optimizer_tensors(saved.optimizer)
+
+    def fingerprint(self) -> str:
+        return hash_tensors(self.export_weights())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by parameter name; empty before the first update."""
+        names = {parameter: name for name, parameter in self.policy.named_parameters()}
+        return {
+            f"{names[parameter]}.{key}": value
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+        }
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `optimizer_tensors` returned."""
+        self.optimizer.state.clear()
+        for name, parameter in self.policy.named_parameters():
+            prefix = f"{name}."
+            state = {
+                key.removeprefix(prefix): value.to(
+                    "cpu" if key.endswith(".step") else parameter.device, copy=True
+                )
+                for key, value in tensors.items()
+                if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+            }
+            if state:
+                self.optimizer.state[parameter] = state
+
+    def _gradient(
+        self, batch: RankBatch, size: MinibatchSize, settings: StepSettings
+    ) -> RankGradient:
+        """Return one rank's numbers and gradients, those of its micro-batches added up."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total, metrics = 0.0, dict[str, Metric]()
+        for index, micro in enumerate(batch.micro_batches):
+            proximal_M = None if batch.proximal is None else batch.proximal[index]
+            found = self._token_losses(micro, proximal_M, settings)
+            loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, size)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            metrics = add_metrics(metrics, found.metrics)
+        if not batch.micro_batches:
+            metrics = _metrics_of_nothing(settings)
+        return RankGradient(total, metrics, [p.grad for p in self._trainable])
+
+    def _token_losses(
+        self, micro: MicroBatch, proximal_M: Tensor | None, settings: StepSettings
+    ) -> PolicyLoss:
+        temperature = settings.temperature
+        with self.autocast():
+            logits_MV = trained_logits(self.policy, micro)
+            logprobs_M = next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
+            entropy_M = None
+            if settings.algorithm.needs_entropy:
+                entropy_M = next_token_entropies(logits_MV, temperature=temperature)
+        if proximal_M is None:
+            proximal_M = logprobs_M.detach()
+        return settings.token_loss(_loss_inputs(micro, logprobs_M, proximal_M, entropy_M))
+
+    def _gather_numbers(
+        self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup
+    ) -> tuple[float, dict[str, Metric], list[bool]]:
+        """Return the minibatch's loss and metrics, and which parameters any rank has a gradient of.
+
+        All ranks must agree on the last: a parameter without gradient is not updated.
+        """
+        names = sorted(next(iter(computed.values())).metrics)
+        gathered = replicas.gather(
+            {rank: _as_tensor(found, names) for rank, found in computed.items()}
+        )
+        kinds = next(iter(computed.values())).metrics
+        loss, metrics, has_gradient = 0.0, dict[str, Metric](), [False] * len(self._trainable)
+        for row in (tensor.tolist() for tensor in gathered):
+            loss += row[0]
+            totals, weights = row[1 : 1 + len(names)], row[1 + len(names) : 1 + 2 * len(names)]
+            found = {
+                name: Metric(total, None if kinds[name].weight is None else weight)
+                for name, total, weight in zip(names, totals, weights, strict=True)
+            }
+            metrics = add_metrics(metrics, found)
+            flags = row[1 + 2 * len(names) :]
+            has_gradient = [a or bool(b) for a, b in zip(has_gradient, flags, strict=True)]
+        return loss, metrics, has_gradient
+
+    def _add_gradients(
+        self,
+        computed: Mapping[int, RankGradient],
+        has_gradient: Sequence[bool],
+        replicas: ReplicaGroup,
+    ) -> None:
+        """Give each parameter the sum of the ranks' gradients, in the order of ranks."""
+        for index, parameter in enumerate(self._trainable):
+            if not has_gradient[index]:
+                parameter.grad = None
+                continue
+            mine = {rank: found.gradients[index] for rank, found in computed.items()}
+            zeros = torch.zeros_like(parameter)
+            sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
+            parameter.grad = reduce(torch.add, replicas.gather(sent))
+
+
+def _loss_inputs(
+    micro: MicroBatch, logprobs_M: Tensor, proximal_M: Tensor, entropy_M: Tensor | None
+) -> LossInputs:
+    return LossInputs(
+        logprobs_T=logprobs_M,
+        proximal_logprobs_T=proximal_M,
+        behavior_logprobs_T=micro.behavior_logprobs_M,
+        advantages_T=micro.advantages_M,
+        sequence_T=micro.sequence_M,
+        versions_T=micro.versions_M,
+        entropy_T=entropy_M,
+    )
+
+
+def _metrics_of_nothing(settings: StepSettings) -> dict[str, Metric]:
+    """Return the loss's metrics of no token: ranks without work name the same as the others."""
+    real_T, integer_T = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    entropy_T = real_T if settings.algorithm.needs_entropy else None
+    inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, entropy_T)
+    return dict(settings.token_loss(inputs).metrics)
+
+
+def _as_tensor(found: RankGradient, names: Sequence[str]) -> Tensor:
+    """Return a rank's numbers as other ranks receive them: alike in length on every rank."""
+    metrics = [found.metrics[name] for name in names]
+    return torch.tensor(
+        [
+            found.loss,
+            *(metric.total for metric in metrics),
+            *(metric.weight or 0.0 for metric in metrics),
+            *(float(gradient is not None) for gradient in found.gradients),
+        ],
+        dtype=torch.float64,
+    )
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }

@@ -1,4 +1,7 @@
-"""Model directories without torch: resolve a name, check what is needed, read stop tokens."""
+"""Model directories: resolves names, refuses what cannot be trained, reads stop tokens.
+
+It looks at files alone, without torch; whether a model computes what it should is the probe's work.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def check_model_directory(directory: Path) -> None:
     """Refuse a directory that cannot be trained.
 
     Raises:
-        ModelError: naming the file that is missing and how to make it.
+        ModelError: naming the file that is missing and how to make it, or what in the tokenizer,
+            the stop tokens or the chat template does not fit the model.
     """
     needed = {
         "config.json": "save the model with save_pretrained",
@@ -51,6 +55,58 @@ def check_model_directory(directory: Path) -> None:
             raise ModelError(f"{directory} has no {file}: {advice}")
     if not any(directory.glob("*.safetensors")):
         raise ModelError(f"{directory} has no *.safetensors; other weight formats are not loaded")
+    vocab_size = _read_json(directory / "config.json").get("vocab_size")
+    if vocab_size is not None:
+        _check_vocabulary(directory, vocab_size)
+    _check_chat_template(directory)
+
+
+def _check_vocabulary(directory: Path, vocab_size: int) -> None:
+    """Refuse tokens that the model's embedding does not have."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokens = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ModelError(f"{directory}/tokenizer.json cannot be read: {error}") from error
+    if beyond := [token for token, index in tokens.items() if index >= vocab_size]:
+        raise ModelError(
+            f"{directory}: expected a tokenizer with ids below the model's vocab_size "
+            f"({vocab_size}), found {len(beyond)} beyond it, such as {beyond[0]!r}: use the "
+            "tokenizer that the model was trained with"
+        )
+    for stop in stop_token_ids(directory):
+        if not 0 <= stop < vocab_size:
+            raise ModelError(
+                f"{directory}: expected an eos_token_id below the model's vocab_size "
+                f"({vocab_size}), found {stop}: correct generation_config.json or config.json"
+            )
+
+
+def _check_chat_template(directory: Path) -> None:
+    """Refuse a chat template that does not render one user's message."""
+    description = _read_json(directory / "tokenizer_config.json")
+    file = directory / "chat_template.jinja"
+    found = file.read_text() if file.is_file() else description.get("chat_template")
+    if isinstance(found, list):
+        found = next((each["template"] for each in found if each["name"] == "default"), None)
+    if found is None:
+        return
+    from areal_flow.models.huggingface import render_jinja_template
+
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in description.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    message = [[{"role": "user", "content": "1 + 1 ="}]]
+    try:
+        render_jinja_template(message, chat_template=found, add_generation_prompt=True, **special)
+    except Exception as error:  # a template is a program of its own
+        raise ModelError(
+            f"{directory}: the chat template does not render a user's message: "
+            f"{type(error).__name__}: {error}. Mend or remove it"
+        ) from error
 
 
 def copy_model_description(source: Path, target: Path) -> None:
@@ -69,8 +125,18 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
         ModelError: neither names one, so that a completion could never stop.
     """
     for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        found: Any = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found = _read_json(directory / name).get("eos_token_id")
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     raise ModelError(f"{directory}: config.json names no eos_token_id")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return a file's object, empty where there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
+    return content

@@ -32,10 +32,12 @@ def _hidden(*packages: str) -> Iterator[None]:
 with _hidden("sklearn", "scipy"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils.chat_template_utils import render_jinja_template
 
 __all__ = [
     "AttentionInterface",
     "AutoConfig",
     "AutoModelForCausalLM",
+    "render_jinja_template",
     "revert_weight_conversion",
 ]

@@ -154,19 +154,19 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
         check_accounting(layout)
 
 
-def test_signal_before_training_stops_at_once(tmp_path: Path) -> None:
-    slow = [*small_arguments(), "--warm-start.num-steps", "5000"]
+def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    slow = [*small_arguments(), "--sft.num-steps", "5000"]
     with started_cli("train", "--name", "w", *slow, cwd=tmp_path) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "warm start" in line:
+            if "supervised fine-tuning" in line:
                 break
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 143, output
         assert "Traceback" not in output
-        assert "there is nothing to resume" in output
+        assert "areal-flow train --resume w" in output
         assert not psutil.wait_procs(children, timeout=20)[1]
         assert "stopped" in cli("runs", cwd=tmp_path).stdout
 

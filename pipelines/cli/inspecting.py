@@ -22,7 +22,7 @@ def add_to(app: App) -> None:
 
 def evaluate(
     model: str, /, *, prompts: Path | None = None, num_prompts: int | None = None, folders: Given
-) -> int:
+) -> None:
     """Answer held-out prompts with a policy.
 
     Args:
@@ -30,11 +30,13 @@ def evaluate(
         prompts: JSONL or Parquet, instead of the run's own.
         num_prompts: Answer only the first ones.
     """
-    from pipelines.evaluate import evaluate
+    from pipelines.cli.evaluation_report import print_evaluation
+    from pipelines.evaluate import evaluate_model
     from pipelines.models import find_model
 
-    found = find_model(folders.runs, model, registry=folders.registry)
-    return evaluate(found, prompts=prompts, limit=num_prompts)
+    directory = find_model(folders.runs, model, registry=folders.registry)
+    found = evaluate_model(directory, prompts=prompts, limit=num_prompts)
+    print_evaluation(found.table, directory)
 
 
 def export(model: str, directory: Path, /, *, folders: Given) -> None:

@@ -67,7 +67,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def ui(session: nox.Session) -> None:
     """Serve the MLflow UI over the runs of this directory."""
-    run(session, "python", "-m", "pipelines.cli.ui", *session.posargs)
+    run(session, "areal-flow", "ui", *session.posargs)
 
 
 @nox.session

@@ -1,24 +1,29 @@
 """Fully asynchronous reinforcement learning for reasoning models, as a dataflow.
 
->>> run = areal_flow.open_run("runs/NAME")          # doctest: +SKIP
+>>> run = areal_flow.train(prompts=rows, rewards=[my_function], num_steps=20)  # doctest: +SKIP
 >>> run.trajectories().groupby("difficulty").reward.mean()  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_flow.store.queries import Run, open_run
+    from pipelines.api import evaluate, sft, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "open_run"]
+__all__ = ["Run", "evaluate", "open_run", "sft", "train"]
+
+_HOMES = {
+    **dict.fromkeys(("Run", "open_run"), "areal_flow.store.queries"),
+    **dict.fromkeys(("evaluate", "sft", "train"), "pipelines.api"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is public on first use: `import areal_flow` alone loads no vendor."""
-    if name in __all__:
-        from areal_flow.store import queries
-
-        return getattr(queries, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'areal_flow' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,6 +318,20 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
         inner = nest(value) if isinstance(value, Mapping) else value
         table = merge(table, {section: nest({rest: value}) if rest else inner})
     return table
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Turn `SECTION.SETTING=VALUE` texts into a nested table."""
+    pairs = (text.partition("=") for text in texts)
+    return nest({name.replace("-", "_"): parse_value(value) for name, _, value in pairs})
+
+
+def parse_value(text: str) -> Any:
+    """Return a TOML value, or the text as it is: validation says what it must be."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import place_workers
@@ -23,11 +19,27 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import publish_model_directory
 from pipelines.held_out import answer_held_out, tabulate
+from pipelines.jobs import wait_for
 from pipelines.models import run_of_checkpoint
 
 
-def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int:
-    """Answer held-out prompts once each with a model; print a table and one line of JSON.
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Pass rates, and the answers that they were counted from: rows of the evaluation schema."""
+
+    table: EvaluationTable
+    answers: list[dict[str, Any]]
+
+
+def evaluate_model(
+    directory: Path, *, prompts: Path | None = None, limit: int | None = None
+) -> EvaluationResult:
+    """Answer held-out prompts once each with a model.
+
+    Args:
+        directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
+        prompts: a file, instead of the run's own held-out prompts.
+        limit: answer only the first ones.
 
     Raises:
         ModelError: the directory is not a model's, or nothing says which prompts to use.
@@ -48,9 +60,8 @@ def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int
         else:
             prepare_held_out(recipe, layout)
             table = PromptTable(layout.held_out_prompts, seed=recipe.seed)
-        found = asyncio.run(_answer(layout, recipe, table, limit))
-    _print(found, directory)
-    return 0
+        answers = wait_for(lambda: _answer(layout, recipe, table, limit))
+    return EvaluationResult(tabulate(answers), answers)
 
 
 def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
@@ -64,25 +75,11 @@ def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
 
 async def _answer(
     layout: RunLayout, recipe: Recipe, table: PromptTable, limit: int | None
-) -> EvaluationTable:
+) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
-        rows = await cluster.pool.guard(
+        return await cluster.pool.guard(  # type: ignore[no-any-return]
             answer_held_out(
                 cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
             )
         )
-    return tabulate(rows)
-
-
-def _print(found: EvaluationTable, directory: Path) -> None:
-    table = Table(title=f"{directory.name}: held-out prompts, one sample each")
-    for label in ("difficulty", "prompts", "pass rate", "95% interval", "mean length"):
-        table.add_column(label, justify="right")
-    for difficulty, (rate, length) in found.by_difficulty.items():
-        interval = f"[{rate.low:.3f}, {rate.high:.3f}]"
-        table.add_row(
-            str(difficulty), str(rate.n), f"{rate.pass_rate:.3f}", interval, f"{length:.1f}"
-        )
-    Console().print(table, markup=False)
-    print(json.dumps(asdict(found.overall)))

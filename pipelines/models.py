@@ -36,15 +36,15 @@ def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Pa
 
 
 def newest_checkpoint(layout: RunLayout) -> Path:
-    """Return a run's newest checkpoint.
+    """Return a run's newest checkpoint; before training, that of supervised fine-tuning.
 
     Raises:
         ModelError: it has none.
     """
-    found = list_checkpoints(layout.checkpoints)
-    if not found:
-        raise ModelError(f"run {layout.name} has no checkpoint yet")
-    return checkpoint_path(layout.checkpoints, found[-1])
+    for root in (layout.checkpoints, layout.sft_checkpoints):
+        if found := list_checkpoints(root):
+            return checkpoint_path(root, found[-1])
+    raise ModelError(f"run {layout.name} has no checkpoint yet")
 
 
 def run_of_checkpoint(directory: Path) -> RunLayout | None:

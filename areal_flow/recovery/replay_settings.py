@@ -44,7 +44,7 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"--set {text}: expected SECTION.KEY=VALUE")
-    return parse_overrides([f"--{text}" for text in texts])
+    return parse_overrides(texts)
 
 
 def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from areal_flow.algorithms.logprobs import next_token_logprobs
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.errors import TrainingError
-from areal_flow.models.policy import logits_at
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -27,6 +25,7 @@ from areal_flow.algorithms.protocol import (
     add_metrics,
 )
 from areal_flow.config import TrainerSettings
+from areal_flow.models.policy import logits_at
 from areal_flow.trainer.backend import (
     Minibatch,
     RankBatch,

@@ -1,4 +1,4 @@
-"""`areal-flow`: arguments in, an exit code out. Heavy imports wait for the command that needs them.
+"""`areal-flow`: the command line. Heavy imports wait for the command that needs them.
 
 Exit codes: 0 done; 1 an error, said in one message; 2 wrong usage or settings; 130 and 143 stopped
 by SIGINT or SIGTERM.
@@ -6,7 +6,6 @@ by SIGINT or SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -14,39 +13,53 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
+from typing import Annotated
 
+from cyclopts import App, CycloptsError, Parameter
+
+import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli.commands import (
-    check,
-    doctor,
-    evaluate,
-    export,
-    lineage,
-    replay,
-    runs,
-    train,
-    trajectories,
-    workers,
-)
-from pipelines.cli.commands.settings import split_dotted
-from pipelines.cli.commands.train import EXIT_CODES
+from pipelines.cli import inspecting, training, workers
+from pipelines.cli.folders import EXIT_CODES, Folders
 
-COMMANDS = (
-    *(train, evaluate, export, trajectories, lineage, replay, check),
-    *(workers, doctor, runs),
+app = App(
+    name="areal-flow",
+    help="Fully asynchronous reinforcement learning for reasoning models, as a dataflow.",
+    version=areal_flow.__version__,
+    result_action="return_value",
+    exit_on_error=False,
+    print_error=False,
 )
+app.register_install_completion_command()
+for group in (training, inspecting, workers):
+    group.add_to(app)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    runs: Annotated[Path, Parameter(help="Folder of runs.")] = Path("runs"),
+    registry: Annotated[
+        str | None, Parameter(help="MLflow's address, for models:/...", metavar="URI")
+    ] = None,
+) -> int:
+    """Run one command; what all commands share may stand before or after its name."""
+    began = monotonic()
+    command, bound, ignored = app.parse_args(tokens)
+    shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
+    return int(command(*bound.args, **bound.kwargs, **shared) or 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one message and an exit code."""
-    began = monotonic()
-    plain, dotted = split_dotted(sys.argv[1:] if arguments is None else arguments)
-    known = build_parser().parse_args(plain)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:
-        return int(known.run(known, dotted, began))
+        return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
+    except CycloptsError as error:
+        print(f"areal-flow: {error} `areal-flow COMMAND --help` lists options.", file=sys.stderr)
+        return 2
     except ConfigError as error:
         print(f"areal-flow: {error}", file=sys.stderr)
         return 2
@@ -56,17 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
         print("areal-flow: stopped", file=sys.stderr)
         return EXIT_CODES.get(str(stop), EXIT_CODES["SIGINT"])
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line's grammar."""
-    parser = argparse.ArgumentParser(prog="areal-flow", allow_abbrev=False)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs")
-    parser.add_argument("--registry", metavar="URI", help="MLflow's address, for models:/...")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
-    return parser
 
 
 if __name__ == "__main__":

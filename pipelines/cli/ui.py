@@ -1,41 +1,36 @@
-"""`nox -s ui`: the MLflow UI over the runs beside it, on loopback, with few processes."""
+"""The MLflow UI over a folder of runs, on loopback, with few processes."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
 from pathlib import Path
 
+from areal_flow.errors import ConfigError, RunError
 from pipelines.assembly import default_tracking_uri
 
 
-def main() -> None:
-    """Replace this process by an MLflow server."""
-    parser = argparse.ArgumentParser(prog="nox -s ui --")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--port", type=int, default=5000)
-    arguments = parser.parse_args()
-    database = arguments.runs / "mlflow.db"
-    if not database.is_file():
-        sys.exit(f"expected {database}, found none: train first with `nox -s train`")
+def serve(runs: Path, port: int) -> None:
+    """Replace this process by an MLflow server.
+
+    Raises:
+        RunError: nothing was tracked in this folder.
+        ConfigError: the port is taken.
+    """
+    if not (runs / "mlflow.db").is_file():
+        raise RunError(
+            f"expected {runs / 'mlflow.db'}, found none: train first with `areal-flow train`"
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", arguments.port)) == 0:
-            sys.exit(f"port {arguments.port} is taken: choose another with -- --port N")
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(f"port {port} is taken: choose another with --port N")
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    print(f"MLflow: http://127.0.0.1:{arguments.port} (ready in about 20 s; Ctrl-C ends it)")
-    sys.stdout.flush()
-    os.execv(
-        sys.executable,
-        [
-            *(sys.executable, "-m", "mlflow", "server"),
-            *("--backend-store-uri", default_tracking_uri(arguments.runs)),
-            *("--host", "127.0.0.1", "--port", str(arguments.port), "--workers", "1"),
-        ],
+    print(f"MLflow: http://127.0.0.1:{port} (ready in about 20 s; Ctrl-C ends it)", flush=True)
+    command = (
+        *(sys.executable, "-m", "mlflow", "server"),
+        *("--backend-store-uri", default_tracking_uri(runs)),
+        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
     )
-
-
-if __name__ == "__main__":
-    main()
+    os.execv(sys.executable, command)

@@ -20,7 +20,7 @@ SMALL_GSM8K = [
     *("--controller.batch-size", "8"),
     *("--controller.group-size", "4"),
     *("--generation.max-new-tokens", "12"),
-    *("--generation.num-slots", "8"),
+    *("--generation.max-num-seqs", "8"),
     *("--prompts.num-held-out", "8"),
     *("--tracking.enabled", "false"),
 ]
@@ -53,7 +53,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         ),
         (["--prompts", "absent.jsonl"], 2, "see the gsm8k recipe"),
         (["--controller.max-staleness", "-1"], 2, "controller.max_staleness = -1"),
-        (["--trainer.lr", "1"], 2, "trainer.lr: there is no such setting"),
+        (["--trainer.lr", "1"], 2, "Unknown option: --trainer.lr"),
         (["--name", "../outside"], 1, "run name '../outside'"),
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),

@@ -13,6 +13,7 @@ import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import list_checkpoints
 from tests.integration.runs import (
     check_accounting,
     cli,
@@ -154,21 +155,29 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
         check_accounting(layout)
 
 
-def test_signal_before_training_stops_at_once(tmp_path: Path) -> None:
-    slow = [*small_arguments(), "--warm-start.num-steps", "5000"]
+def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    slow = [*small_arguments(), "--sft.num-steps", "3000"]
+    slow += ["--sft.checkpoint-every-steps", "10000"]
     with started_cli("train", "--name", "w", *slow, cwd=tmp_path) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "warm start" in line:
+            if "supervised fine-tuning" in line:
                 break
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 143, output
         assert "Traceback" not in output
-        assert "there is nothing to resume" in output
+        assert "areal-flow train --resume w" in output
         assert not psutil.wait_procs(children, timeout=20)[1]
         assert "stopped" in cli("runs", cwd=tmp_path).stdout
+    layout = RunLayout((tmp_path / "runs" / "w").resolve())
+    (stopped_at,) = list_checkpoints(layout.sft_checkpoints)
+    assert 0 < stopped_at < 3000
+    done = cli("train", "--resume", "w", "--num-steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list_checkpoints(layout.sft_checkpoints)[-1] == 3000
+    check_accounting(layout)
 
 
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:

@@ -1,0 +1,233 @@
+"""The Python API: what `areal-flow train`, `evaluate` and `sft` do, from a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from areal_flow.config import Recipe, build_recipe, load_recipe, merge, nest
+from areal_flow.errors import ConfigError
+from areal_flow.layout import RunLayout, run_layout
+from areal_flow.store.queries import Run, open_run
+from pipelines.built_in import write_jsonl
+from pipelines.evaluate import EvaluationResult, evaluate_model
+from pipelines.jobs import SFT, TRAINING, start
+from pipelines.models import find_model, newest_checkpoint
+
+Rows = Any
+"""A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
+
+
+def train(
+    recipe: Recipe | Path | str | None = None,
+    *,
+    prompts: Rows | None = None,
+    rewards: Sequence[Callable[..., Any] | str] = (),
+    name: str | None = None,
+    runs: Path | str = "runs",
+    **settings: Any,
+) -> Run:
+    """Train a policy; return the run to read. Ctrl-C ends it after the step, and keeps it.
+
+    Args:
+        recipe: settings, or the path of a TOML recipe; by default every setting's default, and
+            the arithmetic recipe where there are no `prompts`.
+        prompts: rows with a question and an answer, in the fields that the recipe says.
+        rewards: functions of `prompt`, `completion` and `answer`, as keywords, that return a
+            number; or names of verifiers. A function is shipped to the workers with all it needs.
+        name: of the run's directory; recipe and time by default.
+        runs: the folder of runs.
+        settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
+            dotted name, `**{"trainer.learning_rate": 1e-5}`.
+
+    Raises:
+        ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
+    """
+    began = monotonic()
+    default = None if prompts is not None else _RECIPES / "arithmetic.toml"
+    table, stem = _table(recipe or default, settings)
+    if prompts is not None:
+        table = merge(table, {"prompts": {"source": "file", "path": _path_of(prompts)}})
+    chosen = build_recipe(table, source=stem)
+
+    def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
+        given: dict[str, Any] = {}
+        if prompts is not None and not _is_path(prompts):
+            path = write_jsonl(layout.train_prompts.with_name("given.jsonl"), rows_of(prompts))
+            given["prompts"] = {"path": str(path)}
+        if rewards:
+            given["rewards"] = [{"verifier": _shipped(reward, layout)} for reward in rewards]
+        return build_recipe(merge(recipe.model_dump(mode="json"), given), source=stem)
+
+    layout = run_layout(Path(runs), name or _new_name(stem))
+    with _main_module_hidden():
+        start(TRAINING, layout, chosen, began=began, fill=fill)
+    return open_run(layout.root)
+
+
+def evaluate(
+    model: Run | Path | str,
+    *,
+    prompts: Rows | None = None,
+    num_prompts: int | None = None,
+    runs: Path | str = "runs",
+    registry: str | None = None,
+) -> EvaluationResult:
+    """Answer held-out prompts once each with a policy; return pass rates and answers.
+
+    Args:
+        model: a run, its name, models:/NAME@ALIAS, or a model directory.
+        prompts: as for `train`, instead of the run's own held-out ones.
+        num_prompts: answer only the first ones.
+        runs: the folder of runs.
+        registry: MLflow's address, for models:/...
+
+    Raises:
+        ModelError: there is no such model, or nothing says which prompts to use.
+    """
+    if isinstance(model, Run):
+        directory = newest_checkpoint(model.layout)
+    else:
+        directory = find_model(Path(runs), str(model), registry=registry)
+    with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
+        path = Path(scratch) / "given.jsonl"
+        if prompts is not None:
+            path = Path(prompts) if _is_path(prompts) else write_jsonl(path, rows_of(prompts))
+        with _main_module_hidden():
+            return evaluate_model(
+                directory, prompts=None if prompts is None else path, limit=num_prompts
+            )
+
+
+def sft(
+    recipe: Recipe | Path | str | None = None,
+    *,
+    rows: Rows | None = None,
+    name: str | None = None,
+    runs: Path | str = "runs",
+    **settings: Any,
+) -> Path:
+    """Fine-tune a policy on prompts with their completions; return its Hugging Face directory.
+
+    Args:
+        recipe: settings, or the path of a TOML recipe; by default every setting's default.
+        rows: rows with `prompt` and `completion`, instead of the recipe's file.
+        name: of the run's directory; recipe and time by default.
+        runs: the folder of runs.
+        settings: as for `train`: `model="org/name"`, `sft={"num_steps": 200}`.
+
+    Raises:
+        ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
+    """
+    began = monotonic()
+    table, stem = _table(recipe, settings)
+    if rows is not None:
+        table = merge(table, {"sft": {"path": _path_of(rows)}})
+    chosen = build_recipe(table, source=stem)
+
+    def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
+        if rows is None or _is_path(rows):
+            return recipe
+        path = write_jsonl(layout.sft_rows.with_name("given.jsonl"), rows_of(rows))
+        given = {"sft": {"path": str(path)}}
+        return build_recipe(merge(recipe.model_dump(mode="json"), given), source=stem)
+
+    layout = run_layout(Path(runs), name or _new_name(stem))
+    with _main_module_hidden():
+        start(SFT, layout, chosen, began=began, fill=fill)
+    return newest_checkpoint(layout)
+
+
+_RECIPES = Path(__file__).parent / "recipes"
+
+
+def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table of any kind as dicts of plain values.
+
+    Raises:
+        ConfigError: it is no table.
+    """
+    for method, arguments in _AS_DICTS.items():
+        if hasattr(table, method):
+            table = getattr(table, method)(*arguments)
+            break
+    if isinstance(table, str | Mapping) or not isinstance(table, Iterable):
+        raise ConfigError(
+            "expected rows as a path, a list of dicts, or a pandas, polars, Arrow or Hugging Face "
+            f"table, found {type(table).__name__}"
+        )
+    for row in table:
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"expected a row as a dict, found {type(row).__name__}: {row!r:.80}")
+        yield json.loads(json.dumps(dict(row), default=_plain))
+
+
+_AS_DICTS: dict[str, tuple[str, ...]] = {
+    "to_dicts": (),  # polars
+    "to_pylist": (),  # Arrow
+    "to_list": (),  # Hugging Face
+    "to_dict": ("records",),  # pandas
+}
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy value as Python's; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _table(
+    recipe: Recipe | Path | str | None, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return the settings as a nested table, and what to call them."""
+    settings = {key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}
+    if isinstance(recipe, Path | str):
+        path = Path(recipe)
+        return load_recipe(path, nest(settings)).model_dump(mode="json"), path.stem
+    table = recipe.model_dump(mode="json") if recipe else {}
+    return merge(table, nest(settings)), "python"
+
+
+def _is_path(rows: Rows) -> bool:
+    return isinstance(rows, Path | str)
+
+
+def _path_of(rows: Rows) -> str:
+    return str(Path(rows).resolve()) if _is_path(rows) else "given.jsonl"
+
+
+def _new_name(stem: str) -> str:
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _shipped(reward: Callable[..., Any] | str, layout: RunLayout) -> str:
+    if isinstance(reward, str):
+        return reward
+    shipping = import_module("areal_flow.rewards.shipping")
+    return str(shipping.ship_function(reward, layout.rewards))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Let worker processes start without running the caller's script again.
+
+    `multiprocessing` would, wherever the script has no `if __name__ == "__main__"`; no worker needs
+    what the script defines, because functions are shipped by value.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in hidden:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)

@@ -1,0 +1,239 @@
+"""The commands that read runs and models, from `evaluate` to `ui`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from areal_flow.errors import ConfigError
+from pipelines.cli.folders import Given
+
+DEFAULT_LIMIT = 20
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def add_to(app: App) -> None:
+    """Add the commands."""
+    for command in (evaluate, export, trajectories, lineage, replay, check, runs, track, ui):
+        app.command(command)
+
+
+def evaluate(
+    model: str, /, *, prompts: Path | None = None, num_prompts: int | None = None, folders: Given
+) -> None:
+    """Answer held-out prompts with a policy.
+
+    Args:
+        model: A run's name, models:/NAME@ALIAS, or a model directory.
+        prompts: JSONL or Parquet, instead of the run's own.
+        num_prompts: Answer only the first ones.
+    """
+    from pipelines.cli.evaluation_report import print_evaluation
+    from pipelines.evaluate import evaluate_model
+    from pipelines.models import find_model
+
+    directory = find_model(folders.runs, model, registry=folders.registry)
+    found = evaluate_model(directory, prompts=prompts, limit=num_prompts)
+    print_evaluation(found.table, directory)
+
+
+def export(model: str, directory: Path, /, *, folders: Given) -> None:
+    """Write a plain Hugging Face directory.
+
+    Args:
+        model: A run's name, models:/NAME@ALIAS, or a checkpoint directory.
+        directory: A new one.
+    """
+    from pipelines.export import export
+    from pipelines.models import find_model
+
+    export(find_model(folders.runs, model, registry=folders.registry), directory)
+
+
+def trajectories(
+    run: str,
+    /,
+    *,
+    where: str | None = None,
+    sort: str | None = None,
+    descending: Flag = False,
+    limit: int | None = None,
+    at: int | None = None,
+    show: str | None = None,
+    to: Path | None = None,
+    tokens: Flag = False,
+    folders: Given,
+) -> None:
+    """List a run's trajectories, show one, or write them to a file.
+
+    Columns for --where and --sort: those of schemas/trajectories.py, and prompt, completion (text),
+    status, step, reason, policy_version, verdict, num_tokens, num_trained_tokens,
+    num_masked_tokens, staleness, token_versions.
+
+    Args:
+        run: A run's name, or its directory.
+        where: SQL: "reward = 1 AND completion LIKE '%9%'".
+        sort: By a column; nulls come last.
+        descending: The largest first.
+        limit: How many, 20 by default; 0: all.
+        at: As it stood after this step.
+        show: One in full: its id, or its # in the listing.
+        to: A new .parquet or .jsonl of them all.
+        tokens: With --show: a line a token.
+    """
+    if limit is not None and limit < 0:
+        raise ConfigError(f"--limit {limit}: expected 0 (all) or more")
+    if tokens and not show:
+        raise ConfigError("--tokens goes with --show")
+    if show and to:
+        raise ConfigError("expected one of --show and --to, found both")
+    from areal_flow.store.selection import Selection
+    from pipelines import trajectories as listed
+    from areal_flow.recovery.run_directory import find_run
+
+    layout = find_run(folders.runs, run)
+    everything = limit is None and (show or to)
+    count = None if everything else DEFAULT_LIMIT if limit is None else limit or None
+    selection = Selection(where, sort, descending, count)
+    if to:
+        listed.export_trajectories(layout, selection, to, at=at)
+    elif show:
+        listed.show_trajectory(layout, selection, show, at=at, by_token=tokens)
+    else:
+        listed.list_trajectories(layout, selection, at=at)
+
+
+def lineage(
+    model: str,
+    /,
+    *,
+    step: int | None = None,
+    json: Flag = False,
+    to: Path | None = None,
+    folders: Given,
+) -> int:
+    """Show what a model version, or a step of a run, was made from.
+
+    Args:
+        model: models:/NAME@ALIAS, models:/NAME/VERSION, a run's name or its directory.
+        step: Of a run; the last by default.
+        json: As one JSON object.
+        to: A new .parquet or .jsonl of its trajectories.
+    """
+    if step is not None and model.startswith("models:/"):
+        raise ConfigError("--step goes with a run: a registered version is one step already")
+    from pipelines import lineage as traces
+    from pipelines.cli.lineage_page import print_lineage
+    from pipelines.cli.table_file import refuse_target
+    from pipelines.cli.terminal import make_console
+
+    if to:
+        refuse_target(to)
+    traced = traces.trace(folders.runs, model, step=step, registry=folders.registry)
+    if json:
+        traces.print_lineage_json(traced)
+    elif not to:
+        print_lineage(make_console(), traced)
+    if to:
+        traces.export_lineage(traced, to)
+    return int(not all(check.holds for check in traced.checks))
+
+
+def replay(
+    run: str,
+    /,
+    *,
+    step: int,
+    from_: Annotated[int | None, Parameter(name="--from", metavar="CHECKPOINT_STEP")] = None,
+    set_: Annotated[
+        list[str] | None, Parameter(name="--set", metavar="SECTION.KEY=VALUE", negative="")
+    ] = None,
+    loss: Annotated[str | None, Parameter(metavar="MODULE:FUNCTION")] = None,
+    trajectories: int = 0,
+    tokens: str | None = None,
+    json: Flag = False,
+    folders: Given,
+) -> int:
+    """Compute a recorded step again, bit for bit, and what it would have been.
+
+    The exit code is 1 if the step differs from the ledger where it must not.
+
+    Args:
+        run: A run's name.
+        step: 1 to the ledger's newest.
+        from_: Start from this checkpoint; the newest usable one below the step by default.
+        set_: Compute the step a second time with this setting; may be given again.
+        loss: Compute it a second time with this loss.
+        trajectories: Show so many trajectories that differ most.
+        tokens: Show a trajectory's tokens, by its id.
+        json: Print one JSON object instead.
+    """
+    from pipelines.cli.replay_report import print_json, print_report
+    from areal_flow.recovery.replay import replay_step
+    from pipelines.replay_settings import import_loss, parse_changes
+    from areal_flow.recovery.run_directory import existing_run
+
+    layout = existing_run(folders.runs, run)
+    replayed = replay_step(
+        layout,
+        step=step,
+        from_checkpoint=from_,
+        changes=parse_changes(set_ or []),
+        loss=import_loss(loss) if loss else None,
+    )
+    print_results = print_json if json else print_report
+    print_results(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)
+    return 1 if replayed.refused else 0
+
+
+def check(run: str, /, *, json: Flag = False, folders: Given) -> int:
+    """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
+
+    Args:
+        run: A run's name, or its directory.
+        json: Print one JSON object.
+    """
+    from areal_flow.audit.run import check_run
+    from pipelines.cli.check_report import print_check, print_json
+    from areal_flow.recovery.run_directory import find_run
+
+    report = check_run(find_run(folders.runs, run))
+    if json:
+        print_json(report)
+    else:
+        print_check(report)
+    return 0 if report.clean else 1
+
+
+def runs(*, folders: Given) -> None:
+    """List runs with their state."""
+    from pipelines.runs import print_runs
+
+    print_runs(folders.runs)
+
+
+def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
+    """Fill an MLflow server with a run's metrics and models, again from step 0.
+
+    Args:
+        run: A run's name, or its directory.
+        to: The server's address.
+    """
+    from importlib import import_module
+
+    from areal_flow.recovery.run_directory import find_run
+
+    import_module("areal_flow.tracking").track(find_run(folders.runs, run).root, to)
+
+
+def ui(*, port: int = 5000, folders: Given) -> None:
+    """Serve the MLflow UI over the runs, on 127.0.0.1.
+
+    Args:
+        port: To listen on.
+    """
+    from pipelines.cli.ui import serve
+
+    serve(folders.runs, port)

@@ -1,0 +1,54 @@
+"""`areal-flow workers` and `doctor`: the processes of a running job, and this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from pipelines.cli.folders import Given
+
+
+def add_to(app: App) -> None:
+    """Add the commands."""
+    group = App(name="workers", help="List, add and remove workers of a running job.")
+    group.command(list_, name="list")
+    group.command(add)
+    group.command(remove)
+    app.command(group)
+    app.command(doctor)
+
+
+def list_(run: str, /, *, folders: Given) -> None:
+    """Show every worker: role, process, work, signs of life."""
+    from pipelines.workers import print_workers
+
+    print_workers(folders.runs, run)
+
+
+def add(
+    run: str,
+    /,
+    *,
+    role: Annotated[Literal["generator", "reward"], Parameter(help="What they do.")],
+    count: Annotated[int, Parameter(help="How many.")] = 1,
+    folders: Given,
+) -> None:
+    """Start more workers."""
+    from pipelines.workers import add
+
+    add(folders.runs, run, role=role, num_workers=count)
+
+
+def remove(run: str, worker: str, /, *, folders: Given) -> None:
+    """Retire a worker, named as `list` shows it; its work runs again elsewhere."""
+    from pipelines.workers import remove
+
+    remove(folders.runs, run, worker)
+
+
+def doctor(*, folders: Given) -> int:
+    """Say what this machine has and what will work."""
+    from pipelines.cli.doctor import doctor
+
+    return doctor(folders.runs)

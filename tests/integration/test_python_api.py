@@ -1,0 +1,79 @@
+"""From import to a trained policy: in a bare script, and on a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from tests.integration.runs import ENVIRONMENT, SMALL, check_accounting
+
+SETTINGS: dict[str, Any] = {
+    **{key: SMALL[key] for key in ("generation", "controller", "trainer", "tracking")},
+    "num_steps": 2,
+}
+ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n % 3} for n in range(40)]
+
+SCRIPT = f"""
+import areal_flow
+def brevity(*, prompt, completion, answer): return 1.0 / (1 + len(completion)) + BONUS
+BONUS = 0.25
+rows = [{{"question": f"{{n}} + 1 =", "answer": str(n + 1)}} for n in range(40)]
+run = areal_flow.train(prompts=rows, rewards=[brevity], name="five", **{SETTINGS!r})
+print(len(run.steps()) - 1, run.trajectories().reward.min() > 0.25)
+"""
+
+
+def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
+    pytest.importorskip("areal_flow.rewards.shipping")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "2 True"
+    layout = RunLayout((tmp_path / "runs" / "five").resolve())
+    check_accounting(layout)
+    (source,) = layout.rewards.glob("brevity*.py")
+    assert "def brevity" in source.read_text()
+
+
+async def test_fine_tuned_trained_and_evaluated_in_a_running_event_loop(tmp_path: Path) -> None:
+    """As a notebook's cell is; the tables are pandas's."""
+    assert asyncio.get_running_loop().is_running()
+    completions = pd.DataFrame(
+        [{"prompt": row["question"], "completion": f" #### {row['answer']}"} for row in ROWS]
+    )
+    runs = tmp_path / "runs"
+    policy = areal_flow.sft(
+        rows=completions,
+        runs=runs,
+        name="taught",
+        sft={"num_steps": 30, "batch_size": 8, "learning_rate": 5e-3},
+        **{key: SETTINGS[key] for key in ("generation", "trainer")},
+    )
+    assert json.loads((policy / "state.json").read_text())["step"] == 30
+    assert (policy / "tokenizer.json").is_file()
+    run = areal_flow.train(
+        prompts=pd.DataFrame(ROWS), model=policy, runs=runs, name="trained", **SETTINGS
+    )
+    assert len(run.steps()) == 3
+    assert set(run.trajectories().difficulty) <= {0, 1, 2}
+    check_accounting(run.layout)
+    found = areal_flow.evaluate(run, prompts=ROWS, num_prompts=8)
+    assert found.table.overall.n == 8
+    assert len(found.answers) == 8

@@ -1,0 +1,140 @@
+"""The command line: every setting is shown and understood, and wrong usage says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelines.jobs
+from areal_flow.config import Recipe
+from areal_flow.layout import RunLayout
+from pipelines.cli.main import app, main
+from pipelines.cli.settings import all_settings, settings_page
+from pipelines.stop_signals import Outcome
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = [setting for _, _, settings in all_settings() for setting in settings]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recipe]]:
+    """Collects what would have been started."""
+    found: list[tuple[str, RunLayout, Recipe]] = []
+
+    def start(job: pipelines.jobs.Job, layout: RunLayout, recipe: Recipe, **_: Any) -> Outcome:
+        found.append((job.command, layout, recipe))
+        return Outcome(False, "SIGTERM")
+
+    monkeypatch.setattr(pipelines.jobs, "start", start)
+    return found
+
+
+def test_every_setting_has_a_meaning_of_one_line() -> None:
+    assert len(SETTINGS) > 70
+    for setting in SETTINGS:
+        assert setting.meaning.endswith("."), setting
+        assert "\n" not in setting.meaning, setting
+
+
+def test_settings_page_is_what_the_code_says() -> None:
+    again = "python -m pipelines.cli.settings > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), again
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_help_shows_every_setting_with_type_default_and_meaning(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for setting in SETTINGS:
+        option = f"--{setting.name.replace('_', '-')} {setting.kind.upper()}"
+        (line,) = [line for line in lines if option in line]
+        for part in (setting.meaning.replace("`", ""), f"[default: {setting.default}]"):
+            assert part in line
+        assert all(choice in line for choice in setting.choices)
+        assert setting.rule in line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_settings(shell: Any) -> None:
+    script = app.generate_completion(shell=shell)
+    for word in ("trajectories", "take-over", "trainer.learning-rate", "batch_norm"):
+        assert word in script
+
+
+def test_settings_reach_the_recipe_over_the_file(
+    started: list[tuple[str, RunLayout, Recipe]], tmp_path: Path
+) -> None:
+    (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nbeta1 = 0.5\n")
+    arguments = [
+        *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
+        *("--seed", "2", "--trainer.learning-rate", "1e-5", "--tracking.enabled", "false"),
+        *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
+        *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
+    ]
+    assert main(arguments) == 143
+    ((command, layout, recipe),) = started
+    assert (command, layout.root) == ("train", (tmp_path / "runs" / "n").resolve())
+    assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
+    assert (recipe.trainer.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
+    assert recipe.tracking.enabled is False
+    assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
+    assert recipe.prompts.source == "file"
+    assert recipe.prompts.path == Path("p.jsonl")
+    assert recipe.prompts.skip_bad_rows
+    assert recipe.prompts.template == "Q: {question}"
+
+
+def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -> None:
+    assert main(["--runs", "elsewhere", "sft"]) == 143
+    ((command, layout, recipe),) = started
+    assert command == "sft"
+    assert layout.root.parent.name == "elsewhere"
+    assert layout.name.startswith("arithmetic-")
+    assert recipe.sft.num_steps == 2300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], 'Did you mean "train"'),
+        (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
+        (["train", "--trainer.lr", "1"], "Unknown option: --trainer.lr"),
+        (["train", "--trainer.learning-rate", "much"], "trainer.learning_rate = 'much'"),
+        (["train", "--trainer.learning-rate", "-1"], "trainer.learning_rate = -1"),
+        (["train", "--schedule", "often"], 'Choose from: "async", "sync"'),
+        (["train", "--num-steps"], "--num-steps"),
+        (["replay", "run"], "--step requires an argument"),
+        (["replay", "run", "--step", "one"], '"one"'),
+        (["runs", "--trainer.learning-rate", "1"], "Unknown option"),
+        (["trajectories", "run", "--limit", "-2"], "expected 0 (all) or more"),
+        (["trajectories", "run", "--tokens"], "--tokens goes with --show"),
+        (["trajectories", "run", "--show", "1", "--to", "f.jsonl"], "one of --show and --to"),
+        (["lineage", "models:/m/1", "--step", "2"], "--step goes with a run"),
+        (["workers", "add", "run"], "--role requires an argument"),
+        (["track", "run"], "--to requires an argument"),
+    ],
+)
+def test_wrong_usage_says_what_was_expected(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("areal-flow: ")
+    assert expected in said
+    assert "Traceback" not in said
+
+
+def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text("num_steps = 3\n")
+    runs = ["--runs", str(tmp_path), "train", "--resume", "r"]
+    for changed in (["--seed", "1"], ["--name", "s"], ["--prompts", "p.jsonl"], ["r.toml"]):
+        assert main([*runs, *changed]) == 2
+        assert "a resumed run keeps its recipe" in capsys.readouterr().err
+    assert main([*runs, "--num-steps", "5"]) == 1
+    assert "areal-flow train` prepared" in capsys.readouterr().err

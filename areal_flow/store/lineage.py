@@ -36,16 +36,17 @@ FROM trajectories WHERE {used} GROUP BY verifier ORDER BY first_step, verifier
 """
 
 _POLICY_VERSIONS = """
-WITH tokens AS (
-    SELECT unnest(token_versions) AS version, unnest(loss_mask) AS chosen, policy_version
+WITH spans AS (
+    SELECT unnest(chosen_spans(version_spans, loss_mask)) AS span, policy_version
     FROM trajectories WHERE {used}
+),
+counted AS (
+    SELECT span.version, span.length, num_trained(span, policy_version, {max_staleness}) AS trained
+    FROM spans
 )
-SELECT version,
-       count(*) FILTER (chosen AND policy_version - version <= {max_staleness})
-           AS num_trained_tokens,
-       count(*) FILTER (NOT (chosen AND policy_version - version <= {max_staleness}))
-           AS num_masked_tokens
-FROM tokens GROUP BY version ORDER BY version
+SELECT version, sum(trained)::BIGINT AS num_trained_tokens,
+       sum(length - trained)::BIGINT AS num_masked_tokens
+FROM counted WHERE length > 0 GROUP BY version ORDER BY version
 """
 
 _WEIGHTS_COLUMNS = ("step", "parent_hash", "weights_hash", "served_hash")

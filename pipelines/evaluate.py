@@ -8,9 +8,6 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
@@ -22,6 +19,8 @@ from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import publish_model_directory
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 from pipelines.held_out import answer_held_out, tabulate
 from pipelines.models import run_of_checkpoint
 
@@ -77,13 +76,17 @@ async def _answer(
 
 
 def _print(found: EvaluationTable, directory: Path) -> None:
-    table = Table(title=f"{directory.name}: held-out prompts, one sample each")
-    for label in ("difficulty", "prompts", "pass rate", "95% interval", "mean length"):
-        table.add_column(label, justify="right")
-    for difficulty, (rate, length) in found.by_difficulty.items():
-        interval = f"[{rate.low:.3f}, {rate.high:.3f}]"
-        table.add_row(
-            str(difficulty), str(rate.n), f"{rate.pass_rate:.3f}", interval, f"{length:.1f}"
+    rows = [
+        (
+            str(difficulty),
+            str(rate.n),
+            f"{rate.pass_rate:.3f}",
+            f"[{rate.low:.3f}, {rate.high:.3f}]",
+            f"{length:.1f}",
         )
-    Console().print(table, markup=False)
+        for difficulty, (rate, length) in found.by_difficulty.items()
+    ]
+    labels = ("difficulty", "prompts", "pass rate", "95% interval", "mean length")
+    title = f"{directory.name}: held-out prompts, one sample each"
+    print_table(make_console(), labels, rows, title=title)
     print(json.dumps(asdict(found.overall)))

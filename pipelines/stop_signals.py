@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in, an orderly end out: the first lets the step finish, the second not."""
+"""Ends a run on SIGINT or SIGTERM: the first lets the step finish, the second does not."""
 
 from __future__ import annotations
 

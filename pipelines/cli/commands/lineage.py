@@ -31,18 +31,17 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
     refuse_settings(dotted)
     if known.step is not None and known.model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
-    from pipelines import lineage
-    from pipelines.cli.lineage_report import print_lineage
+    from pipelines.cli.lineage_report import export_lineage, print_lineage, print_lineage_json
     from pipelines.cli.table_file import refuse_target
-    from pipelines.cli.terminal import make_console
+    from pipelines.models import trace_model
 
     if known.to:
         refuse_target(known.to)
-    traced = lineage.trace(known.runs, known.model, step=known.step, registry=known.registry)
+    traced = trace_model(known.runs, known.model, step=known.step, registry=known.registry)
     if known.json:
-        lineage.print_lineage_json(traced)
+        print_lineage_json(traced)
     elif not known.to:
-        print_lineage(make_console(), traced)
+        print_lineage(traced)
     if known.to:
-        lineage.export_lineage(traced, known.to)
+        export_lineage(traced, path=known.to)
     return int(not all(check.holds for check in traced.checks))

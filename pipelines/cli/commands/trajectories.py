@@ -44,20 +44,19 @@ def run(known: argparse.Namespace, dotted: list[str], began: float) -> int:
         raise ConfigError(f"--limit {known.limit}: expected 0 (all) or more")
     if known.tokens and not known.show:
         raise ConfigError("--tokens goes with --show")
-    from areal_flow.store.selection import Selection
-    from pipelines import trajectories
+    from areal_flow.store.browsing import Selection
+    from pipelines.cli import trajectory_report
     from pipelines.run_directory import find_run
 
     layout = find_run(known.runs, known.run_name)
     everything = known.limit is None and (known.show or known.to)
     limit = None if everything else DEFAULT_LIMIT if known.limit is None else known.limit or None
     selection = Selection(known.where, known.sort, known.descending, limit)
+    asked: dict[str, Any] = {"selection": selection, "at": known.at}
     if known.to:
-        trajectories.export_trajectories(layout, selection, known.to, at=known.at)
+        trajectory_report.export_trajectories(layout, path=known.to, **asked)
     elif known.show:
-        trajectories.show_trajectory(
-            layout, selection, known.show, at=known.at, by_token=known.tokens
-        )
+        trajectory_report.print_trajectory(layout, which=known.show, by_token=known.tokens, **asked)
     else:
-        trajectories.list_trajectories(layout, selection, at=known.at)
+        trajectory_report.list_trajectories(layout, **asked)
     return 0

@@ -1,14 +1,29 @@
-"""What a user calls a model in, its directory out: a run, a registry reference, or a path."""
+"""Finds what a user calls a model: a run, a registry reference, or a path."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.tracking.mlflow import model_source
+from areal_flow.recovery.run_directory import find_run
+from areal_flow.tracking.mlflow import RegisteredVersion, model_source, registered_version
 from pipelines.assembly import default_tracking_uri
+
+if TYPE_CHECKING:
+    from areal_flow.store.lineage import HashCheck, Lineage
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A lineage, how it was asked for, and what its hashes were compared with."""
+
+    lineage: Lineage
+    registered: RegisteredVersion | None
+    checks: tuple[HashCheck, ...]
 
 
 def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Path:
@@ -51,3 +66,38 @@ def run_of_checkpoint(directory: Path) -> RunLayout | None:
     """Return the run that a checkpoint lies in, if it lies in one."""
     root = directory.parent.parent
     return RunLayout(root) if (root / "config.toml").is_file() else None
+
+
+def trace_model(
+    runs: Path, reference: str, *, step: int | None = None, registry: str | None = None
+) -> Traced:
+    """Return the lineage of a registered version, or of a run's step, by default its last.
+
+    Args:
+        reference: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, a run's name or its directory.
+        registry: MLflow's address, if it is not the database beside the runs.
+
+    Raises:
+        ModelError: the registry does not know it, or it lies in no run.
+        RunError: there is no such run or step.
+    """
+    if not reference.startswith("models:/"):
+        lineage = _lineage(find_run(runs, reference), step)
+        return Traced(lineage, None, lineage.hash_checks({}))
+    version = registered_version(registry or default_tracking_uri(runs), reference)
+    layout = run_of_checkpoint(version.source)
+    if layout is None:
+        raise ModelError(f"{reference} points to {version.source}, which lies in no run")
+    lineage = _lineage(layout, int(version.tags.get("step", version.source.name)))
+    recorded = {"the registered version": version.tags.get("weights_hash", "none")}
+    return Traced(lineage, version, lineage.hash_checks(recorded))
+
+
+def _lineage(layout: RunLayout, step: int | None) -> Lineage:
+    from areal_flow.store.queries import Run
+
+    run = Run(layout.root)
+    steps = run.steps("arrow", columns=["step"])["step"].to_pylist()
+    if not steps:
+        raise ModelError(f"{layout.name} has no policy yet: its ledger is empty")
+    return run.lineage(max(steps) if step is None else step)

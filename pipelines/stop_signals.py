@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do: the first lets the step finish, the second ends all at once."""
+"""Ends a run on SIGINT or SIGTERM: the first lets the step finish, the second does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished run's numbers in; `summary.json` and a table with the next commands out."""
+"""Summarises a finished run: `summary.json`, a table, and the next commands to type."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 
 
 @dataclass(slots=True)
@@ -77,9 +78,9 @@ def print_summary(
     layout: RunLayout, summary: dict[str, Any], evaluations: EvaluationPair, *, model: str
 ) -> None:
     """Show what the run did and what to type next."""
-    console = Console()
+    console = make_console()
     if evaluations.before and evaluations.after:
-        console.print(_table(evaluations.before, evaluations.after))
+        _print_rates(console, evaluations.before, evaluations.after)
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
         f"(warm start {summary['seconds_warm_start']:.0f} s, all "
@@ -88,15 +89,9 @@ def print_summary(
         f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
         f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "
         f"{summary['overlap_efficiency']:.2f}",
-        highlight=False,
         soft_wrap=True,
     )
-    console.print(
-        "\n".join(next_commands(layout, model)),
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print("\n".join(next_commands(layout, model)), soft_wrap=True)
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:
@@ -114,22 +109,18 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
-def _table(before: EvaluationTable, after: EvaluationTable) -> Table:
-    table = Table(title="Held-out prompts, one sample each, 95% intervals", box=None)
-    for label in ("difficulty", "prompts", "before", "after", "mean tokens"):
-        table.add_column(label, justify="right", no_wrap=True)
+def _print_rates(console: Console, before: EvaluationTable, after: EvaluationTable) -> None:
+    rows: list[tuple[str, ...]] = []
     for difficulty, (rate, length) in before.by_difficulty.items():
         rate_after, length_after = after.by_difficulty[difficulty]
-        table.add_row(
-            str(difficulty),
-            str(rate.n),
-            f"{rate.pass_rate:.3f}",
-            f"{rate_after.pass_rate:.3f}",
-            f"{length:.1f} -> {length_after:.1f}",
-        )
-    overall = (before.overall, after.overall)
-    table.add_row("all", str(before.overall.n), *map(_interval, overall), style="bold")
-    return table
+        lengths = f"{length:.1f} -> {length_after:.1f}"
+        rates = f"{rate.pass_rate:.3f}", f"{rate_after.pass_rate:.3f}"
+        rows.append((str(difficulty), str(rate.n), *rates, lengths))
+    overall = before.overall, after.overall
+    rows.append(("all", str(before.overall.n), *map(_interval, overall), ""))
+    labels = ("difficulty", "prompts", "before", "after", "mean tokens")
+    title = "Held-out prompts, one sample each, 95% intervals"
+    print_table(console, labels, rows, title=title)
 
 
 def _interval(rate: PassRate) -> str:

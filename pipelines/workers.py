@@ -12,9 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from areal_flow.cluster.control import WorkerStatus, add_workers, list_workers, remove_worker
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.config import load_recipe
@@ -22,12 +19,11 @@ from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launchers import RunningCluster
-
-MIN_WIDTH = 120
-"""A table cut short helps nobody: a narrow terminal wraps its lines, a pipe does not care."""
 
 COLUMNS = (
     *("worker", "role", "state", "pid", "address", "slots", "version"),
@@ -68,13 +64,8 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
 def print_workers(runs: Path, name: str) -> None:
     """Print a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
-    table = Table(box=None)
-    for label in COLUMNS:
-        table.add_column(label, justify="left" if label in COLUMNS[:3] else "right")
-    for status in asyncio.run(list_workers(scheduler)):
-        table.add_row(*_row(status))
-    console = Console()
-    console.print(table, markup=False, highlight=False, width=max(console.width, MIN_WIDTH))
+    rows = [_row(status) for status in asyncio.run(list_workers(scheduler))]
+    print_table(make_console(), COLUMNS, rows)
     placements = {placed.role: placed for placed in place_workers(load_recipe(layout.config))}
     print("\nAnother generator joins from any terminal of this machine with")
     print(f"  {join_command(scheduler, placements['generator'])}")

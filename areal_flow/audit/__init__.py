@@ -1,1 +1,1 @@
-"""What a run directory holds in, findings out: the rules of the log. No I/O, no Lance."""
+"""The rules of a run directory, and the reports of what breaks them."""

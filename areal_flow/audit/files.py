@@ -1,26 +1,22 @@
-"""A run directory in, plain values for the audit out; what cannot be read comes as a finding.
+"""Reads the files of a run directory for an audit: what cannot be read comes as a finding.
 
-Directories may vanish meanwhile, since a run that goes on prunes them: those are left out.
+Directories may vanish meanwhile, since a run that goes on prunes them: those are left out. Which
+values are right is decided by the rules, not here.
 """
 
 from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from safetensors import SafetensorError
 
-from areal_flow.audit.findings import Finding
-from areal_flow.audit.weights import (
-    REMOVE_CHECKPOINT,
-    REMOVE_WEIGHTS,
-    StoredCheckpoint,
-    StoredWeights,
-)
+from areal_flow.audit.findings import ADVICE, Finding
 from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
@@ -28,18 +24,17 @@ from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_che
 from areal_flow.recovery.lease import newest_lease
 from areal_flow.store.maintenance import unreferenced_files
 
-RESTORE = "restore it from a copy"
-HARMLESS = "nothing: nobody reads it"
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
 
-def unreadable(path: Path, error: object, advice: str = RESTORE) -> Finding:
+def unreadable(path: Path, error: object, advice: str = ADVICE["file"]) -> Finding:
     """Return the finding of something that cannot be read."""
     cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
     return Finding("unreadable", path.name, "something readable", cause, advice)
 
 
 def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
-    """Yield the recorded forks."""
+    """Yield the recorded forks: step, recorded hash, hashes of what was replayed."""
     if not layout.forks.exists():
         return
     try:
@@ -50,14 +45,12 @@ def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
     for number, line in enumerate(lines, 1):
         try:
             fork = json.loads(line)
-            step, recorded, now = fork["step"], fork["recorded"], fork["replayed"]
-            hashes = {kind: str(now[kind]) for kind in ("weights_hash", "served_hash")}
-            yield {
-                "step": step,
-                "recorded": {"weights_hash": recorded["weights_hash"]},
-                "replayed": hashes,
+            replayed = {
+                kind: str(fork["replayed"][kind]) for kind in ("weights_hash", "served_hash")
             }
-        except (ValueError, KeyError, TypeError) as error:
+            recorded = str(fork["recorded"]["weights_hash"])
+            yield {"step": int(fork["step"]), "recorded_hash": recorded, **replayed}
+        except _UNREADABLE as error:
             yield unreadable(layout.forks, f"line {number}: {error!r}")
 
 
@@ -70,55 +63,54 @@ def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
         return unreadable(layout.train_prompts, error)
 
 
-def listed_checkpoints(layout: RunLayout) -> list[int]:
-    """Return the steps whose checkpoint directory is there, complete or not, ascending."""
+def listed_checkpoints(layout: RunLayout) -> list[Path]:
+    """Return the checkpoint directories that are there, complete or not, by step."""
     if not layout.checkpoints.is_dir():
         return []
-    return sorted(int(entry.name) for entry in layout.checkpoints.iterdir() if entry.name.isdigit())
-
-
-def read_checkpoint(layout: RunLayout, step: int) -> StoredCheckpoint | Finding | None:
-    """Return a checkpoint with the hashes of its tensors; None if it is gone."""
-    from areal_flow.models.hashing import hash_file
-
-    path = checkpoint_path(layout.checkpoints, step)
-    try:
-        state = read_checkpoint_state(path)
-        weights_hash = hash_file(path / "model.safetensors")
-        optimizer_hash = hash_file(path / "optimizer.safetensors", without=(RNG_STATE,))
-        others = _other_files(layout.model, path)
-        found = StoredCheckpoint(step, state, weights_hash, optimizer_hash, others)
-        return found if path.exists() else None
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        if not path.exists():
-            return None
-        where, expected = f"checkpoint {step}", "a complete checkpoint"
-        cause = f"{type(error).__name__}: {error}"[:300]
-        return Finding("checkpoint-unreadable", where, expected, cause, REMOVE_CHECKPOINT)
+    steps = sorted(int(path.name) for path in layout.checkpoints.iterdir() if path.name.isdigit())
+    return [checkpoint_path(layout.checkpoints, step) for step in steps]
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
     """Return the directories of published versions: those of the newest writer, which count."""
-    claim = newest_lease(layout.writers)
-    root = layout.weights_of(claim.writer_epoch if claim else 0)
+    lease = newest_lease(layout.writers)
+    root = layout.weights_of(lease.writer_epoch if lease else 0)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     return sorted({file.parent for file in files if file.parent.name.isdigit()})
 
 
-def read_weights(layout: RunLayout, path: Path) -> StoredWeights | Finding | None:
-    """Return a published version with the hash of its tensors; None if it is gone."""
+def read_checkpoint(layout: RunLayout, path: Path) -> dict[str, Any] | Finding | None:
+    """Return what a checkpoint says of itself and the hashes of its tensors; None if it is gone."""
     from areal_flow.models.hashing import hash_file
 
+    def read() -> dict[str, Any]:
+        return {
+            "listed_step": int(path.name),
+            **asdict(read_checkpoint_state(path)),
+            "found_weights_hash": hash_file(path / "model.safetensors"),
+            "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
+            "other_files": ", ".join(_other_files(layout.model, path)),
+        }
+
+    where, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
+    broken = Finding("checkpoint-unreadable", where, expected, "", ADVICE["checkpoint"])
+    return _read_directory(path, read, broken)
+
+
+def read_weights(layout: RunLayout, path: Path) -> dict[str, Any] | Finding | None:
+    """Return a published version's hash file and the hash of its tensors; None if it is gone."""
+    from areal_flow.models.hashing import hash_file
+
+    def read() -> dict[str, Any]:
+        return {
+            "step": int(path.name),
+            "recorded_hash": (path / "hash").read_text(),
+            "tensors_hash": hash_file(path / "model.safetensors"),
+        }
+
     where = path.relative_to(layout.root).as_posix()
-    try:
-        recorded = (path / "hash").read_text()
-        found = hash_file(path / "model.safetensors")
-        return StoredWeights(where, int(path.name), recorded, found)
-    except (OSError, ValueError, SafetensorError) as error:
-        if not path.exists():
-            return None
-        cause = f"{type(error).__name__}: {error}"[:300]
-        return Finding("weights-unreadable", where, "published weights", cause, REMOVE_WEIGHTS)
+    broken = Finding("weights-unreadable", where, "published weights", "", ADVICE["weights"])
+    return _read_directory(path, read, broken)
 
 
 def not_prepared(layout: RunLayout) -> bool:
@@ -153,9 +145,20 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
     ):
         for path in sorted(root.rglob(pattern)):
             where = path.relative_to(layout.root).as_posix()
-            yield Finding(rule, where, "a finished directory", "a rest", HARMLESS, "note")
+            yield Finding(rule, where, "a finished directory", "a rest", ADVICE["harmless"], "note")
     for path in (layout.trajectories, layout.steps, layout.evaluations):
         yield from _orphan_fragments(path)
+
+
+def _read_directory(
+    path: Path, read: Callable[[], dict[str, Any]], broken: Finding
+) -> dict[str, Any] | Finding | None:
+    try:
+        found = {"place": broken.where, **read()}
+    except _UNREADABLE as error:
+        cause = f"{type(error).__name__}: {error}"[:300]
+        return broken._replace(found=cause) if path.exists() else None
+    return found if path.exists() else None
 
 
 def _validate_arrow(path: Path) -> None:
@@ -175,9 +178,9 @@ def _orphan_fragments(path: Path) -> Iterator[Finding]:
     try:
         orphans = unreferenced_files(path)
     except ArealFlowError as error:
-        yield unreadable(path, error)._replace(severity="note", advice=HARMLESS)
+        yield unreadable(path, error)._replace(severity="note", advice=ADVICE["harmless"])
         return
     if orphans:
         found = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"
         where, expected = f"{path.name}/data", "files of committed fragments"
-        yield Finding("orphan-fragments", where, expected, found, HARMLESS, "note")
+        yield Finding("orphan-fragments", where, expected, found, ADVICE["harmless"], "note")

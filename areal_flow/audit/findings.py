@@ -1,4 +1,4 @@
-"""What an audit says: findings, and the report they add up to.
+"""Findings of an audit, what to do about them, and the report that they add up to.
 
 An error is damage or a bug. A note is what a crash leaves behind and nobody reads.
 """
@@ -15,12 +15,19 @@ Severity = Literal["error", "note"]
 MAX_PER_RULE = 20
 """AuditFindings of one rule that are kept; more are only counted."""
 
-LEDGER_CHANGED = "steps.lance was changed after it was written: restore it from a copy"
-LOG_CHANGED = "trajectories.lance was changed after it was written: restore it from a copy"
-LOG_OR_LEDGER_CHANGED = (
-    "trajectories.lance or steps.lance was changed after it was written: restore both from a copy; "
-    "if nobody touched them this is a bug, please report it"
-)
+ADVICE = {
+    "ledger": "steps.lance was changed after it was written: restore it from a copy",
+    "log": "trajectories.lance was changed after it was written: restore it from a copy",
+    "both": "trajectories.lance or steps.lance was changed after it was written: restore both from "
+    "a copy; if nobody touched them this is a bug, please report it",
+    "evaluations": "evaluations.lance was changed after it was written: restore it from a copy",
+    "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
+    "checkpoint": "remove it: --resume goes on from an older one",
+    "weights": "remove it: --resume publishes the newest version again",
+    "file": "restore it from a copy",
+    "harmless": "nothing: nobody reads it",
+}
+"""What to do, by what is damaged."""
 
 
 class Finding(NamedTuple):
@@ -71,11 +78,11 @@ class AuditFindings:
         self._kept: list[Finding] = []
         self._counts: Counter[str] = Counter()
 
-    def add(self, *findings: Finding) -> None:
-        for finding in findings:
-            self._counts[finding.rule] += 1
-            if self._counts[finding.rule] <= MAX_PER_RULE:
-                self._kept.append(finding)
+    def add(self, finding: Finding, *, num_more: int = 0) -> None:
+        """Keep a finding, and count others of its rule that nobody will see."""
+        self._counts[finding.rule] += 1 + num_more
+        if self._counts[finding.rule] - num_more <= MAX_PER_RULE:
+            self._kept.append(finding)
 
     def extend(self, findings: Iterable[Finding]) -> None:
         for finding in findings:

@@ -1,8 +1,8 @@
-"""A dataset in, its rows out in pieces, for audits: what cannot be read is said, not raised."""
+"""The rows of a stored dataset, a bounded number at a time: what cannot be read is said."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from areal_flow.errors import ArealFlowError
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 
 ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 16 * 2**20
+"""Rows that are judged together: judging costs the same for one row and for many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one fragment, with their commit order as `_rowid`; or why there are none."""
+    """Rows of one or more fragments, with their commit order as `_rowid`; or why there are none."""
 
     source: str
     rows: pa.Table | None = None
@@ -25,7 +27,23 @@ class Piece:
 
 
 def scan(path: Path, where: str | None = None) -> Iterator[Piece]:
-    """Yield the newest version's rows that meet `where`, `ROWS_AT_ONCE` at most in a piece."""
+    """Yield the newest version's rows that meet `where`, about `BYTES_AT_ONCE` in a piece."""
+    sources: list[str] = []
+    tables: list[pa.Table] = []
+    for piece in _scan(path, where):
+        if piece.rows is None:
+            yield piece
+            continue
+        sources.append(piece.source)
+        tables.append(piece.rows)
+        if sum(table.nbytes for table in tables) >= BYTES_AT_ONCE:
+            yield _together(sources, tables)
+            sources, tables = [], []
+    if tables:
+        yield _together(sources, tables)
+
+
+def _scan(path: Path, where: str | None) -> Iterator[Piece]:
     try:
         with read_errors(path):
             fragments = open_dataset(path).get_fragments()
@@ -46,3 +64,9 @@ def _scan_fragment(path: Path, fragment: Any, where: str | None) -> Iterator[Pie
                 yield Piece(source, rows=pa.Table.from_batches([batch]))
     except ArealFlowError as error:
         yield Piece(source, error=str(error))
+
+
+def _together(sources: Sequence[str], tables: Sequence[pa.Table]) -> Piece:
+    first, last = sources[0], sources[-1]
+    source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
+    return Piece(source, pa.concat_tables(tables))

@@ -1,39 +1,39 @@
-"""A run directory in, a report out: `areal-flow check`. Reads everything, changes nothing.
+"""Audits a run from its directory alone: reads everything once, changes nothing.
 
-Also of a run that goes on, or that crashed: what follows ledger rows (checkpoints, weights) is
-listed before the ledger is read, and what precedes them (trajectories) is read after it, so that
-each row finds what it names.
+A run that goes on, or that crashed, can be audited as well. What follows ledger rows (checkpoints,
+weights) is listed before the ledger is read, and what precedes them (trajectories) is read after
+it, so that each row finds what it names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from areal_flow import __version__
-from areal_flow.audit import accounting, consumption, ledger, trajectories, weights
-from areal_flow.audit import files as stored
-from areal_flow.audit.findings import LEDGER_CHANGED, LOG_CHANGED, AuditFindings, Finding, Report
-from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
+from areal_flow.audit import files, rows
+from areal_flow.audit.database import (
+    CHECKPOINTS,
+    FILES,
+    FORKS,
+    PUBLISHED,
+    RECIPE,
+    AuditDatabase,
+)
+from areal_flow.audit.findings import ADVICE, AuditFindings, Finding, Report
 from areal_flow.audit.pieces import Piece, scan
-from areal_flow.audit.tables import check_schema, conform
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import ArealFlowError, RunError
+from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
-from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.queries import Run
+from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.visibility import trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
-
-BYTES_AT_ONCE = 16 * 2**20
-"""Rows that are judged together: judging costs the same for one row and for many."""
 
 KINDS = (
     "steps",
@@ -47,247 +47,178 @@ KINDS = (
 
 def check_run(layout: RunLayout) -> Report:
     """Return what is wrong with a run; raises nothing for it."""
-    audit = _Audit(layout)
-    audit.read()
-    return Report(layout.name, dict(audit.checked), audit.found.all())
+    found, checked = AuditFindings(), Counter(dict.fromkeys(KINDS, 0))
+    if not layout.config.is_file():
+        advice = "restore it from a copy: nothing was checked without it"
+        found.add(files.unreadable(layout.config, "no such file", advice))
+    elif files.not_prepared(layout):
+        found.add(_NOT_PREPARED)
+    else:
+        with closing(AuditDatabase()) as database:
+            _Audit(layout, database, found, checked).read()
+    return Report(layout.name, dict(checked), found.all())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Audit:
     """One reading of a run: what was found, and how much of each kind was looked at."""
 
     layout: RunLayout
-    found: AuditFindings = field(default_factory=AuditFindings)
-    checked: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
+    database: AuditDatabase
+    found: AuditFindings
+    checked: Counter[str]
 
     def read(self) -> None:
         """Read everything once, in the order that the module explains."""
-        try:
-            run = Run(self.layout.root)
-        except RunError:
-            advice = "restore it from a copy: nothing was checked without it"
-            self.found.add(stored.unreadable(self.layout.config, "no such file", advice))
-            return
-        if stored.not_prepared(self.layout):
-            self.found.add(_not_prepared())
-            return
         recipe = self._recipe()
-        checkpoints = stored.listed_checkpoints(self.layout)
-        published = stored.listed_weights(self.layout)
-        versions = [int(path.name) for path in published]
-        rows = self._ledger()
-        forks = self._forks()
-        log = self._log(run, recipe)
-        by_step = {row["step"]: row for row in ledger.once(rows or ())}
-        if rows is not None:
-            self.found.extend(_ledger_findings(rows, forks, recipe))
-            self.found.extend(weights.check_steps(checkpoints, versions, rows))
-        if rows is not None and log is not None:
-            num_rows = open_dataset(self.layout.trajectories).count_rows()
-            self.found.extend(_log_findings(list(by_step.values()), log, recipe, num_rows))
-        self._checkpoints(checkpoints, by_step)
-        self._weights(published, by_step, forks)
+        checkpoints = files.listed_checkpoints(self.layout)
+        published = files.listed_weights(self.layout)
+        self.database.add_table("files", _steps_of(checkpoints, published), FILES)
+        has_ledger = self._ledger()
+        self.database.add_table("forks", self._kept(files.read_forks(self.layout)), FORKS)
+        has_log = self._log(recipe)
+        self._judge("trajectories")
+        if has_ledger:
+            self._judge("ledger")
+        if has_ledger and has_log:
+            self.database.recount(num_rows=open_dataset(self.layout.trajectories).count_rows())
+            self._judge("log")
+        self._files(checkpoints, published)
         self._evaluations()
-        self.found.extend(stored.broken_descriptions(self.layout))
-        self.found.extend(stored.leftovers(self.layout))
+        self.found.extend(files.broken_descriptions(self.layout))
+        self.found.extend(files.leftovers(self.layout))
+
+    def _judge(self, rules: str) -> None:
+        for finding, num_more in self.database.broken(rules):
+            self.found.add(finding, num_more=num_more)
+
+    def _kept(self, values: Iterable[dict[str, Any] | Finding | None]) -> Iterator[dict[str, Any]]:
+        """Yield what could be read, and add what could not to the findings."""
+        for value in values:
+            if isinstance(value, Finding):
+                self.found.add(value)
+            elif value is not None:
+                yield value
 
     def _recipe(self) -> Recipe | None:
+        recipe = None
         try:
-            return load_recipe(self.layout.config)
+            recipe = load_recipe(self.layout.config)
         except (ArealFlowError, OSError) as error:
-            self.found.add(stored.unreadable(self.layout.config, error))
-            return None
+            self.found.add(files.unreadable(self.layout.config, error))
+        self.database.add_table("recipe", [_recipe_row(recipe)] if recipe else [], RECIPE)
+        return recipe
 
-    def _ledger(self) -> list[dict[str, Any]] | None:
+    def _ledger(self) -> bool:
+        """Read the ledger; return whether rules can be asked of it."""
+        table = None
         try:
             with read_errors(self.layout.steps):
-                table = LedgerReader(self.layout.steps, self.layout.writers).table()
+                stored = LedgerReader(self.layout.steps, self.layout.writers).table()
         except ArealFlowError as error:
-            self.found.add(stored.unreadable(self.layout.steps, error))
-            return None
-        self.checked["steps"] = len(table)
-        where = self.layout.steps.name
-        self.found.extend(check_schema(table, StepRow, where=where, advice=LEDGER_CHANGED))
-        rows = conform(table, StepRow)
-        return rows.sort_by("step").to_pylist() if rows is not None else None
+            self.found.add(files.unreadable(self.layout.steps, error))
+        else:
+            self.checked["steps"] = len(stored)
+            where = self.layout.steps.name
+            self.found.extend(rows.check_schema(stored, StepRow, where=where, kind="ledger"))
+            table = rows.conform(stored, StepRow)
+        self.database.add_ledger(STEPS.empty_table() if table is None else table)
+        return table is not None
 
-    def _forks(self) -> list[dict[str, Any]]:
-        forks = []
-        for fork in stored.read_forks(self.layout):
-            if isinstance(fork, Finding):
-                self.found.add(fork)
-            else:
-                forks.append(fork)
-        return forks
-
-    def _log(self, run: Run, recipe: Recipe | None) -> Log | None:
-        """Judge every trajectory; return the log without tokens, or None if a part is missing."""
+    def _log(self, recipe: Recipe | None) -> bool:
+        """Judge every trajectory alone; return whether all of them could be read."""
         prompts = self._prompts(recipe)
-        parts: list[Log] = []
-        complete = True
-        for piece in _merged(
-            scan(self.layout.trajectories, trajectories_that_count(self.layout.writers))
-        ):
-            part = self._part(piece, recipe, prompts)
-            parts += [part] if part is not None else []
-            complete = complete and part is not None
-        if not complete:
-            self.found.add(_not_judged())
-            return None
-        log = join_logs(parts)
-        for identifier in repeated_ids(log):
-            expected, found = "one row", "another row of the same id"
-            self.found.add(Finding("trajectory-twice", identifier, expected, found, LOG_CHANGED))
-        return log
+        visible = trajectories_that_count(self.layout.writers)
+        read = [
+            self._piece(piece, recipe, prompts) for piece in scan(self.layout.trajectories, visible)
+        ]
+        if not all(read):
+            self.found.add(_NOT_JUDGED)
+        return all(read)
 
     def _prompts(self, recipe: Recipe | None) -> PromptTable | None:
         if recipe is None:
             return None
-        prompts = stored.read_prompts(self.layout, seed=recipe.seed)
+        prompts = files.read_prompts(self.layout, seed=recipe.seed)
         if isinstance(prompts, Finding):
             self.found.add(prompts)
             return None
         self.checked["prompts"] = len(prompts)
         return prompts
 
-    def _part(self, piece: Piece, recipe: Recipe | None, prompts: PromptTable | None) -> Log | None:
+    def _piece(self, piece: Piece, recipe: Recipe | None, prompts: PromptTable | None) -> bool:
         if piece.rows is None:
             self.found.add(
-                Finding("unreadable", piece.source, "readable rows", piece.error, stored.RESTORE)
+                Finding("unreadable", piece.source, "readable rows", piece.error, ADVICE["file"])
             )
-            return None
+            return False
         self.checked["trajectories"] += len(piece.rows)
         plain = piece.rows.drop_columns([COMMIT_ORDER])
-        self.found.extend(
-            check_schema(plain, TrajectoryRow, where=piece.source, advice=LOG_CHANGED)
-        )
-        rows = conform(plain, TrajectoryRow)
-        if rows is None:
-            return None
-        part = log_of(rows.append_column(COMMIT_ORDER, piece.rows[COMMIT_ORDER]))
-        self.found.extend(_row_findings(rows, part, recipe, prompts))
-        return part
+        self.found.extend(rows.check_schema(plain, TrajectoryRow, where=piece.source, kind="log"))
+        table = rows.conform(plain, TrajectoryRow)
+        if table is None:
+            return False
+        self.database.add_trajectories(table.append_column(COMMIT_ORDER, piece.rows[COMMIT_ORDER]))
+        self.found.extend(rows.check_contents(table))
+        if recipe is not None:
+            self.found.extend(rows.check_seeds(table, run_seed=recipe.seed))
+        if prompts is not None:
+            expected = prompts.rows_at(table["submission_index"].to_pylist())
+            self.found.extend(rows.check_prompts(table, expected))
+        return True
 
-    def _checkpoints(self, steps: Sequence[int], rows: Mapping[int, ledger.Row]) -> None:
-        for step in steps:
-            checkpoint = stored.read_checkpoint(self.layout, step)
-            self.checked["checkpoints"] += checkpoint is not None
-            if isinstance(checkpoint, Finding):
-                self.found.add(checkpoint)
-            elif checkpoint is not None:
-                self.found.extend(weights.check_checkpoint(checkpoint, rows))
-
-    def _weights(
-        self,
-        published: Sequence[Path],
-        rows: Mapping[int, ledger.Row],
-        forks: Sequence[ledger.Row],
-    ) -> None:
-        """Compare with the ledger's rows, as far as there are any."""
-        for path in published:
-            version = stored.read_weights(self.layout, path)
-            self.checked["published weights"] += version is not None
-            if isinstance(version, Finding):
-                self.found.add(version)
-            elif version is not None:
-                self.found.extend(weights.check_weights(version, rows, forks))
+    def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
+        """Judge checkpoints and published weights; hashing them takes the longest."""
+        found = [files.read_checkpoint(self.layout, path) for path in checkpoints]
+        self.checked["checkpoints"] = sum(checkpoint is not None for checkpoint in found)
+        self.database.add_table("checkpoints", self._kept(found), CHECKPOINTS)
+        found = [files.read_weights(self.layout, path) for path in published]
+        self.checked["published weights"] = sum(version is not None for version in found)
+        self.database.add_table("published", self._kept(found), PUBLISHED)
+        self._judge("files")
 
     def _evaluations(self) -> None:
         path = self.layout.evaluations
-        for piece in _merged(scan(path)) if path.exists() else ():
+        for piece in scan(path) if path.exists() else ():
             if piece.rows is None:
-                self.found.add(stored.unreadable(path, piece.error))
+                self.found.add(files.unreadable(path, piece.error))
                 continue
             self.checked["evaluation answers"] += len(piece.rows)
-            rows = piece.rows.drop_columns([COMMIT_ORDER])
-            advice = "evaluations.lance was changed after it was written: restore it from a copy"
-            self.found.extend(check_schema(rows, EvaluationRow, where=piece.source, advice=advice))
+            plain = piece.rows.drop_columns([COMMIT_ORDER])
+            self.found.extend(
+                rows.check_schema(plain, EvaluationRow, where=piece.source, kind="evaluations")
+            )
 
 
-def _ledger_findings(
-    rows: Sequence[ledger.Row], forks: Sequence[ledger.Row], recipe: Recipe | None
-) -> Iterator[Finding]:
-    yield from ledger.check_ledger(rows, forks)
-    yield from consumption.check_consumed_once(ledger.once(rows))
-    if recipe is None:
-        return
-    yield from ledger.check_configuration(
-        rows, config_hash=recipe.digest(), code_version=f"areal-flow {__version__}"
-    )
-    yield from consumption.check_batch_size(rows, groups_per_step=recipe.groups_per_step)
+def _steps_of(checkpoints: Sequence[Path], published: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
+        yield from ({"kind": kind, "step": int(path.name)} for path in paths)
 
 
-def _log_findings(
-    rows: Sequence[ledger.Row], log: Log, recipe: Recipe | None, num_rows: int
-) -> Iterator[Finding]:
-    yield from consumption.check_consumed_committed(rows, log)
-    yield from consumption.check_position(rows, log, num_rows=num_rows)
-    yield from accounting.check_accounting(rows, log)
-    yield from accounting.check_trained(rows, log)
-    if recipe is None:
-        return
-    max_staleness = recipe.controller.max_staleness
-    yield from accounting.check_staleness(rows, log, max_staleness=max_staleness)
-    yield from consumption.check_discards(rows, log, max_staleness=max_staleness)
+def _recipe_row(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "config_hash": recipe.digest(),
+        "code_version": f"areal-flow {__version__}",
+        "group_size": recipe.controller.group_size,
+        "groups_per_step": recipe.groups_per_step,
+        "max_staleness": recipe.controller.max_staleness,
+    }
 
 
-def _row_findings(
-    rows: pa.Table, part: Log, recipe: Recipe | None, prompts: PromptTable | None
-) -> Iterator[Finding]:
-    yield from trajectories.check_identities(rows)
-    yield from trajectories.check_contents(rows)
-    yield from trajectories.check_versions(part)
-    if recipe is not None:
-        yield from trajectories.check_seeds(
-            rows, run_seed=recipe.seed, group_size=recipe.controller.group_size
-        )
-    if prompts is not None:
-        expected = prompts.rows_at(rows["submission_index"].to_pylist())
-        yield from trajectories.check_prompts(rows, expected)
+_NOT_PREPARED = Finding(
+    "not-prepared",
+    "steps.lance",
+    "a prepared run",
+    "no ledger and no policy yet",
+    "wait, or remove it if nobody is on it: there is nothing to resume",
+    "note",
+)
 
-
-def _not_prepared() -> Finding:
-    return Finding(
-        "not-prepared",
-        "steps.lance",
-        "a prepared run",
-        "no ledger and no policy yet",
-        "wait, or remove it if nobody is on it: there is nothing to resume",
-        "note",
-    )
-
-
-def _not_judged() -> Finding:
-    return Finding(
-        "not-judged",
-        "trajectories.lance",
-        "every trajectory",
-        "some cannot be read: ledger and trajectories were not compared",
-        "mend what cannot be read, then check again",
-        "note",
-    )
-
-
-def _merged(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield small pieces together."""
-    sources: list[str] = []
-    tables: list[pa.Table] = []
-    num_bytes = 0
-    for piece in pieces:
-        if piece.rows is None:
-            yield piece
-            continue
-        sources.append(piece.source)
-        tables.append(piece.rows)
-        num_bytes += piece.rows.nbytes
-        if num_bytes >= BYTES_AT_ONCE:
-            yield _together(sources, tables)
-            sources, tables, num_bytes = [], [], 0
-    if tables:
-        yield _together(sources, tables)
-
-
-def _together(sources: Sequence[str], tables: Sequence[pa.Table]) -> Piece:
-    first, last = sources[0], sources[-1]
-    source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
-    return Piece(source, pa.concat_tables(tables))
+_NOT_JUDGED = Finding(
+    "not-judged",
+    "trajectories.lance",
+    "every trajectory",
+    "some cannot be read: ledger and trajectories were not compared",
+    "mend what cannot be read, then check again",
+    "note",
+)

@@ -1,25 +1,125 @@
-"""A run and a trajectory's id in, everything there is to know of it out. No terminal."""
+"""Finds trajectories of a run by a condition, and reads one of them in full.
+
+Ids first, rows after: a condition and an order read only the columns that they name, and texts are
+decoded for the rows that are shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from areal_flow.config import AlgorithmSettings, load_recipe
-from areal_flow.errors import RunError
+from areal_flow.errors import ConfigError, RunError
 from areal_flow.store.queries import Run
-from areal_flow.store.selection import read_rows
 from areal_flow.store.trajectories import TrainingRows
+
+ROWS_PER_BATCH = 512
+QUOTE = "'"
 
 
 @dataclass(frozen=True, slots=True)
-class InspectedToken:
+class Selection:
+    """Trajectories that satisfy `where`, by `sort` (nulls last), else by id; at most `limit`."""
+
+    where: str | None = None
+    sort: str | None = None
+    descending: bool = False
+    limit: int | None = None
+
+    @property
+    def condition(self) -> str:
+        return f"(\n{self.where}\n)" if self.where else "TRUE"
+
+    @property
+    def order(self) -> str:
+        direction = "DESC" if self.descending else "ASC"
+        if self.sort is None:
+            return f"ORDER BY trajectory_id {direction}"
+        return f'ORDER BY "{self.sort}" {direction} NULLS LAST, trajectory_id'
+
+
+def count_trajectories(database: duckdb.DuckDBPyConnection, selection: Selection) -> int:
+    """Return how many trajectories satisfy the condition, whatever the limit.
+
+    Raises:
+        ConfigError: the condition or the order cannot be read; names the columns there are.
+    """
+    if selection.sort is not None and selection.sort not in column_names(database):
+        raise ConfigError(f"--sort {selection.sort}: no such column. {_columns(database)}")
+    query = f"SELECT count(*) FROM trajectories WHERE {selection.condition}"
+    with _clear_errors(database, selection):
+        return int(database.sql(query).fetchall()[0][0])
+
+
+def select_ids(database: duckdb.DuckDBPyConnection, selection: Selection) -> list[str]:
+    """Return the ids of the selected trajectories, in order; errors as `count_trajectories`."""
+    limit = "" if selection.limit is None else f"LIMIT {selection.limit}"
+    query = (
+        f"SELECT trajectory_id FROM trajectories WHERE {selection.condition} "
+        f"{selection.order} {limit}"
+    )
+    with _clear_errors(database, selection):
+        return [identifier for (identifier,) in database.sql(query).fetchall()]
+
+
+def find_trajectory(run: Run, which: str, *, selection: Selection, at: int | None) -> str:
+    """Return a trajectory's id, given that id or its number in a selection.
+
+    Raises:
+        ConfigError: the selection is smaller, or cannot be made.
+    """
+    if not which.isdecimal():
+        return which
+    with closing(run.database(at=at)) as database:
+        count_trajectories(database, selection)
+        identifiers = select_ids(database, selection)
+    if not 1 <= int(which) <= len(identifiers):
+        raise ConfigError(
+            f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
+        )
+    return identifiers[int(which) - 1]
+
+
+def read_rows(
+    database: duckdb.DuckDBPyConnection,
+    identifiers: Sequence[str],
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
+    """Return these trajectories' columns, or all of them, in this order."""
+    names = "*" if columns is None else ", ".join(dict.fromkeys(["trajectory_id", *columns]))
+    wanted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
+    found = database.sql(
+        f"SELECT {names} FROM trajectories WHERE trajectory_id IN ({wanted or 'NULL'})"
+    ).to_arrow_table()
+    order = pc.index_in(pa.array(identifiers, pa.string()), value_set=found["trajectory_id"])
+    return found.take(order)
+
+
+def stream_rows(
+    database: duckdb.DuckDBPyConnection, identifiers: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Yield every column of these trajectories, a bounded number of rows at a time."""
+    for start in range(0, len(identifiers), ROWS_PER_BATCH):
+        yield read_rows(database, identifiers[start : start + ROWS_PER_BATCH])
+
+
+def column_names(database: duckdb.DuckDBPyConnection) -> list[str]:
+    """Return the columns of the `trajectories` view."""
+    return [row[0] for row in database.sql("DESCRIBE trajectories").fetchall()]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
     """One token of a completion; `staleness` is None while no step has trained it."""
 
     text: str
@@ -42,19 +142,19 @@ class TrainedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class ShownTrajectory:
     """A trajectory with its tokens, its group and its step; `row` is of `Run.database`'s view."""
 
     run_name: str
     row: dict[str, Any]
-    tokens: tuple[InspectedToken, ...]
+    tokens: tuple[ShownToken, ...]
     answer: str | None
     group: tuple[tuple[str, float | None], ...]
     batch: TrainedBatch | None
     max_staleness: int
 
 
-def inspect_trajectory(run: Run, identifier: str, *, at: int | None = None) -> Inspected:
+def show_trajectory(run: Run, identifier: str, *, at: int | None = None) -> ShownTrajectory:
     """Read one trajectory and, if a step trained it, that step's batch.
 
     Raises:
@@ -75,7 +175,7 @@ def inspect_trajectory(run: Run, identifier: str, *, at: int | None = None) -> I
             "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[row["prompt_id"]]
         ).fetchall()
     tokenizer = Tokenizer.from_file(str(run.layout.model / "tokenizer.json"))
-    return Inspected(
+    return ShownTrajectory(
         run_name=run.layout.name,
         row=row,
         tokens=_tokens(row, token_texts(tokenizer, row["output_tokens"]), max_staleness),
@@ -94,7 +194,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 def _tokens(
     row: dict[str, Any], texts: Sequence[str], max_staleness: int
-) -> tuple[InspectedToken, ...]:
+) -> tuple[ShownToken, ...]:
     columns = ("output_tokens", "token_versions", "behavior_logprobs", "loss_mask")
     parent = row["policy_version"] if row["status"] == "trained" else None
     tokens = []
@@ -103,7 +203,7 @@ def _tokens(
     ):
         staleness = None if parent is None else parent - version
         trained = None if staleness is None else chosen and staleness <= max_staleness
-        tokens.append(InspectedToken(text, token, version, logprob, staleness, trained, chosen))
+        tokens.append(ShownToken(text, token, version, logprob, staleness, trained, chosen))
     return tuple(tokens)
 
 
@@ -131,3 +231,19 @@ def _batch(
         num_trajectories=len(identifiers),
         committed_at=step["committed_at"],
     )
+
+
+@contextmanager
+def _clear_errors(database: duckdb.DuckDBPyConnection, selection: Selection) -> Iterator[None]:
+    try:
+        yield
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--where {selection.where!r} is no condition over trajectories: {reason}\n"
+            f"{_columns(database)}"
+        ) from None
+
+
+def _columns(database: duckdb.DuckDBPyConnection) -> str:
+    return f"Columns are: {', '.join(sorted(column_names(database)))}"

@@ -1,4 +1,4 @@
-"""A run in, a DuckDB connection over it out: its tables as views, and what follows from them.
+"""A run as a DuckDB connection: its tables as views, and the columns that follow from them.
 
 Nothing is copied but ids: views read the datasets as they are queried, filters and projections
 pushed down, and a derived column costs only the queries that use it.
@@ -27,7 +27,39 @@ import duckdb
 import pyarrow as pa
 
 Decode = Callable[[pa.Array], pa.Array]
-"""Lists of token ids in, texts out."""
+"""Turns a column of token ids into a column of texts."""
+
+TOKEN_MACROS = """
+CREATE MACRO tokens_until(spans, i) AS
+    coalesce(list_sum(list_transform(spans[:i], lambda span: span.length)), 0);
+CREATE MACRO num_chosen(mask) AS coalesce(list_sum(mask::INT[]), 0)::BIGINT;
+CREATE MACRO chosen_spans(spans, mask) AS list_transform(spans, lambda span, i: {
+    'version': span.version,
+    'length': span.length,
+    'num_chosen':
+        num_chosen(mask[tokens_until(spans, i) - span.length + 1 : tokens_until(spans, i)])
+});
+CREATE MACRO num_trained(span, policy_version, max_staleness) AS
+    CASE WHEN policy_version - span.version <= max_staleness THEN span.num_chosen ELSE 0 END;
+CREATE MACRO trained_tokens(spans, policy_version, max_staleness) AS
+    coalesce(list_sum(list_transform(
+        spans, lambda span: num_trained(span, policy_version, max_staleness)
+    )), 0)::BIGINT;
+CREATE MACRO staleness_sum(spans, policy_version, max_staleness) AS
+    list_sum(list_transform(spans, lambda span:
+        num_trained(span, policy_version, max_staleness) * (policy_version - span.version)
+    ))::BIGINT;
+CREATE MACRO staleness_max(spans, policy_version, max_staleness) AS
+    list_max(list_transform(spans, lambda span:
+        CASE WHEN num_trained(span, policy_version, max_staleness) > 0
+        THEN policy_version - span.version END
+    ));
+"""
+"""What a trained token is, in SQL: fresh enough for the step, and chosen by the policy.
+
+`areal_flow.algorithms.staleness` says it in Python, and a test holds both equal. Spans are those of
+`chosen_spans`: version spans, each with its number of tokens that `loss_mask` keeps.
+"""
 
 _TRAJECTORIES = """
 CREATE VIEW trajectories AS
@@ -46,28 +78,19 @@ WITH consumed AS (
             list_transform(
                 version_spans, lambda span: list_resize([span.version], span.length, span.version)
             )
-        ) AS token_versions
+        ) AS token_versions,
+        CASE WHEN status = 'trained' THEN chosen_spans(version_spans, loss_mask) END AS spans
     FROM stored
     JOIN consumption USING (trajectory_id, writer_epoch)
-),
-aged AS (
-    SELECT
-        *,
-        CASE WHEN status = 'trained' THEN list_transform(
-            list_filter(
-                list_zip(token_versions, loss_mask),
-                lambda token: token[2] AND policy_version - token[1] <= {max_staleness}
-            ),
-            lambda token: policy_version - token[1]
-        ) END AS trained_ages
-    FROM consumed
 )
 SELECT
-    * EXCLUDE (trained_ages),
-    len(trained_ages) AS num_trained_tokens,
-    num_tokens - len(trained_ages) AS num_masked_tokens,
-    list_avg(trained_ages) AS staleness
-FROM aged
+    * EXCLUDE (spans),
+    CASE WHEN status = 'trained' THEN trained_tokens(spans, policy_version, {max_staleness}) END
+        AS num_trained_tokens,
+    num_tokens - num_trained_tokens AS num_masked_tokens,
+    staleness_sum(spans, policy_version, {max_staleness}) / nullif(num_trained_tokens, 0)
+        AS staleness
+FROM consumed
 """
 
 
@@ -92,6 +115,7 @@ def connect(
     for name, table in tables.items():
         connection.register(name, table)
     connection.create_function("decode_tokens", decode, ["INTEGER[]"], "VARCHAR", type="arrow")
+    connection.execute(TOKEN_MACROS)
     connection.execute(_TRAJECTORIES.format(max_staleness=max_staleness))
     return connection
 

@@ -1,4 +1,4 @@
-"""A run and a policy version in, everything that the version was made from out.
+"""Everything that a policy version was made from.
 
 A policy version is the step that made it: its lineage is the ledger's rows 1 to that step, and by
 them trajectories, prompts, verifiers, the versions that sampled each trained token, and the chain
@@ -8,12 +8,18 @@ of weights hashes from the genesis. Read when asked for, in columns: no token be
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+
+from areal_flow.recovery.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    read_checkpoint_state,
+)
 
 if TYPE_CHECKING:
     from areal_flow.store.queries import Run, TableFormat
@@ -36,16 +42,17 @@ FROM trajectories WHERE {used} GROUP BY verifier ORDER BY first_step, verifier
 """
 
 _POLICY_VERSIONS = """
-WITH tokens AS (
-    SELECT unnest(token_versions) AS version, unnest(loss_mask) AS chosen, policy_version
+WITH spans AS (
+    SELECT unnest(chosen_spans(version_spans, loss_mask)) AS span, policy_version
     FROM trajectories WHERE {used}
+),
+counted AS (
+    SELECT span.version, span.length, num_trained(span, policy_version, {max_staleness}) AS trained
+    FROM spans
 )
-SELECT version,
-       count(*) FILTER (chosen AND policy_version - version <= {max_staleness})
-           AS num_trained_tokens,
-       count(*) FILTER (NOT (chosen AND policy_version - version <= {max_staleness}))
-           AS num_masked_tokens
-FROM tokens GROUP BY version ORDER BY version
+SELECT version, sum(trained)::BIGINT AS num_trained_tokens,
+       sum(length - trained)::BIGINT AS num_masked_tokens
+FROM counted WHERE length > 0 GROUP BY version ORDER BY version
 """
 
 _WEIGHTS_COLUMNS = ("step", "parent_hash", "weights_hash", "served_hash")
@@ -64,6 +71,19 @@ _STEP_COLUMNS = (
     "numeric_environment",
     "committed_at",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HashCheck:
+    """A weights hash that was recorded elsewhere, and the ledger's."""
+
+    what: str
+    found: str
+    expected: str
+
+    @property
+    def holds(self) -> bool:
+        return self.found == self.expected
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,20 @@ class Lineage:
         lines = path.read_text().splitlines() if path.is_file() else []
         forks = [json.loads(line) for line in lines]
         return [fork for fork in forks if fork["step"] <= self.version]
+
+    def hash_checks(self, recorded: Mapping[str, str]) -> tuple[HashCheck, ...]:
+        """Compare weights hashes with the ledger's: those given, and the version's checkpoint's.
+
+        Args:
+            recorded: hashes by what carries them.
+        """
+        found = dict(recorded)
+        checkpoints = self.run.layout.checkpoints
+        if self.version in list_checkpoints(checkpoints):
+            state = read_checkpoint_state(checkpoint_path(checkpoints, self.version))
+            found["the checkpoint"] = state.weights_hash
+        expected = self.steps.iloc[-1].weights_hash
+        return tuple(HashCheck(what, value, expected) for what, value in found.items())
 
     def summary(self) -> dict[str, Any]:
         """Return all of it in numbers and hashes, ready for JSON."""

@@ -1,13 +1,12 @@
-"""What `areal-flow check` found, on a terminal."""
+"""Prints what an audit found."""
 
 from __future__ import annotations
 
 import json
 
-from rich.console import Console
-from rich.table import Table
-
 from areal_flow.audit.findings import Report
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 
 
 def print_json(report: Report) -> None:
@@ -16,20 +15,10 @@ def print_json(report: Report) -> None:
 
 
 def print_check(report: Report) -> None:
-    """Print findings as a table, and the verdict as the last line."""
+    """Print each finding with what to do, and how much was looked at."""
     if report.findings:
-        table = Table(box=None)
-        for label in ("", "rule", "where", "expected", "found", "what to do"):
-            table.add_column(label, overflow="fold", no_wrap=label == "rule")
-        for finding in report.findings:
-            table.add_row(
-                finding.severity,
-                finding.rule,
-                finding.where,
-                finding.expected,
-                finding.found,
-                finding.advice,
-            )
-        Console().print(table, markup=False, highlight=False)
+        labels = ("", "rule", "where", "expected", "found", "what to do")
+        rows = [(f.severity, *f[:5]) for f in report.findings]
+        print_table(make_console(), labels, rows, prose=labels[2:])
     checked = ", ".join(f"{count} {kind}" for kind, count in report.checked.items()) or "nothing"
     print(f"{report.run}: {report.verdict}. Checked: {checked}")

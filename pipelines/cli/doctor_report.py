@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
 PACKAGES = ("torch", "transformers", "dask", "distributed", "pylance", "mlflow", "pandera")
 
+_MARKS = {True: "ok", False: "FAIL", None: "-"}
+
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One line of the report; `works` is None for what is optional and absent."""
 
     subject: str
@@ -41,27 +43,23 @@ def doctor(runs: Path) -> int:
         _vllm(),
         _isolation(),
     ]
-    table = Table(box=None)
-    for label in ("", "what", "found", "means"):
-        table.add_column(label, overflow="fold")
-    marks = {True: "ok", False: "FAIL", None: "-"}
-    for finding in findings:
-        table.add_row(marks[finding.works], finding.subject, finding.found, finding.meaning)
-    Console().print(table, markup=False, highlight=False)
+    labels = ("", "what", "found", "means")
+    rows = [(_MARKS[f.works], f.subject, f.found, f.meaning) for f in findings]
+    print_table(make_console(), labels, rows, prose=labels[2:])
     failed = [finding.subject for finding in findings if finding.works is False]
     print(f"will not work until mended: {', '.join(failed)}" if failed else "train will work here")
     return 1 if failed else 0
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     found = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", found, sys.version_info >= (3, 11), "3.11 or newer is needed")
+    return Diagnosis("python", found, sys.version_info >= (3, 11), "3.11 or newer is needed")
 
 
-def _cores() -> Finding:
+def _cores() -> Diagnosis:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     enough = (cores or 1) >= MIN_CORES
-    return Finding(
+    return Diagnosis(
         "cores",
         str(cores),
         True,
@@ -69,53 +67,53 @@ def _cores() -> Finding:
     )
 
 
-def _disk(runs: Path) -> Finding:
+def _disk(runs: Path) -> Diagnosis:
     existing = next(
         parent for parent in [runs.resolve(), *runs.resolve().parents] if parent.exists()
     )
     free = shutil.disk_usage(existing).free / 2**30
-    return Finding("free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}")
+    return Diagnosis("free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}")
 
 
-def _loopback() -> Finding:
+def _loopback() -> Diagnosis:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding("loopback", str(error), False, "workers talk over 127.0.0.1")
-    return Finding("loopback", "127.0.0.1", True, "all that the local cluster listens on")
+        return Diagnosis("loopback", str(error), False, "workers talk over 127.0.0.1")
+    return Diagnosis("loopback", "127.0.0.1", True, "all that the local cluster listens on")
 
 
-def _package(name: str) -> Finding:
+def _package(name: str) -> Diagnosis:
     try:
-        return Finding(name, version(name), True, "installed")
+        return Diagnosis(name, version(name), True, "installed")
     except PackageNotFoundError:
-        return Finding(name, "missing", False, "install the project with its constraints")
+        return Diagnosis(name, "missing", False, "install the project with its constraints")
 
 
-def _gpus() -> Finding:
+def _gpus() -> Diagnosis:
     if importlib.util.find_spec("torch") is None:
-        return Finding("gpu", "unknown", None, "torch is missing")
+        return Diagnosis("gpu", "unknown", None, "torch is missing")
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("gpu", "none", None, "policies run on the CPU: trainer.device = 'cpu'")
+        return Diagnosis("gpu", "none", None, "policies run on the CPU: trainer.device = 'cpu'")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first")
+    return Diagnosis("gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first")
 
 
-def _vllm() -> Finding:
+def _vllm() -> Diagnosis:
     try:
-        return Finding(
+        return Diagnosis(
             "vllm", version("vllm"), None, "installed; this version generates with torch"
         )
     except PackageNotFoundError:
-        return Finding("vllm", "missing", None, "not needed: generators use the torch engine")
+        return Diagnosis("vllm", "missing", None, "not needed: generators use the torch engine")
 
 
-def _isolation() -> Finding:
+def _isolation() -> Diagnosis:
     found = shutil.which("bwrap")
-    return Finding(
+    return Diagnosis(
         "isolation",
         found or "none",
         None,

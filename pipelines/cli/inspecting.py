@@ -89,20 +89,22 @@ def trajectories(
         raise ConfigError("--tokens goes with --show")
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
-    from areal_flow.store.selection import Selection
-    from pipelines import trajectories as listed
     from areal_flow.recovery.run_directory import find_run
+    from areal_flow.store.browsing import Selection
+    from pipelines.cli import trajectory_report
 
     layout = find_run(folders.runs, run)
     everything = limit is None and (show or to)
     count = None if everything else DEFAULT_LIMIT if limit is None else limit or None
     selection = Selection(where, sort, descending, count)
     if to:
-        listed.export_trajectories(layout, selection, to, at=at)
+        trajectory_report.export_trajectories(layout, selection=selection, at=at, path=to)
     elif show:
-        listed.show_trajectory(layout, selection, show, at=at, by_token=tokens)
+        trajectory_report.print_trajectory(
+            layout, selection=selection, at=at, which=show, by_token=tokens
+        )
     else:
-        listed.list_trajectories(layout, selection, at=at)
+        trajectory_report.list_trajectories(layout, selection=selection, at=at)
 
 
 def lineage(
@@ -124,20 +126,19 @@ def lineage(
     """
     if step is not None and model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
-    from pipelines import lineage as traces
-    from pipelines.cli.lineage_page import print_lineage
+    from pipelines.cli.lineage_report import export_lineage, print_lineage, print_lineage_json
     from pipelines.cli.table_file import refuse_target
-    from pipelines.cli.terminal import make_console
+    from pipelines.models import trace_model
 
     if to:
         refuse_target(to)
-    traced = traces.trace(folders.runs, model, step=step, registry=folders.registry)
+    traced = trace_model(folders.runs, model, step=step, registry=folders.registry)
     if json:
-        traces.print_lineage_json(traced)
+        print_lineage_json(traced)
     elif not to:
-        print_lineage(make_console(), traced)
+        print_lineage(traced)
     if to:
-        traces.export_lineage(traced, to)
+        export_lineage(traced, path=to)
     return int(not all(check.holds for check in traced.checks))
 
 
@@ -170,10 +171,10 @@ def replay(
         tokens: Show a trajectory's tokens, by its id.
         json: Print one JSON object instead.
     """
-    from pipelines.cli.replay_report import print_json, print_report
     from areal_flow.recovery.replay import replay_step
-    from pipelines.replay_settings import import_loss, parse_changes
+    from areal_flow.recovery.replay_settings import import_loss, parse_changes
     from areal_flow.recovery.run_directory import existing_run
+    from pipelines.cli.replay_report import print_json, print_report
 
     layout = existing_run(folders.runs, run)
     replayed = replay_step(
@@ -196,8 +197,8 @@ def check(run: str, /, *, json: Flag = False, folders: Given) -> int:
         json: Print one JSON object.
     """
     from areal_flow.audit.run import check_run
-    from pipelines.cli.check_report import print_check, print_json
     from areal_flow.recovery.run_directory import find_run
+    from pipelines.cli.check_report import print_check, print_json
 
     report = check_run(find_run(folders.runs, run))
     if json:

@@ -1,73 +1,87 @@
-"""A traced lineage in, a page for the terminal out. No I/O but the printing."""
+"""Prints what a policy version was made from, or writes its trajectories to a file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from areal_flow.store.lineage import Lineage
-from pipelines.lineage import Traced
+from pipelines.cli.table_file import write_table_file
+from pipelines.cli.tables import Cell, print_facts, print_table
+from pipelines.cli.terminal import make_console
+from pipelines.models import Traced
 
 _BARS = 30
 _LAST_STEPS = 5
 _MOST_ROWS = 12
 
 
-def print_lineage(console: Console, traced: Traced) -> None:
+def print_lineage(traced: Traced) -> None:
     """Print a lineage: numbers, the last steps, who sampled the tokens, and what holds."""
-    console.print(_facts(traced))
+    console = make_console()
+    print_facts(console, _facts(traced))
     if traced.lineage.version > 0:
-        console.print(_steps(traced.lineage))
-        console.print(_policy_versions(traced.lineage))
-    _print_checks(console, traced)
+        _print_steps(console, traced.lineage)
+        _print_policy_versions(console, traced.lineage)
+    console.print()
+    for check in traced.checks:
+        if check.holds:
+            console.print(f"✓ {check.what} has the weights hash of the ledger", style="green")
+        else:
+            said = f"✗ {check.what} has weights {check.found}, the ledger {check.expected}"
+            console.print(said, style="bold red", soft_wrap=True)
 
 
-def _facts(traced: Traced) -> Table:
-    lineage = traced.lineage
-    summary = lineage.summary()
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    if (version := traced.registered) is not None:
-        table.add_row("registered", f"models:/{version.name}/{version.version}")
-    for label, fact in (
-        ("policy", f"version {summary['version']} of run {summary['run']}"),
-        ("weights", summary["weights_hash"]),
-        ("chain", _chain(summary)),
-        ("steps", str(summary["num_steps"])),
-        ("trajectories", f"{summary['num_trajectories']:,}, of {summary['num_prompts']:,} prompts"),
-        ("tokens", _tokens(summary)),
-        ("dataset", _dataset(summary)),
-        ("verifier", _spans(summary["verifiers"], "verifier") or "none"),
-        ("config", _spans(summary["config_hashes"], "config_hash")),
-        ("code", _spans(summary["code_versions"], "code_version")),
-        ("writer epoch", _spans(summary["writer_epochs"], "writer_epoch")),
-        ("environment", _environments(summary["numeric_environments"])),
-        ("forks", _forks(summary["forks"])),
-    ):
-        table.add_row(label, fact)
-    return table
+def print_lineage_json(traced: Traced) -> None:
+    """Print a lineage, the registered version and what its hashes were compared with as JSON."""
+    version = traced.registered
+    named = version and {"name": version.name, "version": version.version, "tags": version.tags}
+    checks = [{**asdict(check), "holds": check.holds} for check in traced.checks]
+    found = {"registered": named, **traced.lineage.summary(), "checks": checks}
+    print(json.dumps(found, indent=2))
 
 
-def _chain(summary: dict[str, Any]) -> str:
-    chain = f"from the genesis {summary['genesis_hash']}"
-    if not summary["chain_breaks"]:
-        return f"{chain}, unbroken"
-    return f"{chain}, broken before step {', '.join(map(str, summary['chain_breaks']))}"
+def export_lineage(traced: Traced, *, path: Path) -> None:
+    """Write the trained trajectories, one row each without tokens, to a Parquet or JSONL file.
+
+    Raises:
+        ConfigError: the file's name will not do.
+    """
+    table = traced.lineage.trajectories("arrow")
+    num_rows = write_table_file(path, [table], table.schema)
+    print(f"{num_rows} trajectories of version {traced.lineage.version} in {path}")
 
 
-def _tokens(summary: dict[str, Any]) -> str:
-    return f"{summary['num_trained_tokens']:,} trained, {summary['num_masked_tokens']:,} masked"
-
-
-def _dataset(summary: dict[str, Any]) -> str:
-    return (
-        f"{summary['trajectory_watermark']:,} trajectories in the log, Lance version "
-        f"{summary['lance_version']}"
-    )
+def _facts(traced: Traced) -> list[tuple[str, Cell]]:
+    found, version = traced.lineage.summary(), traced.registered
+    chain, breaks = f"from the genesis {found['genesis_hash']}", found["chain_breaks"]
+    broken = f"broken before step {', '.join(map(str, breaks))}" if breaks else "unbroken"
+    tokens = f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} masked"
+    return [
+        *([("registered", f"models:/{version.name}/{version.version}")] if version else []),
+        ("policy", f"version {found['version']} of run {found['run']}"),
+        ("weights", found["weights_hash"]),
+        ("chain", f"{chain}, {broken}"),
+        ("steps", str(found["num_steps"])),
+        ("trajectories", f"{found['num_trajectories']:,}, of {found['num_prompts']:,} prompts"),
+        ("tokens", tokens),
+        (
+            "dataset",
+            f"{found['trajectory_watermark']:,} trajectories in the log, Lance version "
+            f"{found['lance_version']}",
+        ),
+        ("verifier", _spans(found["verifiers"], "verifier") or "none"),
+        ("config", _spans(found["config_hashes"], "config_hash")),
+        ("code", _spans(found["code_versions"], "code_version")),
+        ("writer epoch", _spans(found["writer_epochs"], "writer_epoch")),
+        ("environment", _environments(found["numeric_environments"])),
+        ("forks", _forks(found["forks"])),
+    ]
 
 
 def _spans(records: Sequence[dict[str, Any]], name: str) -> str:
@@ -92,17 +106,13 @@ def _forks(forks: Sequence[dict[str, Any]]) -> str:
     return f"replayed to other weights, in another numeric environment: steps {steps}"
 
 
-def _steps(lineage: Lineage) -> Table:
+def _print_steps(console: Console, lineage: Lineage) -> None:
     steps = lineage.steps.iloc[1:]
-    left_out = len(steps) - _LAST_STEPS
-    title = f"the last {_LAST_STEPS} of {len(steps)} steps" if left_out > 0 else "its steps"
-    table = _titled(title)
-    for label in ("step", "from", "reward", "trained", "masked", "loss"):
-        table.add_column(label, justify="right", no_wrap=True)
-    for label in ("weights", "parent", "committed"):
-        table.add_column(label, no_wrap=True)
-    for row in steps.tail(_LAST_STEPS).itertuples():
-        table.add_row(
+    title = "its steps"
+    if len(steps) > _LAST_STEPS:
+        title = f"the last {_LAST_STEPS} of {len(steps)} steps"
+    rows = [
+        (
             str(row.step),
             f"v{row.policy_version}",
             f"{row.reward_mean:.3f}",
@@ -113,21 +123,26 @@ def _steps(lineage: Lineage) -> Table:
             row.parent_hash[:12],
             f"{row.committed_at:%Y-%m-%d %H:%M:%S}",
         )
-    return table
+        for row in steps.tail(_LAST_STEPS).itertuples()
+    ]
+    labels = ("step", "from", "reward", "trained", "masked", "loss")
+    print_table(console, (*labels, "weights", "parent", "committed"), rows, title=title)
 
 
-def _policy_versions(lineage: Lineage) -> Table:
-    versions = lineage.policy_versions
-    table = _titled("its tokens by the policy version that sampled them")
-    for label in ("version", "trained", "masked"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=_BARS)
+def _print_policy_versions(console: Console, lineage: Lineage) -> None:
     columns = ["version", "num_trained_tokens", "num_masked_tokens"]
-    rows = bucketed(list(versions[columns].itertuples(index=False, name=None)))
+    found = lineage.policy_versions[columns].itertuples(index=False, name=None)
+    rows = bucketed(list(found))
     most = max([1, *(trained for _, trained, _ in rows)])
-    for label, trained, masked in rows:
-        table.add_row(label, f"{trained:,}", f"{masked:,}", "█" * round(_BARS * trained / most))
-    return table
+    print_table(
+        console,
+        ("version", "trained", "masked", ""),
+        [
+            (label, f"{trained:,}", f"{masked:,}", "█" * round(_BARS * trained / most))
+            for label, trained, masked in rows
+        ],
+        title="its tokens by the policy version that sampled them",
+    )
 
 
 def bucketed(rows: Sequence[tuple[int, int, int]]) -> list[tuple[str, int, int]]:
@@ -142,26 +157,3 @@ def bucketed(rows: Sequence[tuple[int, int, int]]) -> list[tuple[str, int, int]]
         )
         for part in parts
     ]
-
-
-def _titled(title: str) -> Table:
-    return Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-
-
-def _print_checks(console: Console, traced: Traced) -> None:
-    console.print()
-    for check in traced.checks:
-        if check.holds:
-            console.print(f"✓ {check.what} has the weights hash of the ledger", style="green")
-        else:
-            console.print(
-                f"✗ {check.what} has weights {check.found}, the ledger {check.expected}",
-                style="bold red",
-            )

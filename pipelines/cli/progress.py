@@ -1,4 +1,4 @@
-"""Step rows in, a live display out; without a terminal, a line a step."""
+"""Shows how training goes: a live display on a terminal, elsewhere a line a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replayed step in, tables for a reader or one JSON object for a program out."""
+"""Prints a replayed step: tables for a reader, or one JSON object for a program."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory
+from pipelines.cli.tables import print_table
+from pipelines.cli.terminal import make_console
 
-WIDTH = 180
-"""Room for the widest table: a narrow terminal wraps its lines, rather than lose columns."""
 HASH_CHARACTERS = 12
 
 
@@ -30,18 +29,15 @@ def print_report(
         RunError: the step did not train `tokens_of`.
     """
     shown = _trajectory(layout, replayed, tokens_of) if tokens_of else None
-    console = Console(width=WIDTH, markup=False, highlight=False)
-    tables: list[Table] = []
-    if num_trajectories:
-        tables.append(_trajectories_table(most_different(replayed, num_trajectories)))
-    if shown:
-        tables.append(_tokens_table(shown, _token_texts(layout, shown)))
+    console = make_console()
     console.print(_beginning(layout, replayed), soft_wrap=True)
-    console.print(_step_table(replayed))
+    _print_step(console, replayed)
     for line in [*_changes(replayed), *verdict(replayed)]:
         console.print(line, soft_wrap=True)
-    for table in tables:
-        console.print(table)
+    if num_trajectories:
+        _print_trajectories(console, most_different(replayed, num_trajectories))
+    if shown:
+        _print_tokens(console, shown, _token_texts(layout, shown))
 
 
 def print_json(
@@ -140,25 +136,18 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
     }
 
 
-def _table(*labels: str, title: str = "") -> Table:
-    table = Table(box=None, title=title, title_justify="left", title_style="bold")
-    for label in labels:
-        table.add_column(label, justify="right", no_wrap=True)
-    return table
-
-
-def _step_table(replayed: Replayed) -> Table:
+def _print_step(console: Console, replayed: Replayed) -> None:
     columns = [compared_values(replayed.recorded), compared_values(replayed.replayed)]
     labels = ["", "recorded", "replayed", "equal?"]
     if replayed.changed:
         columns.append(compared_values(replayed.changed))
         labels.append("changed")
-    table = _table(*labels)
+    rows = []
     for name in columns[0]:
         recorded, again, *changed = (_value(column[name]) for column in columns)
         equal = "yes" if name not in replayed.compared.differences else "NO"
-        table.add_row(name.replace("_", " "), recorded, again, equal, *changed)
-    return table
+        rows.append((name.replace("_", " "), recorded, again, equal, *changed))
+    print_table(console, labels, rows)
 
 
 def _value(value: float | str) -> str:
@@ -167,44 +156,45 @@ def _value(value: float | str) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
 
 
-def _trajectories_table(shown: Sequence[InspectedTrajectory]) -> Table:
-    table = _table(
+def _print_trajectories(console: Console, shown: Sequence[InspectedTrajectory]) -> None:
+    labels = (
         *("trajectory", "reward", "advantage", "trained", "masked", "staleness"),
         *("w mean", "w max", "clipped", "logprob behaviour", "before", "replayed"),
         *(["changed"] if shown and shown[0].changed else []),
         "mean |difference|",
-        title=f"\nThe {len(shown)} trajectories that differ most; mean log-probabilities",
     )
-    for trajectory in shown:
-        outcome, weights = trajectory.replayed, trajectory.importance_weights
-        table.add_row(
-            trajectory.trajectory_id,
-            f"{trajectory.reward:g}",
-            f"{outcome.advantage:.3f}",
-            str(outcome.num_trained),
-            str(len(trajectory.tokens) - outcome.num_trained),
-            str(trajectory.staleness_max),
-            f"{_mean(weights):.3f}",
-            f"{max(weights, default=1.0):.3f}",
-            str(sum(outcome.clipped)),
-            f"{_mean(trajectory.behavior_logprobs):.4f}",
-            f"{_mean(trajectory.proximal_logprobs):.4f}",
-            f"{_mean(outcome.logprobs):.4f}",
-            *([f"{_mean(trajectory.changed.logprobs):.4f}"] if trajectory.changed else []),
-            f"{trajectory.mean_difference:.2e}",
-        )
-    return table
+    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
+    print_table(console, labels, [_trajectory_row(trajectory) for trajectory in shown], title=title)
 
 
-def _tokens_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
-    table = _table(
+def _trajectory_row(trajectory: InspectedTrajectory) -> tuple[str, ...]:
+    outcome, weights = trajectory.replayed, trajectory.importance_weights
+    return (
+        trajectory.trajectory_id,
+        f"{trajectory.reward:g}",
+        f"{outcome.advantage:.3f}",
+        str(outcome.num_trained),
+        str(len(trajectory.tokens) - outcome.num_trained),
+        str(trajectory.staleness_max),
+        f"{_mean(weights):.3f}",
+        f"{max(weights, default=1.0):.3f}",
+        str(sum(outcome.clipped)),
+        f"{_mean(trajectory.behavior_logprobs):.4f}",
+        f"{_mean(trajectory.proximal_logprobs):.4f}",
+        f"{_mean(outcome.logprobs):.4f}",
+        *([f"{_mean(trajectory.changed.logprobs):.4f}"] if trajectory.changed else []),
+        f"{trajectory.mean_difference:.2e}",
+    )
+
+
+def _print_tokens(console: Console, trajectory: InspectedTrajectory, texts: Sequence[str]) -> None:
+    labels = (
         *("", "token", "version", "logprob behaviour", "before", "w", "replayed"),
         *(["changed"] if trajectory.changed else []),
         *("difference", "masked?"),
-        title=f"\nTrajectory {trajectory.trajectory_id}",
     )
-    for index, text in enumerate(texts):
-        table.add_row(
+    rows = [
+        (
             str(index),
             repr(text),
             str(trajectory.versions[index]),
@@ -216,7 +206,9 @@ def _tokens_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Tabl
             f"{trajectory.differences[index]:+.2e}",
             _masked(trajectory, index),
         )
-    return table
+        for index, text in enumerate(texts)
+    ]
+    print_table(console, labels, rows, title=f"Trajectory {trajectory.trajectory_id}")
 
 
 def _masked(trajectory: InspectedTrajectory, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Tables in, one Parquet or JSONL file out, a batch at a time; never over a file that is there."""
+"""Writes tables to a new Parquet or JSONL file, a batch at a time."""
 
 from __future__ import annotations
 

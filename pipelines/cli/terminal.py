@@ -1,4 +1,4 @@
-"""What a policy wrote in, what a terminal may show out: nothing in it can move the cursor."""
+"""What a terminal may show of what a policy wrote: nothing in it can move the cursor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import sys
 
 from rich.console import Console
 
-_PIPE_WIDTH = 120
+PIPE_WIDTH = 120
+"""Columns for texts in a pipe, which has no width of its own."""
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal, or as a file is comfortably read."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""An inspected trajectory in, a page for the terminal out. No I/O but the printing.
+"""Prints trajectories: a listing, one of them in full, or all that match into a file.
 
 Tokens are coloured by the policy version that sampled them. Where there are no colours, and where
 one version follows another, a mark says which version begins.
@@ -8,71 +8,187 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime
 from itertools import groupby
 from math import exp
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from areal_flow.store.browsing import Inspected, InspectedToken
-from pipelines.cli.terminal import printable
+from areal_flow.layout import RunLayout
+from areal_flow.store.browsing import (
+    Selection,
+    ShownToken,
+    ShownTrajectory,
+    count_trajectories,
+    find_trajectory,
+    read_rows,
+    select_ids,
+    show_trajectory,
+    stream_rows,
+)
+from areal_flow.store.queries import Run
+from pipelines.cli.table_file import refuse_target, write_table_file
+from pipelines.cli.tables import Cell, print_facts, print_table
+from pipelines.cli.terminal import make_console, one_line, printable
 
+_LISTED = (
+    *("trajectory_id", "difficulty", "reward", "num_tokens", "version_spans", "finish_reason"),
+    *("status", "step", "reason", "prompt", "completion"),
+)
+_LABELS = ("#", "trajectory", "diff", "reward", "tokens", "versions", "end", "status")
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
 
 
-def print_page(console: Console, inspected: Inspected, *, by_token: bool) -> None:
-    """Print a trajectory: texts, facts and, on demand, a line a token."""
-    row = inspected.row
+def list_trajectories(layout: RunLayout, *, selection: Selection, at: int | None) -> None:
+    """Print the selected trajectories, one line each.
+
+    Raises:
+        ConfigError: the condition or the order cannot be read.
+    """
+    with closing(Run(layout.root).database(at=at)) as database:
+        num_matching = count_trajectories(database, selection)
+        identifiers = select_ids(database, selection)
+        extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
+        rows = read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
+    console = make_console()
+    if not rows:
+        console.print(f"no trajectory of {layout.name} matches")
+        return
+    print_listing(console, rows, extra=extra)
+    more = "" if len(rows) == num_matching else "; --limit K for more"
     console.print(
-        Text.assemble(("trajectory ", "dim"), (row["trajectory_id"], "bold"), _origin(inspected))
+        f"{len(rows)} of {num_matching} that match{more}; --show # or ID for one in full",
+        style="dim",
     )
-    console.print(_section("prompt", Text(printable(row["prompt"]))))
-    console.print(_section("completion", Group(_completion(inspected.tokens), *_legend(inspected))))
+
+
+def print_trajectory(
+    layout: RunLayout, *, which: str, selection: Selection, at: int | None, by_token: bool
+) -> None:
+    """Print one trajectory in full.
+
+    Args:
+        which: its id, or its number in the listing that `selection` makes.
+
+    Raises:
+        ConfigError: the listing is shorter, or cannot be made.
+        RunError: there is no such trajectory.
+    """
+    run = Run(layout.root)
+    identifier = find_trajectory(run, which, selection=selection, at=at)
+    print_page(make_console(), show_trajectory(run, identifier, at=at), by_token=by_token)
+
+
+def export_trajectories(
+    layout: RunLayout, *, path: Path, selection: Selection, at: int | None
+) -> None:
+    """Write every selected trajectory, all columns, to a Parquet or JSONL file.
+
+    Raises:
+        ConfigError: the condition, the order or the file's name will not do; nothing was written.
+    """
+    refuse_target(path)
+    with closing(Run(layout.root).database(at=at)) as database:
+        count_trajectories(database, selection)
+        identifiers = select_ids(database, selection)
+        schema = read_rows(database, []).schema
+        num_rows = write_table_file(path, stream_rows(database, identifiers), schema)
+    print(f"{num_rows} trajectories of {layout.name} in {path}")
+
+
+def print_listing(
+    console: Console, rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()
+) -> None:
+    """Print rows, a line each; what is left of a line goes to prompt and completion."""
+    texts = ("prompt", "completion")
+    cells = [
+        [*_listed(number, row), *(_short(row[name]) for name in extra), *(row[n] for n in texts)]
+        for number, row in enumerate(rows, start=1)
+    ]
+    print_table(console, (*_LABELS, *extra, *texts), cells, texts=texts)
+
+
+def _listed(number: int, row: dict[str, Any]) -> list[Cell]:
+    reward, finish, status = row["reward"], row["finish_reason"], row["status"]
+    said = {"trained": f"step {row['step']}", "discarded": str(row["reason"])}.get(status, status)
+    versions = [str(span["version"]) for span in row["version_spans"]]
+    return [
+        Text(str(number), "dim"),
+        row["trajectory_id"],
+        str(row["difficulty"]),
+        Text(_short(reward), _reward_style(reward)),
+        str(row["num_tokens"]),
+        "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}",
+        Text(finish, "yellow" if finish == "length" else ""),
+        Text(said, {"discarded": "red", "waiting": "dim"}.get(status, "")),
+    ]
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else one_line(str(value), 24)
+
+
+def _reward_style(reward: float | None) -> str:
+    return "yellow" if reward is None else "green" if reward > 0 else "red"
+
+
+def print_page(console: Console, shown: ShownTrajectory, *, by_token: bool) -> None:
+    """Print a trajectory: texts, facts and, on demand, a line a token."""
+    row = shown.row
+    console.print(
+        Text.assemble(
+            ("trajectory ", "dim"),
+            (row["trajectory_id"], "bold"),
+            f" of run {shown.run_name}: member {row['member']} of the {len(shown.group)} in "
+            f"group {row['submission_index']}",
+        )
+    )
+    for title, texts in (
+        ("prompt", [Text(printable(row["prompt"]))]),
+        ("completion", [_completion(shown.tokens), *_legend(shown)]),
+    ):
+        console.print(Text(f"\n{title}", style="bold"))
+        for text in texts:
+            console.print(Padding(text, (0, 0, 0, 2), expand=False))
     console.print()
-    console.print(_facts(inspected))
+    print_facts(console, _facts(shown))
     if by_token:
-        console.print(Padding(_token_table(inspected), (1, 0, 0, 0)))
+        _print_tokens(console, shown.tokens)
 
 
-def _origin(inspected: Inspected) -> str:
-    row = inspected.row
-    return (
-        f" of run {inspected.run_name}: member {row['member']} of the {len(inspected.group)} in "
-        f"group {row['submission_index']}"
-    )
-
-
-def _section(title: str, body: Any) -> Group:
-    return Group(Text(f"\n{title}", style="bold"), Padding(body, (0, 0, 0, 2)))
-
-
-def _completion(tokens: Sequence[InspectedToken]) -> Text:
+def _completion(tokens: Sequence[ShownToken]) -> Text:
     text = Text(overflow="fold")
     several = len({token.version for token in tokens}) > 1
     for version, span in groupby(tokens, key=lambda token: token.version):
         if several:
-            text.append(f"⟨v{version}⟩", style=f"{version_colour(version)} reverse")
+            text.append(f"⟨v{version}⟩", style=f"{_version_colour(version)} reverse")
         for token in span:
-            style = _NOT_TRAINED if token.trained is False else version_colour(version)
-            text.append(printable(token.text), style=style)
+            text.append(printable(token.text), style=_token_style(token))
     return text
 
 
-def version_colour(version: int) -> str:
+def _version_colour(version: int) -> str:
     """Return the colour of a policy version: neighbours differ."""
     return _COLOURS[version % len(_COLOURS)]
 
 
-def _legend(inspected: Inspected) -> list[Text]:
+def _token_style(token: ShownToken) -> str:
+    return _NOT_TRAINED if token.trained is False else _version_colour(token.version)
+
+
+def _legend(shown: ShownTrajectory) -> list[Text]:
     lines = []
-    for version, span in groupby(inspected.tokens, key=lambda token: token.version):
+    for version, span in groupby(shown.tokens, key=lambda token: token.version):
         tokens = list(span)
-        line = Text("■ ", style=version_colour(version))
+        line = Text("■ ", style=_version_colour(version))
         line.append(f"version {version}: {_count(len(tokens), 'token')}", style="default")
         if tokens[0].staleness is not None:
             line.append(f", staleness {tokens[0].staleness}", style="default")
@@ -82,53 +198,51 @@ def _legend(inspected: Inspected) -> list[Text]:
     return lines
 
 
-def _facts(inspected: Inspected) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, fact in (
-        ("reward", _reward(inspected)),
-        ("group", _group(inspected)),
-        ("status", _status(inspected)),
-        ("advantage", _advantage(inspected)),
-        ("log-probs", _logprobs(inspected.tokens)),
-        ("prompt", f"{inspected.row['prompt_id']}, difficulty {inspected.row['difficulty']}"),
-        ("generator", _generator(inspected.row)),
-        ("times", _times(inspected)),
-    ):
-        table.add_row(label, fact)
-    return table
+def _facts(shown: ShownTrajectory) -> list[tuple[str, Cell]]:
+    row = shown.row
+    return [
+        ("reward", _reward(shown)),
+        ("group", _group(shown)),
+        ("status", _status(shown)),
+        ("advantage", _advantage(shown)),
+        ("log-probs", _logprobs(shown.tokens)),
+        ("prompt", f"{row['prompt_id']}, difficulty {row['difficulty']}"),
+        (
+            "generator",
+            f"{row['generator']}, attempt {row['attempt']}, seed {row['seed']}, "
+            f"driver's writer epoch {row['writer_epoch']}",
+        ),
+        ("times", _times(shown)),
+    ]
 
 
-def _reward(inspected: Inspected) -> Text:
-    row = inspected.row
-    detail = json.loads(row["reward_detail"])
-    reward = row["reward"]
-    style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    text = Text("none" if reward is None else f"{reward:g}", style=style)
-    text.append(f"  {detail.get('verdict', '')}", style="default")
+def _reward(shown: ShownTrajectory) -> Text:
+    row = shown.row
+    detail, reward = json.loads(row["reward_detail"]), row["reward"]
+    text = Text()
+    text.append("none" if reward is None else f"{reward:g}", style=_reward_style(reward))
+    text.append(f"  {detail.get('verdict', '')}")
     if extracted := detail.get("extracted"):
-        text.append(f", answered {printable(extracted)!r}", style="default")
-    if inspected.answer is not None:
-        text.append(f", answer {printable(inspected.answer)[-40:]!r}", style="default")
+        text.append(f", answered {printable(extracted)!r}")
+    if shown.answer is not None:
+        text.append(f", answer {printable(shown.answer)[-40:]!r}")
     if error := detail.get("error"):
         text.append(f"\n{printable(error)}", style="red")
     text.append(f"  ({row['verifier']})", style="dim")
     return text
 
 
-def _group(inspected: Inspected) -> Text:
+def _group(shown: ShownTrajectory) -> Text:
     text = Text("rewards ")
-    for identifier, reward in inspected.group:
-        here = identifier == inspected.row["trajectory_id"]
-        shown = "-" if reward is None else f"{reward:g}"
-        text.append(f"[{shown}]" if here else shown, style="bold" if here else "dim")
-        text.append(" ")
+    for identifier, reward in shown.group:
+        here = identifier == shown.row["trajectory_id"]
+        value = "-" if reward is None else f"{reward:g}"
+        text.append(f"[{value}] " if here else f"{value} ", style="bold" if here else "dim")
     return text
 
 
-def _status(inspected: Inspected) -> str:
-    row = inspected.row
+def _status(shown: ShownTrajectory) -> str:
+    row = shown.row
     match row["status"]:
         case "discarded":
             return f"discarded, known to step {row['step']}: {row['reason']}"
@@ -138,12 +252,12 @@ def _status(inspected: Inspected) -> str:
     return (
         f"trained in step {row['step']}, which started from version {row['policy_version']}: "
         f"{_count(row['num_trained_tokens'], 'token')} trained, {row['num_masked_tokens']} masked "
-        f"(max staleness {inspected.max_staleness}), mean staleness {staleness}"
+        f"(max staleness {shown.max_staleness}), mean staleness {staleness}"
     )
 
 
-def _advantage(inspected: Inspected) -> str:
-    batch = inspected.batch
+def _advantage(shown: ShownTrajectory) -> str:
+    batch = shown.batch
     if batch is None:
         return "none: no step trained it"
     return (
@@ -152,7 +266,7 @@ def _advantage(inspected: Inspected) -> str:
     )
 
 
-def _logprobs(tokens: Sequence[InspectedToken]) -> str:
+def _logprobs(tokens: Sequence[ShownToken]) -> str:
     if not tokens:
         return "none: the completion is empty"
     total = sum(token.logprob for token in tokens)
@@ -163,48 +277,38 @@ def _logprobs(tokens: Sequence[InspectedToken]) -> str:
     )
 
 
-def _generator(row: dict[str, Any]) -> str:
-    return (
-        f"{row['generator']}, attempt {row['attempt']}, seed {row['seed']}, "
-        f"driver's writer epoch {row['writer_epoch']}"
-    )
-
-
-def _times(inspected: Inspected) -> str:
-    row, batch = inspected.row, inspected.batch
+def _times(shown: ShownTrajectory) -> str:
     moments: list[tuple[str, datetime]] = [
-        (name, row[f"{name}_at"]) for name in ("submitted", "started", "finished", "scored")
+        (name, shown.row[f"{name}_at"]) for name in ("submitted", "started", "finished", "scored")
     ]
-    if batch is not None:
-        moments.append(("trained", batch.committed_at))
+    if shown.batch is not None:
+        moments.append(("trained", shown.batch.committed_at))
     began = moments[0][1]
     first = f"submitted {began:%Y-%m-%d %H:%M:%S} UTC"
     later = [f"{name} +{(at - began).total_seconds():.3f} s" for name, at in moments[1:]]
     return ", ".join([first, *later])
 
 
-def _token_table(inspected: Inspected) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for label in ("#", "id", "version", "staleness", "log-prob", "prob"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("token", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for position, token in enumerate(inspected.tokens):
-        style = _NOT_TRAINED if token.trained is False else version_colour(token.version)
-        table.add_row(
+def _print_tokens(console: Console, tokens: Sequence[ShownToken]) -> None:
+    console.print()
+    labels = ("#", "id", "version", "staleness", "log-prob", "prob", "token", "")
+    rows = [
+        (
             str(position),
             str(token.token_id),
-            Text(str(token.version), style=version_colour(token.version)),
+            Text(str(token.version), style=_version_colour(token.version)),
             "-" if token.staleness is None else str(token.staleness),
             f"{token.logprob:.3f}",
             f"{exp(token.logprob):.3f}",
-            Text(repr(printable(token.text)), style=style),
+            Text(repr(printable(token.text)), style=_token_style(token)),
             _why_masked(token),
         )
-    return table
+        for position, token in enumerate(tokens)
+    ]
+    print_table(console, labels, rows)
 
 
-def _why_masked(token: InspectedToken) -> str:
+def _why_masked(token: ShownToken) -> str:
     if not token.chosen:
         return "masked: not the policy's choice"
     return "masked: too old" if token.trained is False else ""

@@ -49,6 +49,6 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
 
 def doctor(*, folders: Given) -> int:
     """Say what this machine has and what will work."""
-    from pipelines.cli.doctor import doctor
+    from pipelines.cli.doctor_report import doctor
 
     return doctor(folders.runs)

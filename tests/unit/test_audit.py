@@ -1,30 +1,76 @@
-"""The audit's pure parts: what it keeps of a log, how it counts, how much it says."""
+"""The audit's parts that need no run: what it keeps of a log, how it counts, how much it says."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.audit.accounting import check_staleness
+from areal_flow.audit.database import FILES, FORKS, RECIPE, AuditDatabase
 from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
-from areal_flow.audit.ledger import check_configuration, check_ledger
-from areal_flow.audit.log import Log, join_logs, log_of, repeated_ids
-from areal_flow.audit.tables import check_schema, conform
+from areal_flow.audit.rows import check_schema, conform
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.ledger import STEPS
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow
 from tests.rows import group_table
 
+Rows = Sequence[dict[str, Any]]
 
-def log_table(rows: list[dict[str, Any]]) -> pa.Table:
-    table = pa.Table.from_pylist(rows, schema=TRAJECTORIES)
-    return table.append_column("_rowid", pa.array(range(len(rows)), pa.uint64()))
+SETTINGS = {
+    "config_hash": "c",
+    "code_version": "code",
+    "group_size": 2,
+    "groups_per_step": 0,
+    "max_staleness": 1,
+}
+
+
+def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
+    """Return what rules find in a ledger and a log, which is read a part at a time."""
+    with closing(AuditDatabase()) as database:
+        database.add_ledger(pa.Table.from_pylist(list(ledger), schema=STEPS))
+        database.add_table("recipe", [SETTINGS | settings], RECIPE)
+        database.add_table("forks", [], FORKS)
+        database.add_table("files", [{"kind": "checkpoint", "step": 0}][: len(ledger)], FILES)
+        num_rows = 0
+        for rows in logs:
+            table = pa.Table.from_pylist(list(rows), schema=TRAJECTORIES)
+            order = range(num_rows, num_rows + len(rows))
+            database.add_trajectories(table.append_column("_rowid", pa.array(order, pa.uint64())))
+            num_rows += len(rows)
+        database.recount(num_rows=num_rows)
+        names = ("ledger", "trajectories", "log")
+        return [finding for name in names for finding, _ in database.broken(name)]
+
+
+def step_row(step: int, **values: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        **dict.fromkeys((name for name in STEPS.names if name.startswith("num_")), 0),
+        "step": step,
+        "policy_version": max(0, step - 1),
+        "trajectory_ids": [],
+        "discarded": [],
+        "failed_submissions": [],
+        "parent_hash": f"w{step - 1}" if step else "",
+        "weights_hash": f"w{step}",
+        "trajectory_watermark": 0,
+        "next_submission_index": 100,
+        "writer_epoch": 1,
+        "config_hash": "c",
+        "code_version": "code",
+        "staleness_max": 0,
+        "staleness_mean": 0.0,
+        "reward_mean": 0.0,
+        **values,
+    }
+    return row | {"batch_digest": batch_digest(row["policy_version"], row["trajectory_ids"])}
 
 
 def random_row(rng: random.Random, index: int) -> dict[str, Any]:
@@ -39,75 +85,79 @@ def random_row(rng: random.Random, index: int) -> dict[str, Any]:
     }
 
 
+def trained_ages(row: dict[str, Any], *, policy_version: int, max_staleness: int) -> list[int]:
+    """Return the staleness of each trained token, token by token."""
+    spans = [VersionSpan(s["version"], s["length"]) for s in row["version_spans"]]
+    versions = [version for version, length in spans for _ in range(length)]
+    mask = trained_mask(
+        versions, row["loss_mask"], policy_version=policy_version, max_staleness=max_staleness
+    )
+    return [policy_version - v for v, trained in zip(versions, mask, strict=True) if trained]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_log_without_tokens_counts_what_training_masks(seed: int) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng, index) for index in range(20)]
-    log = join_logs([log_of(log_table(rows[:7])), log_of(log_table(rows[7:]))])
-    trained = masked = 0
-    for at, row in enumerate(rows):
-        spans = [VersionSpan(s["version"], s["length"]) for s in row["version_spans"]]
-        assert log.spans(at) == spans
-        versions = [version for version, length in spans for _ in range(length)]
-        mask = trained_mask(versions, row["loss_mask"], policy_version=3, max_staleness=1)
-        trained, masked = trained + sum(mask), masked + len(mask) - sum(mask)
-    row = step_row(1, policy_version=3, trajectory_ids=[row["trajectory_id"] for row in rows])
-    right = row | {"num_trained_tokens": trained, "num_masked_tokens": masked}
-    assert "num_trained" not in said(check_staleness([right], log, max_staleness=1))
-    wrong = right | {"num_trained_tokens": trained + 1}
-    assert f"num_trained_tokens {trained}" in said(check_staleness([wrong], log, max_staleness=1))
+    ages = [age for row in rows for age in trained_ages(row, policy_version=3, max_staleness=1)]
+    num_tokens = sum(len(row["loss_mask"]) for row in rows)
+    right = step_row(
+        4,
+        trajectory_ids=[row["trajectory_id"] for row in rows],
+        trajectory_watermark=20,
+        num_trained_tokens=len(ages),
+        num_masked_tokens=num_tokens - len(ages),
+        num_generated_tokens=num_tokens,
+        staleness_mean=sum(ages) / len(ages),
+        staleness_max=max(ages),
+        reward_mean=1.0,
+    )
+    known = {"step-missing", "group-size", "batch-size", "newer-version", "versions-decrease"}
+    assert {finding.rule for finding in judged([right], rows[:7], rows[7:])} <= known
+    for column in ("num_trained_tokens", "num_masked_tokens", "staleness_mean", "staleness_max"):
+        found = judged([right | {column: right[column] + 1}], rows)
+        (said,) = [f.expected for f in found if f.rule == "staleness-counts"]
+        assert said.startswith(f"{column} {right[column]:.12g}, ")
 
 
-def said(findings: Any) -> str:
-    return " ".join(finding.expected for finding in findings)
-
-
-def step_row(step: int, **values: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "step": step,
-        "policy_version": max(0, step - 1),
-        "trajectory_ids": [],
-        "parent_hash": f"w{step - 1}" if step else "",
-        "weights_hash": f"w{step}",
-        "trajectory_watermark": step,
-        "next_submission_index": step,
-        "writer_epoch": 1,
-        "config_hash": "c",
-        "code_version": "code",
-        "staleness_max": 0,
-        "staleness_mean": 0.0,
-        **values,
-    }
-    return row | {"batch_digest": batch_digest(row["policy_version"], row["trajectory_ids"])}
-
-
-def test_empty_log_has_no_rows_and_no_findings() -> None:
-    log = join_logs([])
-    assert len(log) == 0
-    assert list(repeated_ids(log)) == []
-    assert list(check_ledger([], [])) == []
+def test_empty_ledger_and_log_break_no_rule() -> None:
+    assert judged([]) == []
 
 
 def test_first_commit_of_an_id_wins() -> None:
-    part = log_of(log_table(group_table(1).to_pylist()))
-    log: Log = join_logs([part, part])
-    assert log.rows["00000001-0001"] == 1
-    assert list(repeated_ids(log)) == ["00000001-0000", "00000001-0001"]
+    rows = group_table(0).to_pylist()
+    again = [row | {"output_tokens": [7], "reward": None} for row in rows]
+    ids = [row["trajectory_id"] for row in rows]
+    counted = {"num_trained_tokens": 6, "reward_mean": 0.5, "num_generated_tokens": 6}
+    step = step_row(1, trajectory_ids=ids, trajectory_watermark=2, **counted)
+    found = judged([step_row(0), step], rows, again, groups_per_step=1)
+    assert [(f.rule, f.where) for f in found] == [("trajectory-twice", i) for i in ids]
 
 
 def test_ledger_may_end_anywhere_but_misses_nothing_between() -> None:
     rows = [step_row(step) for step in range(5)]
-    assert list(check_ledger(rows, [])) == []
-    assert list(check_ledger(rows[:2], [])) == []
-    assert [f.where for f in check_ledger([rows[0], rows[3]], [])] == ["step 3"]
-    assert [f.rule for f in check_ledger(rows[1:], [])] == ["step-missing"]
+    assert judged(rows) == []
+    assert judged(rows[:2]) == []
+    assert [f.where for f in judged([rows[0], rows[3]])] == ["step 3"]
+    assert [f.rule for f in judged(rows[1:])] == ["step-missing"]
 
 
 def test_configuration_is_compared_where_this_program_wrote_the_row() -> None:
     rows = [step_row(0), step_row(1, config_hash="other", code_version="older")]
-    assert list(check_configuration(rows, config_hash="c", code_version="code")) == []
-    found = check_configuration(rows, config_hash="d", code_version="code")
-    assert [finding.where for finding in found] == ["step 0"]
+    assert judged(rows) == []
+    found = judged(rows, config_hash="d")
+    assert [(finding.rule, finding.where) for finding in found] == [("config-hash", "step 0")]
+
+
+def test_log_probabilities_that_are_no_numbers_are_remembered() -> None:
+    rows = group_table(0, rewards=(None, 1.0)).to_pylist()
+    rows[1]["behavior_logprobs"][2] = float("-inf")
+    ids = [row["trajectory_id"] for row in rows]
+    found = judged([step_row(0, trajectory_ids=ids, trajectory_watermark=2)], rows)
+    places = {(f.rule, f.where) for f in found}
+    assert ("trained-not-finite", f"step 0, {ids[1]}") in places
+    assert ("trained-unscored", f"step 0, {ids[0]}") in places
+    assert ("reward-mean", "step 0") in places
 
 
 def test_rows_with_holes_are_named_and_not_computed_with() -> None:
@@ -117,15 +167,8 @@ def test_rows_with_holes_are_named_and_not_computed_with() -> None:
     assert conform(holes, TrajectoryRow) is None
     fewer = table.drop_columns(["seed"])
     assert conform(fewer, TrajectoryRow) is None
-    found = [f.found for f in check_schema(fewer, TrajectoryRow, where="here", advice="")]
+    found = [f.found for f in check_schema(fewer, TrajectoryRow, where="here", kind="log")]
     assert found == ["missing or unknown columns: seed"]
-
-
-def test_log_probabilities_that_are_no_numbers_are_remembered() -> None:
-    rows = group_table(0).to_pylist()
-    rows[1]["behavior_logprobs"][2] = float("-inf")
-    assert log_of(log_table(rows)).finite_N.tolist() == [True, False]
-    assert np.isnan(log_of(log_table(group_table(0, rewards=(None,)).to_pylist())).reward_N).all()
 
 
 def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None:
@@ -133,7 +176,14 @@ def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None
     found.add(Finding("a-note", "", "", "", "", "note"))
     assert Report("run", {}, found.all()).clean
     found.extend(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5))
+    found.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
     report = Report("run", {}, found.all())
     assert not report.clean
-    assert report.findings[-1].where == "5 more places"
-    assert len(report.findings) == MAX_PER_RULE + 2
+    assert [f.where for f in report.findings[-2:]] == ["5 more places", "3 more places"]
+    assert len(report.findings) == MAX_PER_RULE + 4
+
+
+def test_rules_hand_over_no_more_than_a_report_keeps() -> None:
+    rows = [step_row(step, policy_version=9) for step in range(MAX_PER_RULE + 7)]
+    found = [finding for finding in judged(rows) if finding.rule == "policy-version"]
+    assert len(found) == MAX_PER_RULE

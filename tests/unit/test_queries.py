@@ -11,21 +11,27 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from areal_flow.models.tiny import build_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_flow.errors import ConfigError
-from areal_flow.store.browsing import Inspected, InspectedToken, TrainedBatch, token_texts
+from areal_flow.store.browsing import (
+    ShownToken,
+    ShownTrajectory,
+    TrainedBatch,
+    token_texts,
+)
 from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.lineage_report import bucketed
 from pipelines.cli.table_file import write_table_file
+from pipelines.cli.tables import print_table
 from pipelines.cli.terminal import one_line, printable
-from pipelines.cli.trajectory_listing import listing
-from pipelines.cli.trajectory_report import print_page
+from pipelines.cli.trajectory_report import print_listing, print_page
 from tests.rows import group_table
 
 
@@ -158,7 +164,7 @@ def test_listing_fits_its_width(width: int) -> None:
         listed(version_spans=many, status="discarded", reason="verifier_error", reward=None),
         listed(prompt="1 =", status="waiting", step=None, completion=""),
     ]
-    console.print(listing(rows, width=width))
+    print_listing(console, rows)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 4
     assert all(len(line) <= width for line in lines)
@@ -169,7 +175,45 @@ def test_listing_fits_its_width(width: int) -> None:
     assert "waiting" in lines[3]
 
 
-def inspected(*tokens: InspectedToken) -> Inspected:
+LABELS = ("run", "state", "steps", "reason")
+LONG_NAME = "a-run-with-a-long-name-20260101-120000"
+ROWS = [(LONG_NAME, "failed", "12", "the disk is full: " * 9), ("b", "finished", "1,200", "")]
+
+
+def printed(width: int, *, terminal: bool, prose: tuple[str, ...] = ("reason",)) -> list[str]:
+    console = Console(width=width, file=StringIO(), force_terminal=terminal, color_system=None)
+    print_table(console, LABELS, ROWS, prose=prose)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert LONG_NAME in text
+    assert "the disk is" in text
+    return text.splitlines()
+
+
+def test_table_in_a_pipe_is_a_line_a_row_however_long() -> None:
+    lines = printed(80, terminal=False)
+    assert len(lines) == 3
+    assert lines[1].endswith("the disk is full:")
+    assert lines[1].index("   12  ") + 5 == lines[2].index("1,200") + 5
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_table_on_a_terminal_folds_prose_and_cuts_no_name(width: int) -> None:
+    lines = printed(width, terminal=True)
+    assert all(len(line) <= width for line in lines)
+    assert lines[0].split() == list(LABELS)
+    assert len(lines) > 3
+
+
+def test_table_that_does_not_fit_is_shown_row_by_row() -> None:
+    lines = printed(50, terminal=True)
+    assert all(len(line) <= 50 for line in lines)
+    assert lines[:3] == [f"run     {LONG_NAME}", "state   failed", "steps   12"]
+    assert "state   finished" in lines
+    wide = printed(100, terminal=True, prose=())
+    assert wide[0].split() == ["run", LONG_NAME]
+
+
+def shown(*tokens: ShownToken) -> ShownTrajectory:
     at = datetime(2026, 1, 1, tzinfo=UTC)
     row = {
         **listed(num_trained_tokens=1, num_masked_tokens=2, staleness=1.0, policy_version=5),
@@ -185,17 +229,19 @@ def inspected(*tokens: InspectedToken) -> Inspected:
         "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
-    return Inspected("small", row, tokens, "2", (("00000000-0000", 1.0), ("x", None)), batch, 1)
+    return ShownTrajectory(
+        "small", row, tokens, "2", (("00000000-0000", 1.0), ("x", None)), batch, 1
+    )
 
 
 def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
     console = Console(width=100, file=StringIO())
     tokens = (
-        InspectedToken(" 1", 11, 2, -0.5, 3, False, True),
-        InspectedToken(" 2", 12, 4, -0.1, 1, True, True),
-        InspectedToken(" 3", 13, 4, 0.0, 1, False, False),
+        ShownToken(" 1", 11, 2, -0.5, 3, False, True),
+        ShownToken(" 2", 12, 4, -0.1, 1, True, True),
+        ShownToken(" 3", 13, 4, 0.0, 1, False, False),
     )
-    print_page(console, inspected(*tokens), by_token=True)
+    print_page(console, shown(*tokens), by_token=True)
     page = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in page
     assert "⟨v2⟩ 1⟨v4⟩ 2 3" in page
@@ -208,7 +254,7 @@ def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
 
 def test_page_of_an_empty_completion_can_be_printed() -> None:
     console = Console(width=100, file=StringIO())
-    print_page(console, inspected(), by_token=True)
+    print_page(console, shown(), by_token=True)
     assert "the completion is empty" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,81 @@
+-- Rules between ledger and log: what was trained, discarded or given up, and every number of the
+-- ledger that can be counted again.
+
+-- rule unknown-trajectory: both
+SELECT place || ', ' || trajectory_id, 'a trajectory of the log', 'none of that id'
+FROM consumed ANTI JOIN trajectories USING (trajectory_id);
+
+-- rule consumed-before-commit: both
+SELECT row_place, 'committed before the row: below watermark ' || trajectory_watermark,
+       'commit order ' || commit_order
+FROM consumed_trajectories WHERE commit_order >= trajectory_watermark;
+
+-- rule given-up-committed: both
+SELECT place || ', group ' || submission_index, 'one or the other', 'given up, and committed'
+FROM (SELECT place, unnest(failed_submissions) AS submission_index FROM steps)
+SEMI JOIN log USING (submission_index);
+
+-- rule watermark-beyond-log: both
+SELECT place, 'a trajectory_watermark of at most ' || num_rows || ', the rows of the log',
+       trajectory_watermark
+FROM steps, dataset WHERE trajectory_watermark > num_rows;
+
+-- rule cursor-behind-log: both
+SELECT place, 'a next_submission_index beyond ' || furthest_submission, next_submission_index
+FROM recounted WHERE furthest_submission >= next_submission_index;
+
+-- rule step-tokens: both
+SELECT place, log_step_tokens || ' tokens, by the log', num_trained_tokens + num_masked_tokens
+FROM recounted WHERE log_step_tokens <> num_trained_tokens + num_masked_tokens;
+
+-- rule generated-tokens: both
+SELECT place, log_generated_tokens || ' tokens, by the log', num_generated_tokens
+FROM recounted WHERE log_generated_tokens <> num_generated_tokens;
+
+-- rule discarded-tokens: both
+SELECT place, log_discarded_tokens || ' tokens, by the log', num_discarded_tokens
+FROM recounted WHERE log_discarded_tokens <> num_discarded_tokens;
+
+-- rule waiting-tokens: both
+SELECT place, log_waiting_tokens || ' tokens, by the log', num_waiting_tokens
+FROM recounted WHERE log_waiting_tokens <> num_waiting_tokens;
+
+-- rule reward-mean: both
+SELECT place, log_reward_mean || ', by the log', reward_mean
+FROM recounted WHERE differs(log_reward_mean, reward_mean);
+
+-- rule staleness-counts: both
+WITH facts AS (
+    SELECT place, unnest([
+        {'name': 'num_trained_tokens', 'log': log_num_trained_tokens::DOUBLE,
+         'ledger': num_trained_tokens::DOUBLE},
+        {'name': 'num_masked_tokens', 'log': log_num_masked_tokens, 'ledger': num_masked_tokens},
+        {'name': 'staleness_max', 'log': log_staleness_max, 'ledger': staleness_max},
+        {'name': 'staleness_mean', 'log': log_staleness_mean, 'ledger': staleness_mean}
+    ]) AS fact
+    FROM recounted WHERE can_be_masked_again
+)
+SELECT place, printf('%s %.12g, by version spans', fact.name, fact.log),
+       printf('%.12g', fact.ledger)
+FROM facts WHERE differs(fact.log, fact.ledger);
+
+-- rule newer-version: both
+SELECT row_place, 'tokens of version ' || policy_version || ' or older',
+       'a token of version ' || newest_version
+FROM consumed_trajectories WHERE status = 'trained' AND newest_version > policy_version;
+
+-- rule trained-unscored: both
+SELECT row_place, 'a reward', 'none' FROM consumed_trajectories
+WHERE status = 'trained' AND reward IS NULL;
+
+-- rule trained-not-finite: both
+SELECT row_place, 'finite log-probabilities', 'infinities or NaN' FROM consumed_trajectories
+WHERE status = 'trained' AND NOT finite;
+
+-- rule discard-reason: both
+SELECT row_place, 'a reason that holds', reason FROM consumed_trajectories, recipe
+WHERE status = 'discarded' AND NOT CASE reason
+    WHEN 'stale' THEN policy_version - newest_version > max_staleness
+    WHEN 'verifier_error' THEN reward IS NULL
+    WHEN 'beyond_head' THEN newest_version > policy_version
+    ELSE true END;

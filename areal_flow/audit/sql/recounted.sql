@@ -1,0 +1,52 @@
+-- The ledger's numbers, counted again from the log once both are complete.
+
+CREATE TABLE trajectories AS
+SELECT *, coalesce(list_max(list_transform(
+    list_filter(spans, lambda span: span.length > 0), lambda span: span.version)), -1
+) AS newest_version
+FROM log QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY commit_order) = 1;
+
+CREATE VIEW consumed_trajectories AS
+SELECT *, place || ', ' || trajectory_id AS row_place
+FROM consumed JOIN trajectories USING (trajectory_id);
+
+CREATE TABLE recounted AS
+WITH so_far AS (
+    SELECT commit_order, sum(num_tokens) OVER earlier AS num_tokens,
+           max(submission_index) OVER earlier AS furthest_submission
+    FROM log WINDOW earlier AS (ORDER BY commit_order)
+),
+trained AS (
+    SELECT step, count(*) AS num_known, sum(num_tokens) AS num_tokens,
+           avg(coalesce(reward, 'NaN')) AS reward_mean,
+           sum(trained_tokens(spans, policy_version, max_staleness)) AS num_trained_tokens,
+           sum(staleness_sum(spans, policy_version, max_staleness)) AS staleness_sum,
+           max(staleness_max(spans, policy_version, max_staleness)) AS staleness_max
+    FROM consumed_trajectories LEFT JOIN recipe ON true
+    WHERE status = 'trained' GROUP BY step
+),
+discarded AS (
+    SELECT step, sum(num_tokens) AS num_tokens
+    FROM consumed_trajectories WHERE status = 'discarded' GROUP BY step
+)
+SELECT steps.*,
+       so_far.furthest_submission,
+       coalesce(so_far.num_tokens, 0) AS log_committed_tokens,
+       coalesce(trained.num_tokens, 0) AS log_step_tokens,
+       coalesce(discarded.num_tokens, 0) AS log_discarded_tokens,
+       log_committed_tokens - lag(log_committed_tokens, 1, 0) OVER by_step AS log_generated_tokens,
+       log_committed_tokens - sum(log_step_tokens + log_discarded_tokens) OVER by_step
+           AS log_waiting_tokens,
+       trained.reward_mean AS log_reward_mean,
+       coalesce(trained.num_known = len(trajectory_ids), false)
+           AND EXISTS (FROM recipe) AS can_be_masked_again,
+       trained.num_trained_tokens AS log_num_trained_tokens,
+       trained.num_tokens - trained.num_trained_tokens AS log_num_masked_tokens,
+       coalesce(trained.staleness_max, 0) AS log_staleness_max,
+       coalesce(trained.staleness_sum / nullif(trained.num_trained_tokens, 0), 0)
+           AS log_staleness_mean
+FROM steps
+ASOF LEFT JOIN so_far ON steps.trajectory_watermark > so_far.commit_order
+LEFT JOIN trained ON trained.step = steps.step
+LEFT JOIN discarded ON discarded.step = steps.step
+WINDOW by_step AS (ORDER BY steps.step);

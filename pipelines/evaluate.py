@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
@@ -77,7 +77,7 @@ async def _answer(
     layout: RunLayout, recipe: Recipe, table: PromptTable, limit: int | None
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
+    async with launch_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
         return await cluster.pool.guard(  # type: ignore[no-any-return]
             answer_held_out(
                 cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0

@@ -18,7 +18,7 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
 )
-from areal_flow.cluster.launchers import RunningCluster, local_cluster
+from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
@@ -63,9 +63,10 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """Write everything that a new run needs before its first process starts.
 
     Raises:
-        PromptError, ModelError, RewardError: nothing was started.
+        ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
+    place_workers(recipe)
     prepare_model(recipe, layout)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
@@ -95,7 +96,7 @@ async def run_training(
     signals = StopSignals()
     try:
         with signals:
-            async with local_cluster(
+            async with launch_cluster(
                 place_workers(recipe),
                 recipe.cluster,
                 RunPlugin(layout.root, writer.writer_epoch),
@@ -146,7 +147,7 @@ class Session:
         self.replicas = TrainerReplicas(
             client,
             num_ranks=recipe.cluster.num_trainers,
-            replace=cluster.pool.replace_named,
+            replace=cluster.pool.replace,
         )
         self.trainer = DaskTrainer(client, self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
@@ -174,7 +175,7 @@ class Session:
         )
         flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
         self.signals.training(flow)
-        self.cluster.pool.follow(partial(self._follow_generators, flow))
+        self.cluster.pool.subscribe(partial(self._follow_generators, flow))
         with self._deadline(flow, began):
             try:
                 await SCHEDULES[self.recipe.schedule](flow)
@@ -267,7 +268,7 @@ class Session:
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,
-            weights=DaskWeights(self.client, self.channel, self.cluster.watch),
+            weights=DaskWeights(self.client, self.channel, self.cluster.pool),
             observer=RunObserver(
                 progress=self.progress,
                 tracker=self.tracker,

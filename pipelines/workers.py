@@ -12,9 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.cluster.control import WorkerStatus, add_workers, list_workers, remove_worker
+from areal_flow.cluster.control import (
+    LOOPBACK,
+    WorkerStatus,
+    add_workers,
+    list_workers,
+    remove_worker,
+)
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.config import load_recipe
+from areal_flow.cluster.worker_process import PRELOAD
+from areal_flow.config import NetworkSettings, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
@@ -23,7 +30,7 @@ from pipelines.cli.tables import print_table
 from pipelines.cli.terminal import make_console
 
 if TYPE_CHECKING:
-    from areal_flow.cluster.launchers import RunningCluster
+    from areal_flow.cluster.launch import RunningCluster
 
 COLUMNS = (
     *("worker", "role", "state", "pid", "address", "slots", "version"),
@@ -64,11 +71,12 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
 def print_workers(runs: Path, name: str) -> None:
     """Print a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
-    rows = [_row(status) for status in asyncio.run(list_workers(scheduler))]
-    print_table(make_console(), COLUMNS, rows)
-    placements = {placed.role: placed for placed in place_workers(load_recipe(layout.config))}
+    settings = load_recipe(layout.config)
+    statuses = asyncio.run(list_workers(scheduler, settings.cluster.network))
+    print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
+    placements = {placed.role: placed for placed in place_workers(settings)}
     print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, placements['generator'])}")
+    print(f"  {join_command(scheduler, placements['generator'], settings.cluster.network)}")
 
 
 def _row(status: WorkerStatus) -> list[str]:
@@ -83,30 +91,39 @@ def _row(status: WorkerStatus) -> list[str]:
     ]
 
 
-def join_command(scheduler: str, placement: WorkerPlacement) -> str:
+def join_command(
+    scheduler: str, placement: WorkerPlacement, network: NetworkSettings = LOOPBACK
+) -> str:
     """Return the shell command that starts a worker like this one, in plain Dask."""
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
     options = {
-        "--host": "127.0.0.1",
+        "--host": network.host,
         "--nthreads": placement.num_threads,
         "--resources": f"{placement.role}={placement.num_slots}",
         "--memory-limit": 0,
-        "--preload": "areal_flow.cluster.preload",
+        "--preload": PRELOAD,
     }
+    if network.has_tls:
+        options |= {
+            "--tls-ca-file": network.tls_ca,
+            "--tls-cert": network.tls_certificate,
+            "--tls-key": network.tls_key,
+        }
     flags = [text for flag, value in options.items() for text in (flag, str(value))]
     return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
 
 
 def add(runs: Path, name: str, *, role: str, num_workers: int) -> None:
     """Have a running run start more workers."""
-    _, scheduler = scheduler_of(runs, name)
-    names = asyncio.run(add_workers(scheduler, role, num_workers))
+    layout, scheduler = scheduler_of(runs, name)
+    network = load_recipe(layout.config).cluster.network
+    names = asyncio.run(add_workers(scheduler, role, num_workers, network))
     print(f"{', '.join(names)} joined {name}")
 
 
 def remove(runs: Path, name: str, worker: str) -> None:
     """Have a running run retire a worker."""
-    _, scheduler = scheduler_of(runs, name)
-    asyncio.run(remove_worker(scheduler, worker))
+    layout, scheduler = scheduler_of(runs, name)
+    asyncio.run(remove_worker(scheduler, worker, load_recipe(layout.config).cluster.network))
     print(f"{worker} left {name}; what it was doing runs again elsewhere")

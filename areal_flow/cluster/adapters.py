@@ -175,7 +175,7 @@ class DaskTrainer:
 
 
 class LiveGenerators(Protocol):
-    """What announcing weights has to know of generators; `HealthMonitor` is one."""
+    """What announcing weights has to know of generators; `WorkerPool` is one."""
 
     def generators(self) -> list[str]:
         """Return the addresses of those that take work."""

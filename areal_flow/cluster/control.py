@@ -1,7 +1,8 @@
-"""A running pool from another process: its scheduler answers for it.
+"""Lists, adds and removes a running pool's workers from another process.
 
 Requests go through the scheduler of the run, so that the driver starts every worker itself and
-nothing outlives it. Whoever reaches that port may do anything anyhow: it listens on loopback only.
+nothing outlives it. They open no new door: whoever may connect there can run any code anyhow, which
+is why the scheduler listens on loopback only, or asks for a certificate.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 from distributed.core import rpc
 
 from areal_flow.cluster.failure_detector import SILENT_S
-from areal_flow.cluster.health import HealthMonitor
+from areal_flow.cluster.network import connection_security
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.worker_context import VERSION_METRIC
+from areal_flow.config import NetworkSettings
 from areal_flow.errors import RunError
 
 HANDLER = "areal_flow_workers"
+LOOPBACK = NetworkSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,12 @@ class WorkerStatus:
     num_deaths: int = 0
 
 
-def serve_pool(pool: WorkerPool, watch: HealthMonitor) -> None:
+def serve_pool(pool: WorkerPool) -> None:
     """Have the scheduler answer `list_workers`, `add_workers` and `remove_worker`."""
 
     async def answer(request: str, **arguments: Any) -> Any:
         if request == "list":
-            return [asdict(status) for status in pool_status(pool, watch)]
+            return [asdict(status) for status in pool_status(pool)]
         if request == "add":
             return await pool.add(arguments["role"], arguments["num_workers"])
         return await pool.remove(arguments["name"])
@@ -52,67 +55,70 @@ def serve_pool(pool: WorkerPool, watch: HealthMonitor) -> None:
     pool.scheduler.handlers[HANDLER] = answer
 
 
-def pool_status(pool: WorkerPool, watch: HealthMonitor) -> list[WorkerStatus]:
+def pool_status(pool: WorkerPool) -> list[WorkerStatus]:
     """Return every worker that is there, starts or is quarantined."""
     shown = [m for m in pool.registry.all() if m.address or m.is_expected or m.is_quarantined]
-    return [_status(record, pool, watch) for record in shown]
+    return [_status(record, pool) for record in shown]
 
 
-def _status(record: WorkerRecord, pool: WorkerPool, watch: HealthMonitor) -> WorkerStatus:
+def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
     worker = pool.scheduler.workers.get(record.address)
     num_deaths = len(record.deaths)
     if worker is None:
         state = "quarantined" if record.is_quarantined else "starting"
         return WorkerStatus(record.name, record.role, state, num_deaths=num_deaths)
-    silence_s = watch.silence_s(record.address)
     return WorkerStatus(
         name=record.name,
         role=record.role,
-        state=_state(record, silence_s),
+        state=_state(record),
         pid=worker.pid,
         address=record.address,
         num_slots=record.num_slots,
         policy_version=worker.metrics.get(VERSION_METRIC),
         num_running=worker.metrics["task_counts"].get("executing", 0),
         num_assigned=len(worker.processing),
-        silence_s=silence_s,
+        silence_s=record.silence_s,
         num_deaths=num_deaths,
     )
 
 
-def _state(record: WorkerRecord, silence_s: float) -> str:
+def _state(record: WorkerRecord) -> str:
     if record.is_leaving:
         return "leaving"
-    return "silent" if silence_s > SILENT_S else "live"
+    return "silent" if record.silence_s > SILENT_S else "live"
 
 
-async def list_workers(scheduler: str) -> list[WorkerStatus]:
+async def list_workers(scheduler: str, network: NetworkSettings = LOOPBACK) -> list[WorkerStatus]:
     """Return the workers of the run whose scheduler this is."""
-    return [WorkerStatus(**row) for row in await _ask(scheduler, "list", within_s=15)]
+    return [WorkerStatus(**row) for row in await _ask(scheduler, network, "list", within_s=15)]
 
 
-async def add_workers(scheduler: str, role: str, num_workers: int) -> list[str]:
+async def add_workers(
+    scheduler: str, role: str, num_workers: int, network: NetworkSettings = LOOPBACK
+) -> list[str]:
     """Start workers; return their names once they have joined."""
-    names: list[str] = await _ask(
-        scheduler, "add", within_s=180, role=role, num_workers=num_workers
-    )
+    request = {"role": role, "num_workers": num_workers}
+    names: list[str] = await _ask(scheduler, network, "add", within_s=180, **request)
     return names
 
 
-async def remove_worker(scheduler: str, name: str) -> None:
+async def remove_worker(scheduler: str, name: str, network: NetworkSettings = LOOPBACK) -> None:
     """Retire a worker; return once it is gone."""
-    await _ask(scheduler, "remove", within_s=90, name=name)
+    await _ask(scheduler, network, "remove", within_s=90, name=name)
 
 
-async def _ask(scheduler: str, request: str, *, within_s: float, **arguments: Any) -> Any:
+async def _ask(
+    scheduler: str, network: NetworkSettings, request: str, *, within_s: float, **arguments: Any
+) -> Any:
     """Ask the driver.
 
     Raises:
         RunError: nobody answers there.
-        ArealFlowError: what the driver said.
+        ArealFlowError: what the driver answered.
     """
+    security = connection_security(network).get_connection_args("client")
     try:
-        async with rpc(scheduler, timeout=10) as remote:
+        async with rpc(scheduler, timeout=10, connection_args=security) as remote:
             answer = getattr(remote, HANDLER)(request=request, **arguments)
             return await asyncio.wait_for(answer, within_s)
     except OSError as error:  # of which TimeoutError is one

@@ -1,4 +1,4 @@
-"""Once a second, a look at every worker's signs of life; one that hangs is replaced.
+"""Looks at every worker's signs of life once a second, and has one that hangs replaced.
 
 Dask's own rule (`worker-ttl`) is switched off in favour of this one. It goes by the clock on the
 wall: after the driver was stopped (Ctrl-Z) for a minute it can find every worker silent, and
@@ -16,7 +16,6 @@ from time import monotonic
 import psutil
 
 from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
-from areal_flow.cluster.nanny import HOST
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.config import ClusterSettings
@@ -35,20 +34,6 @@ class HealthMonitor:
             silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
         )
 
-    def silence_s(self, address: str) -> float:
-        """Return for how long a worker has not been heard, in time that the driver was awake."""
-        return self._detector.silence_s(address)
-
-    def generators(self) -> list[str]:
-        """Return the addresses of generators that take work."""
-        return self._pool.generators()
-
-    async def replace(self, address: str, *, why: str) -> None:
-        """Replace a worker that does not do what it should."""
-        record = self._pool.registry.at(address)
-        if record is not None:
-            await self._pool.replace(record, why=why)
-
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Look once a second while this is entered."""
@@ -64,7 +49,6 @@ class HealthMonitor:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 self._look()
-                self._pool.spawn(self._pool.revive())
             except Exception:
                 logger.exception("the workers could not be looked at")
 
@@ -72,26 +56,24 @@ class HealthMonitor:
         watched = self._watched()
         signs = {key: self._signs(record) for key, record in watched.items()}
         self._detector.observe(signs, now=monotonic())
+        for key, record in watched.items():
+            record.silence_s = self._detector.silence_s(key)
         for key in self._detector.hung():
-            why = f"silent for {self._detector.silence_s(key):.0f} s"
             self._detector.forget(key)
-            self._pool.spawn(self._pool.replace(watched[key], why=why))
+            why = f"silent for {watched[key].silence_s:.0f} s"
+            self._pool.spawn(self._pool.kill(watched[key], why=why))
 
     def _watched(self) -> dict[str, WorkerRecord]:
-        """Return members that have a process: by its address, or by name while it starts."""
+        """Return workers that have a process: by its address, or by name while it starts."""
         wanted = [record for record in self._pool.registry.all() if record.is_wanted]
-        return {m.address or m.name: m for m in wanted if m.address or self._starting_pid(m)}
-
-    def _starting_pid(self, record: WorkerRecord) -> int | None:
-        nanny = self._pool.nanny_of(record)
-        return nanny.pid if nanny is not None else None
+        return {m.address or m.name: m for m in wanted if m.address or self._pool.pid(m)}
 
     def _signs(self, record: WorkerRecord) -> SignsOfLife:
-        """Return a registered worker's heartbeat and work; one that starts is heard if it works."""
+        """Return a registered worker's heartbeat and work; one that starts only works."""
         worker = self._pool.scheduler.workers.get(record.address)
         if worker is None:
-            return SignsOfLife(processor_s(self._starting_pid(record)) or 0.0, None)
-        here = worker.host == HOST
+            return SignsOfLife(processor_s(self._pool.pid(record)) or 0.0, None)
+        here = worker.host == self._pool.scheduler.ip
         return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
 
 

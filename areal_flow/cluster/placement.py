@@ -1,25 +1,45 @@
-"""A recipe in, the worker processes of one machine out. Pure: no Dask here."""
+"""Places the worker processes of a recipe on machines and GPUs; knows no Dask and no launcher."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from areal_flow.config import Recipe
+from areal_flow.config import ClusterSettings, Recipe
+from areal_flow.errors import ConfigError
 
 ROLES = ("generator", "reward", "trainer")
 
 CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 
+THIS_MACHINE = ""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Where workers may run: hosts that are alike, each with these GPUs."""
+
+    hosts: tuple[str, ...] = (THIS_MACHINE,)
+    gpus: tuple[str, ...] = ()
+    """What `CUDA_VISIBLE_DEVICES` calls each of them: an index or a UUID."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """One worker process: its name, role, slots and environment."""
+    """One worker process: its name, role, slots, environment, host and GPU."""
 
     name: str
     role: str
     num_slots: int
     environment: dict[str, str] = field(default_factory=dict)
+    needs_gpu: bool = False
+    host: str = THIS_MACHINE
+    gpu: str = ""
 
     @property
     def resources(self) -> dict[str, int]:
@@ -32,29 +52,140 @@ class WorkerPlacement:
         return self.num_slots + CONTROL_THREADS
 
 
-def place_workers(recipe: Recipe) -> list[WorkerPlacement]:
-    """Return generators, trainer ranks and reward workers of a local cluster."""
-    cluster = recipe.cluster
-    generators = [
-        WorkerPlacement(
-            name=f"generator-{index}",
-            role="generator",
-            num_slots=groups_in_flight(recipe),
-            environment=worker_environment(cluster.threads_per_worker),
+def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[WorkerPlacement]:
+    """Return the generators, trainer ranks and reward workers of a run, each on its machine.
+
+    Args:
+        machines: where they may run; those of the recipe by default.
+
+    Raises:
+        ConfigError: a device is unknown, or there are more GPU workers than GPUs.
+    """
+    machines = machines or machines_of(recipe.cluster)
+    wanted = _wanted_workers(recipe)
+    num_wanted = sum(worker.needs_gpu for worker in wanted)
+    num_found = len(machines.hosts) * len(machines.gpus)
+    if num_wanted > num_found:
+        roles = [worker.role for worker in wanted if worker.needs_gpu]
+        raise ConfigError(
+            f"expected a GPU for each of {roles.count('trainer')} trainer(s) and "
+            f"{roles.count('generator')} generator(s) with device 'cuda' ({num_wanted} in all), "
+            f"found {num_found} GPU(s) on {len(machines.hosts)} machine(s); start fewer workers, "
+            "or set cluster.num_gpus (of each machine) if they were not found"
         )
-        for index in range(cluster.num_generators)
-    ]
+    placed: list[WorkerPlacement] = []
+    for worker in wanted:
+        placed.append(place_beside(worker, placed, machines))
+    return placed
+
+
+def place_beside(
+    worker: WorkerPlacement, others: Sequence[WorkerPlacement], machines: Machines
+) -> WorkerPlacement:
+    """Return a worker with a GPU that no other one has, or else on the host with the fewest others.
+
+    Hosts are filled one by one with GPU workers, so that the ranks of a trainer are neighbours.
+
+    Raises:
+        ConfigError: it needs a GPU and none is free.
+    """
+    if worker.needs_gpu:
+        taken = {(other.host, other.gpu) for other in others if other.needs_gpu}
+        every = [(host, gpu) for host in machines.hosts for gpu in machines.gpus]
+        free = [place for place in every if place not in taken]
+        if not free:
+            raise ConfigError(
+                f"expected a free GPU for {worker.name}, found all {len(every)} taken; remove a "
+                "worker that has one first"
+            )
+        host, gpu = free[0]
+        environment = worker.environment | {VISIBLE_GPUS: gpu}
+        return replace(worker, host=host, gpu=gpu, environment=environment)
+    hosts = [other.host for other in others]
+    return replace(worker, host=min(machines.hosts, key=hosts.count))
+
+
+def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
+    cluster = recipe.cluster
+    generator_gpu = _is_gpu("generation.device", recipe.generation.device)
+    trainer_gpu = _is_gpu("trainer.device", recipe.trainer.device)
     trainers = [
         WorkerPlacement(
-            trainer_name(rank), "trainer", 1, worker_environment(cluster.num_trainer_threads)
+            trainer_name(rank),
+            "trainer",
+            1,
+            worker_environment(cluster.num_trainer_threads),
+            needs_gpu=trainer_gpu,
         )
         for rank in range(cluster.num_trainers)
     ]
+    generators = [
+        WorkerPlacement(
+            f"generator-{index}",
+            "generator",
+            groups_in_flight(recipe),
+            worker_environment(cluster.threads_per_worker),
+            needs_gpu=generator_gpu,
+        )
+        for index in range(cluster.num_generators)
+    ]
+    # Beside GPU workers, a reward worker must not take memory of the first one's device.
+    hidden = {VISIBLE_GPUS: ""} if generator_gpu or trainer_gpu else {}
     rewards = [
-        WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1))
+        WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1) | hidden)
         for index in range(recipe.rewards.num_workers)
     ]
-    return [*generators, *trainers, *rewards]
+    return [*trainers, *generators, *rewards]
+
+
+def _is_gpu(setting: str, device: str) -> bool:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"{setting} = {device!r}: expected 'cpu' or 'cuda'; each process sees one GPU only, "
+            f"which it is given. To choose among them, start with {VISIBLE_GPUS} set"
+        )
+    return device == "cuda"
+
+
+def machines_of(cluster: ClusterSettings) -> Machines:
+    """Return the hosts of these settings and the GPUs of each.
+
+    GPUs of this machine are found; those of other hosts must be stated.
+    """
+    if cluster.remote.hosts:
+        return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
+    gpus = visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus)
+    return Machines((THIS_MACHINE,), gpus)
+
+
+def visible_gpus(
+    environment: Mapping[str, str], num_found: int, *, stated: int | None
+) -> tuple[str, ...]:
+    """Return what to call each GPU, as `CUDA_VISIBLE_DEVICES` does.
+
+    Args:
+        environment: of the driver; where it names devices already, only those are offered.
+        num_found: how many the machine has.
+        stated: how many the recipe says there are, if it says so.
+    """
+    named = environment.get(VISIBLE_GPUS)
+    if named is not None:
+        listed = tuple(name.strip() for name in named.split(",") if name.strip())
+        return listed if stated is None else listed[:stated]
+    return tuple(map(str, range(num_found if stated is None else stated)))
+
+
+def count_gpus() -> int:
+    """Return how many NVIDIA GPUs this machine has; loads no library that would use them."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def trainer_name(rank: int) -> str:
@@ -94,5 +225,6 @@ PROCESS_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "DASK_LOGGING__DISTRIBUTED": "critical",
+    "PYTHONHASHSEED": "0",
 }
 """What every worker process must find at its start: glibc and loggers look only then."""

@@ -1,42 +1,41 @@
-"""The workers of a running job: who joins, dies, is sent away. In the driver's process.
+"""Holds the set of a run's workers: starts them, and starts those again that end unasked.
 
-| what happens                       | who says so                 | what follows              |
-|------------------------------------|-----------------------------|---------------------------|
-| a process registers, from wherever | the scheduler               | followers hear the number |
-| a process is registered no more    | the scheduler               | its tasks run elsewhere   |
-| a process ends, unasked            | its nanny, or the scheduler | a death, maybe quarantine |
-| `add`, `remove`                    | the user, through `remote`  | a nanny starts or ends    |
-| a worker hangs                     | `watch`                     | `replace`                 |
-| the last of a role is quarantined  | the rule in `quarantine`    | `guard` raises            |
+Lives in the driver's process. How a process starts and ends is the launcher's to know.
+
+| what happens                       | who reports it     | what follows                        |
+|------------------------------------|--------------------|-------------------------------------|
+| a process registers, from anywhere | the scheduler      | subscribers get the number          |
+| a process is registered no more    | the scheduler      | its tasks run elsewhere             |
+| a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
+| `add`, `remove`                    | `control`          | the launcher starts or stops one    |
+| a worker hangs                     | `health`           | `kill`                              |
+| the last of a role is quarantined  | the rule in `registry` | `guard` raises                  |
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 
 import dask
-from distributed import SchedulerPlugin, SpecCluster, Status
-from distributed.core import rpc
+from distributed import SchedulerPlugin
 
-from areal_flow.cluster.nanny import ENDED, nanny_specification
-from areal_flow.cluster.placement import ROLES, WorkerPlacement
-from areal_flow.cluster.quarantine import describe_exit
+from areal_flow.cluster.launchers.protocol import Launcher
+from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 from areal_flow.errors import EngineError, RunError
 
 logger = logging.getLogger(__name__)
 
 ELASTIC_ROLES = ("generator", "reward")
-CONNECT_TIMEOUT = "distributed.comm.timeouts.connect"
+START_TIMEOUT_S = 120.0
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
 
@@ -46,32 +45,42 @@ Result = TypeVar("Result")
 class WorkerPool:
     """The live set of workers, those of the driver's own and those that joined from elsewhere."""
 
-    def __init__(self, placements: Sequence[WorkerPlacement]) -> None:
+    def __init__(self, scheduler: Any, launcher: Launcher, machines: Machines) -> None:
+        """Take the scheduler (of this process), and what starts processes on which machines."""
+        self.scheduler = scheduler
         self.registry = WorkerRegistry()
-        self._templates = {placement.role: placement for placement in reversed(placements)}
-        self._first = placements
-        self._cluster: SpecCluster | None = None
-        self._followers: list[Callable[[int], None]] = []
+        self._launcher = launcher
+        self._machines = machines
+        self._templates: dict[str, WorkerPlacement] = {}
+        self._joining: dict[str, asyncio.Future[None]] = {}
+        self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        scheduler.add_plugin(PoolPlugin(self))
 
-    # Life
+    # The life of the pool
 
-    def specification(self) -> dict[str, dict[str, object]]:
-        """Return what `SpecCluster` starts at first."""
-        return {placement.name: self._place(placement) for placement in self._first}
+    async def start(self, placements: Sequence[WorkerPlacement]) -> None:
+        """Start the first workers; return once all have joined.
 
-    def attach(self, cluster: SpecCluster) -> None:
-        """Take charge of a cluster that was started with `specification` and `PoolPlugin`."""
-        self._cluster = cluster
+        Raises:
+            EngineError: the process of one ended first, or took too long.
+        """
+        self._templates = {placement.role: placement for placement in reversed(placements)}
+        await self._start_until_joined(placements)
 
     def close(self) -> None:
-        """From here on processes end because the run does."""
+        """Note that from here on processes end because the run does."""
         self._closing = True
         self._broken.cancel()
         for task in self._background:
             task.cancel()
+
+    async def stop(self) -> None:
+        """End all processes that the driver started."""
+        ours = [record.name for record in self.registry.all() if record.is_ours]
+        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` to its end, unless the pool can do it no more.
@@ -90,74 +99,71 @@ class WorkerPool:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
-    @property
-    def cluster(self) -> SpecCluster:
-        assert self._cluster is not None, "attach comes first"
-        return self._cluster
-
-    @property
-    def scheduler(self) -> Any:
-        return self.cluster.scheduler
-
     def scheduler_ends(self) -> None:
-        """The scheduler closes: with the run, or without being asked.
+        """Note that the scheduler closes: with the run, or because somebody ended it.
 
-        Without it the cluster cannot close in good order: it would wait for workers that cannot
-        register any more, and ask a scheduler that does not answer. So processes are killed.
+        In the second case nothing can end in good order, since workers and client would wait for a
+        scheduler that does not answer. So processes are killed.
         """
         if self._closing:
             return
-        dask.config.set({CONNECT_TIMEOUT: "1 s"})
+        dask.config.set({"distributed.comm.timeouts.connect": "1 s"})
         self._break("the scheduler was ended from outside, and its tasks with it: resume")
         self.close()
-        for nanny in self.cluster._created:
-            _kill(nanny)
-        self.cluster.status = Status.closed
+        for record in self.registry.all():
+            self._launcher.kill(record.name)
 
-    # Who is there
+    # Which workers there are
 
-    def follow(self, told: Callable[[int], None]) -> None:
-        """Call `told` with the number of generators, now and whenever it changes."""
-        self._followers.append(told)
-        told(len(self.registry.present("generator")))
+    def subscribe(self, receive: Callable[[int], None]) -> None:
+        """Call `receive` with the number of generators, now and whenever it changes."""
+        self._subscribers.append(receive)
+        receive(len(self.generators()))
 
     def generators(self) -> list[str]:
         """Return the addresses of generators that take work."""
         return [record.address for record in self.registry.present("generator")]
 
-    def nanny_of(self, record: WorkerRecord) -> Any:
-        """Return the nanny of one of ours, if it runs in this process already."""
-        return self.cluster.workers.get(record.name) if record.is_ours else None
+    def silence_s(self, address: str) -> float:
+        """Return for how long a worker has not been heard, in time that the driver was awake."""
+        record = self.registry.at(address)
+        return record.silence_s if record else 0.0
+
+    def pid(self, record: WorkerRecord) -> int | None:
+        """Return the number of a worker's process, if this machine runs it for the driver."""
+        return self._launcher.pid(record.name) if record.is_ours else None
 
     def joined(self, worker: Any) -> None:
-        """The scheduler has registered a process (`WorkerState`)."""
+        """Note that the scheduler has registered a process (`WorkerState`)."""
         role = next((role for role in ROLES if role in worker.resources), "")
         newcomer = WorkerRecord(
             str(worker.name),
             role,
             int(worker.resources.get(role, 0)),
-            is_ours=False,
             address=worker.address,
             nanny=worker.nanny or "",
         )
         record = self.registry.joined(newcomer, now=monotonic())
+        joining = self._joining.get(record.name)
+        if joining is not None and not joining.done():
+            joining.set_result(None)
         if not record.is_wanted:
             self.spawn(self._dismiss(record))
-        self._tell_followers()
+        self._notify()
 
     def left(self, address: str) -> None:
-        """The scheduler has forgotten a process."""
+        """Note that the scheduler has forgotten a process."""
         record = self.registry.at(address)
         if record is None:
             return
         self.registry.left(record)
-        self._tell_followers()
+        self._notify()
         if not record.is_ours:
-            self._died(record, None)
+            self._died(record, "its process is gone")
 
-    def _tell_followers(self) -> None:
-        for told in self._followers:
-            told(len(self.registry.present("generator")))
+    def _notify(self) -> None:
+        for receive in self._subscribers:
+            receive(len(self.generators()))
 
     # Joining and leaving on request
 
@@ -166,18 +172,48 @@ class WorkerPool:
 
         Raises:
             RunError: no such role, or it cannot grow.
-            EngineError: a process did not start.
+            ConfigError: no GPU is free.
+            EngineError: a process did not start; then none of them stays.
         """
         if role not in ELASTIC_ROLES:
             raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
         if num_workers < 1:
             raise RunError(f"expected to add 1 worker or more, found {num_workers}")
-        template = self._templates[role]
-        names = [self._free_name(role) for _ in range(num_workers)]
-        for name in names:
-            self.cluster.worker_spec[name] = self._place(replace(template, name=name))
-        await self.correct()
-        return names
+        placed = [m.placement for m in self.registry.all() if m.placement and m.is_expected]
+        added: list[WorkerPlacement] = []
+        for _ in range(num_workers):
+            name = self._free_name(role, [placement.name for placement in added])
+            like = replace(self._templates[role], name=name)
+            added.append(place_beside(like, [*placed, *added], self._machines))
+        try:
+            await self._start_until_joined(added)
+        except EngineError:
+            for placement in added:
+                record = self.registry.named(placement.name)
+                if record is not None:
+                    await self._retire(record)
+            raise
+        return [placement.name for placement in added]
+
+    async def _start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
+        names = [placement.name for placement in placements]
+        joining = {name: asyncio.get_running_loop().create_future() for name in names}
+        self._joining |= joining
+        records = [self.registry.place(placement) for placement in placements]
+        everyone = asyncio.gather(*joining.values())
+        try:
+            await asyncio.gather(*(self._start(record) for record in records))
+            await asyncio.wait_for(everyone, START_TIMEOUT_S)
+        except TimeoutError:
+            absent = [record.name for record in records if not record.address]
+            raise EngineError(
+                f"expected {', '.join(absent)} to join within {START_TIMEOUT_S:.0f} s, found their "
+                "processes still starting; start fewer workers, or look at the load of the machine"
+            ) from None
+        finally:
+            everyone.cancel()
+            for name in names:
+                del self._joining[name]
 
     async def remove(self, name: str) -> None:
         """Retire a worker: finished results move to others, its tasks run again elsewhere.
@@ -201,7 +237,7 @@ class WorkerPool:
 
     async def _retire(self, record: WorkerRecord) -> None:
         record.is_leaving = True
-        self._tell_followers()
+        self._notify()
         if record.address:
             retired = self.scheduler.retire_workers([record.address], remove=True)
             with suppress(TimeoutError):
@@ -209,13 +245,12 @@ class WorkerPool:
         await self._dismiss(record)
 
     async def _dismiss(self, record: WorkerRecord) -> None:
-        """End a worker's process and its nanny for good."""
+        """End a worker's process for good."""
         if record.is_ours:
-            self.cluster.worker_spec.pop(record.name, None)
-            await self.correct()
-            return
-        await self._forget(record)
-        await self._ask_nanny(record, "terminate")
+            await self._launcher.stop(record.name)
+        else:
+            await self._forget(record)
+            await self._ask_nanny(record, "terminate")
 
     async def _forget(self, record: WorkerRecord) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
@@ -224,76 +259,59 @@ class WorkerPool:
 
     async def _ask_nanny(self, record: WorkerRecord, request: str) -> None:
         """Ask the nanny of a worker from elsewhere; it may be gone, or hang itself."""
-        if not record.nanny:
-            return
-        with suppress(OSError):
-            async with rpc(record.nanny) as nanny:
-                asked = getattr(nanny, request)(reason="areal-flow")
+        if record.nanny:
+            with suppress(OSError):
+                asked = getattr(self.scheduler.rpc(record.nanny), request)(reason="areal-flow")
                 await asyncio.wait_for(asked, RETIRE_TIMEOUT_S)
 
-    async def correct(self) -> None:
-        """Start and end nannies until they are what the cluster's specification says.
-
-        Raises:
-            EngineError: a process did not start.
-        """
-        try:
-            # `await cluster` would do the same and then complain about every nanny that has ended.
-            # Shielded, since it is shared: a caller that is cancelled must not cancel another's.
-            await asyncio.shield(self.cluster._correct_state())
-        except Exception as error:
-            raise EngineError(f"a worker did not start: {error}") from error
-
-    def _free_name(self, role: str) -> str:
+    def _free_name(self, role: str, also_taken: Sequence[str]) -> str:
         taken = {m.name for m in self.registry.all()} | set(map(str, self.scheduler.aliases))
-        return next(n for i in count() if (n := f"{role}-{i}") not in taken)
+        return next(n for i in count() if (n := f"{role}-{i}") not in {*taken, *also_taken})
 
-    def _place(self, placement: WorkerPlacement) -> dict[str, object]:
-        record = self.registry.place(placement)
-        return nanny_specification(placement, lambda code: self._died(record, code))
+    # Hanging, dying and starting again
 
-    # Hanging and dying
+    async def replace(self, worker: str, *, why: str) -> None:
+        """Kill a worker that has joined, by address or name; another one starts in its place."""
+        record = self.registry.at(worker) or self.registry.named(worker)
+        if record is not None and record.address:
+            await self.kill(record, why=why)
 
-    async def replace(self, record: WorkerRecord, *, why: str) -> None:
-        """Kill a worker that hangs; its nanny starts another, its tasks run again."""
+    async def kill(self, record: WorkerRecord, *, why: str) -> None:
+        """Kill a worker that hangs, also while it starts; its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
-        nanny = self.nanny_of(record)
-        if nanny is None or not _kill(nanny):
+        if not (record.is_ours and self._launcher.kill(record.name)):
             await self._forget(record)
             await self._ask_nanny(record, "kill")
 
-    async def replace_named(self, name: str, *, why: str) -> None:
-        """Replace the worker of this name, if it is there."""
-        record = self.registry.named(name)
-        if record is not None and record.address:
-            await self.replace(record, why=why)
-
-    async def revive(self) -> None:
-        """Start nannies again that gave up because their process did not start."""
-        if self._closing:
-            return
-        given_up = [m for m in self.registry.all() if m.is_wanted and self._has_ended(m)]
-        for record in given_up:
-            del self.cluster.workers[record.name]
-            self._died(record, None)
-        if given_up:
-            await self.correct()
-
-    def _has_ended(self, record: WorkerRecord) -> bool:
-        nanny = self.nanny_of(record)
-        return nanny is not None and nanny.status in ENDED
-
-    def _died(self, record: WorkerRecord, exit_code: int | None) -> None:
+    async def _start(self, record: WorkerRecord) -> None:
+        """Start a worker's process, the old one forgotten: its name must be free to register."""
+        await self._forget(record)
         if self._closing or not record.is_wanted:
             return
-        cause = describe_exit(exit_code)
+        assert record.placement is not None
+        try:
+            await self._launcher.start(record.placement, partial(self._died, record))
+        except EngineError as error:
+            self._died(record, str(error))
+        if not record.is_wanted:  # it was removed meanwhile
+            await self._launcher.stop(record.name)
+
+    def _died(self, record: WorkerRecord, cause: str) -> None:
+        if self._closing or not record.is_wanted:
+            return
+        joining = self._joining.get(record.name)
+        if joining is not None and not joining.done():
+            joining.set_exception(_start_failure(record, cause))
+            return
         if not self.registry.died(record, cause, now=monotonic()):
             logger.warning("%s died (%s)", record.name, cause)
+            if record.is_ours:
+                self.spawn(self._start(record))
             return
         message = self.registry.rule.describe(record.name, record.title, record.deaths)
         logger.warning("%s", message)
         self.spawn(self._dismiss(record))
-        self._tell_followers()
+        self._notify()
         if record.role == "trainer" or not self.registry.expected(record.role):
             self._break(f"the run has no {record.title} left: {message}, then resume")
 
@@ -314,17 +332,16 @@ class WorkerPool:
             logger.warning("%s", error)
 
 
-def _kill(nanny: Any) -> bool:
-    """Kill a nanny's process; return whether there was one. Its end may come first."""
-    if not nanny.pid:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(nanny.pid, signal.SIGKILL)
-    return True
+def _start_failure(record: WorkerRecord, cause: str) -> EngineError:
+    where = f" on {record.placement.host}" if record.placement and record.placement.host else ""
+    return EngineError(
+        f"expected {record.name} to start{where}, but its process ended first ({cause}). Nothing "
+        "was trained; mend what its last lines above name, then start again"
+    )
 
 
 class PoolPlugin(SchedulerPlugin):
-    """Tells the pool what the scheduler sees."""
+    """Passes on to the pool which processes the scheduler registers and forgets."""
 
     name = "areal-flow-pool"
 

@@ -1,16 +1,51 @@
-"""Who belongs to a run: joins, leaves and deaths in, present and condemned workers out. Pure.
+"""Remembers which workers belong to a run, their deaths, and which are not started again.
 
-A record outlives its processes: a nanny replaces a dead one under the same key. Workers that the
-driver started are keyed by name; those that joined from elsewhere by their nanny's address, since
-each of their processes may come with another name.
+A pure state machine: it knows no Dask, no process and no clock. A record outlives its processes,
+since a dead one is started again under the same key. Workers that the driver starts are keyed by
+name; those that joined from elsewhere by their nanny's address, since each of their processes may
+come with another name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.quarantine import Death, QuarantineRule
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """One end of a worker's process that nobody asked for."""
+
+    lived_s: float
+    """From when it joined; 0 if it never did."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineRule:
+    """When a worker is not started again: after so many deaths in a row, each so early."""
+
+    num_deaths: int = 3
+    early_s: float = 15.0
+
+    def condemns(self, deaths: Sequence[Death]) -> bool:
+        """Return whether the latest deaths, oldest first, are too many and all too early."""
+        latest = deaths[-self.num_deaths :]
+        return len(latest) == self.num_deaths and all(
+            death.lived_s < self.early_s for death in latest
+        )
+
+    def describe(self, name: str, role: str, deaths: Sequence[Death]) -> str:
+        """Return which worker is quarantined, why, and what to look at."""
+        latest = deaths[-self.num_deaths :]
+        lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
+        return (
+            f"{name} is quarantined: this {role} died {len(latest)} times in a row, {lives} s "
+            f"after it joined ({latest[-1].cause}). Look at what its process said last, and at "
+            "this machine's memory"
+        )
 
 
 @dataclass(slots=True)
@@ -20,15 +55,22 @@ class WorkerRecord:
     name: str
     role: str
     num_slots: int
-    is_ours: bool
+    placement: WorkerPlacement | None = None
+    """How the driver starts it; none of a worker that joined from elsewhere."""
     address: str = ""
     """Empty while no process of it is registered."""
     nanny: str = ""
     """The address of the nanny of one that joined from elsewhere, if it has one."""
     joined_at: float = 0.0
+    silence_s: float = 0.0
+    """For how long it has not been heard, as of the latest look."""
     deaths: list[Death] = field(default_factory=list)
     is_leaving: bool = False
     is_quarantined: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.placement is not None
 
     @property
     def title(self) -> str:
@@ -50,7 +92,7 @@ class WorkerRecord:
 
 
 class WorkerRegistry:
-    """All members of a run, past ones included. Times are of a clock that never goes back."""
+    """All workers of a run, past ones included. Times are of a clock that never goes back."""
 
     def __init__(self, rule: QuarantineRule | None = None) -> None:
         self.rule = rule or QuarantineRule()
@@ -80,7 +122,7 @@ class WorkerRegistry:
 
     def place(self, placement: WorkerPlacement) -> WorkerRecord:
         """Note a worker that the driver is about to start, and return it."""
-        record = WorkerRecord(placement.name, placement.role, placement.num_slots, is_ours=True)
+        record = WorkerRecord(placement.name, placement.role, placement.num_slots, placement)
         self._by_key[placement.name] = record
         return record
 
@@ -90,6 +132,7 @@ class WorkerRegistry:
         key = newcomer.name if ours else newcomer.nanny or newcomer.address
         record = self._by_key.setdefault(key, newcomer)
         record.name, record.address, record.joined_at = newcomer.name, newcomer.address, now
+        record.silence_s = 0.0
         return record
 
     def left(self, record: WorkerRecord) -> None:

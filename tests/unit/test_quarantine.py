@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.quarantine import Death, QuarantineRule, describe_exit
-from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
+from areal_flow.cluster.registry import Death, QuarantineRule, WorkerRecord, WorkerRegistry
 
 LIVES = st.lists(st.floats(0, 100), max_size=12)
 
@@ -39,7 +38,7 @@ def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[f
     assert record is not None
     now = 100.0
     for count, life in enumerate(lives, 1):
-        newcomer = WorkerRecord("generator-0", "generator", 4, is_ours=True, address="tcp://a")
+        newcomer = WorkerRecord("generator-0", "generator", 4, address="tcp://a")
         registry.joined(newcomer, now=now)
         now += life
         condemned = registry.died(record, "killed by signal 9", now=now)
@@ -64,9 +63,7 @@ def test_process_that_never_joined_has_not_lived() -> None:
 
 
 def from_elsewhere(address: str) -> WorkerRecord:
-    return WorkerRecord(
-        address, "generator", 4, is_ours=False, address=address, nanny="tcp://its-nanny"
-    )
+    return WorkerRecord(address, "generator", 4, address=address, nanny="tcp://its-nanny")
 
 
 def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
@@ -82,7 +79,7 @@ def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:
     lives = [Death(99.0, ""), Death(0.0, "exit status 1"), Death(0.5, "")]
-    deaths = [*lives, Death(2.25, describe_exit(-9))]
+    deaths = [*lives, Death(2.25, "killed by signal 9")]
     message = QuarantineRule().describe("generator-1", "generator", deaths)
     assert "generator-1 is quarantined" in message
     assert "this generator died 3 times in a row" in message

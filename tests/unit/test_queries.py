@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from areal_flow.models.tiny import build_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console

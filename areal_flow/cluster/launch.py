@@ -1,0 +1,113 @@
+"""Starts the cluster of a run: a scheduler in the driver's process, its workers and a client."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import dask
+from distributed import Client, Scheduler, Security
+
+from areal_flow.cluster.control import serve_pool
+from areal_flow.cluster.health import HealthMonitor
+from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.network import connection_security
+from areal_flow.cluster.placement import WorkerPlacement, machines_of
+from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.worker_process import DASK_SETTINGS
+from areal_flow.config import ClusterSettings
+from areal_flow.errors import ConfigError
+
+DASHBOARD_HOST = "127.0.0.1"
+"""Dask's dashboard asks nobody who they are: from elsewhere it is read through a tunnel."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A client, the workers, and where to watch."""
+
+    client: Client
+    pool: WorkerPool
+    scheduler: str
+    dashboard: str
+
+
+@asynccontextmanager
+async def launch_cluster(
+    placements: Sequence[WorkerPlacement], settings: ClusterSettings, plugin: RunPlugin
+) -> AsyncIterator[RunningCluster]:
+    """Start one process a placement, wait for all, and end them all on the way out.
+
+    Raises:
+        ConfigError: the dashboard's port is taken, a certificate is missing, or the launcher is
+            unknown.
+        EngineError: a worker did not start.
+    """
+    _refuse_busy_port(settings.dashboard_port)
+    security = connection_security(settings.network)
+    _quieten_dask()
+    with dask.config.set(DASK_SETTINGS):
+        async with _listening_scheduler(settings, security) as scheduler:
+            launcher = make_launcher(scheduler.address, settings)
+            pool = WorkerPool(scheduler, launcher, machines_of(settings))
+            serve_pool(pool)
+            try:
+                await pool.start(placements)
+                client = Client(scheduler.address, asynchronous=True, security=security)
+                async with client, HealthMonitor(pool, settings).watching():
+                    await client.register_plugin(plugin)
+                    dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
+                    try:
+                        yield RunningCluster(client, pool, scheduler.address, dashboard)
+                    finally:
+                        pool.close()
+            finally:
+                pool.close()
+                await pool.stop()
+
+
+@asynccontextmanager
+async def _listening_scheduler(
+    settings: ClusterSettings, security: Security
+) -> AsyncIterator[Scheduler]:
+    scheduler = Scheduler(
+        host=settings.network.host,
+        port=0,
+        dashboard_address=f"{DASHBOARD_HOST}:{settings.dashboard_port}",
+        security=security,
+    )
+    try:
+        await scheduler
+    except Exception as error:
+        raise ConfigError(
+            f"cluster.network.host = {settings.network.host!r}: the scheduler cannot listen there "
+            f"({error.__cause__ or error}); use an address of this machine, and certificates and "
+            "a key that belong together"
+        ) from error
+    try:
+        yield scheduler
+    finally:
+        await scheduler.close()
+
+
+def _quieten_dask() -> None:
+    """Silence Dask's loggers, which set their own levels at import; failures are raised anyway."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("distributed", "bokeh", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _refuse_busy_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((DASHBOARD_HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.dashboard_port = {port}: the port cannot be used ({error.strerror}); "
+                "choose another, or 0 for any that is free"
+            ) from None

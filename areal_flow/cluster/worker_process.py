@@ -1,0 +1,96 @@
+"""The program of a worker process: one Dask worker, which ends with the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from areal_flow.cluster.network import connection_security
+from areal_flow.cluster.placement import WorkerPlacement
+from areal_flow.config import NetworkSettings
+
+DASK_SETTINGS = {
+    "distributed.scheduler.worker-ttl": None,  # see `health`
+    "distributed.scheduler.allowed-failures": 3,
+    "distributed.comm.timeouts.connect": "30 s",
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.system-monitor.gil.enabled": False,
+}
+"""Of the driver and of every worker process."""
+
+PRELOAD = "areal_flow.cluster.preload"
+CLOSE_TIMEOUT_S = 4.0
+"""How long running tasks may take to end with the worker."""
+PR_SET_PDEATHSIG = 1
+
+
+def worker_arguments(
+    placement: WorkerPlacement, scheduler: str, network: NetworkSettings
+) -> list[str]:
+    """Return what Python starts a worker with; the number of the parent process follows."""
+    options = {
+        "name": placement.name,
+        "scheduler": scheduler,
+        "num_threads": placement.num_threads,
+        "resources": placement.resources,
+        "network": network.model_dump_json(exclude_none=True),
+    }
+    return ["-m", "areal_flow.cluster.worker_process", json.dumps(options)]
+
+
+def main(options: str, parent: str) -> None:
+    """Run a worker until it is asked to end or its scheduler is gone."""
+    end_with_parent(int(parent))
+    asyncio.run(_work(**json.loads(options)))
+
+
+async def _work(
+    name: str, scheduler: str, num_threads: int, resources: dict[str, int], network: str
+) -> None:
+    import dask
+    from distributed import Worker
+    from distributed.comm import get_address_host
+    from distributed.utils import get_ip
+
+    closing: list[asyncio.Task[Any]] = []
+
+    def close() -> None:
+        closing.append(asyncio.ensure_future(worker.close(timeout=CLOSE_TIMEOUT_S)))
+
+    with dask.config.set(DASK_SETTINGS):
+        worker = await Worker(
+            scheduler,
+            name=name,
+            nthreads=num_threads,
+            resources=resources,
+            security=connection_security(NetworkSettings.model_validate_json(network)),
+            host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
+            memory_limit=0,
+            dashboard=False,
+            preload=[PRELOAD],
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
+        await worker.finished()
+        await asyncio.gather(*closing)
+    sys.stderr.flush()
+    os._exit(0)  # a thread in a long call would hold up a regular exit
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends.
+
+    Only Linux does so; elsewhere the worker ends when it finds its scheduler gone.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            sys.exit(f"expected the parent process {parent}, found {os.getppid()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

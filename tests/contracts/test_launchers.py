@@ -1,0 +1,166 @@
+"""Every launcher: workers start, are asked to end, die, start again, and outlive no driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client, Scheduler
+
+from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
+from areal_flow.cluster.placement import (
+    WorkerPlacement,
+    machines_of,
+    place_beside,
+    worker_environment,
+)
+from areal_flow.cluster.pool import WorkerPool
+from areal_flow.config import ClusterSettings, RemoteSettings
+from areal_flow.errors import EngineError
+from tests.sshd import HOST, running_sshd
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module", params=sorted(LAUNCHERS))
+def settings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ClusterSettings]:
+    if request.param == "local":
+        yield ClusterSettings()
+        return
+    with running_sshd(tmp_path_factory.mktemp("sshd")) as options:
+        remote = RemoteSettings(hosts=(HOST,), ssh_options=options)
+        yield ClusterSettings(launcher=request.param, remote=remote)
+
+
+def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
+    variables = worker_environment(1) | environment
+    placement = WorkerPlacement("generator-0", "generator", 2, variables)
+    return place_beside(placement, [], machines_of(settings))
+
+
+@asynccontextmanager
+async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
+    async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
+        launcher = make_launcher(scheduler.address, settings)
+        pool = WorkerPool(scheduler, launcher, machines_of(settings))
+        try:
+            yield pool
+        finally:
+            pool.close()
+            await pool.stop()
+
+
+async def process_of(pool: WorkerPool, *, other_than: int = 0) -> psutil.Process:
+    """Return the process of the only worker, once it is registered and is not that one."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            pids = [worker.pid for worker in pool.scheduler.workers.values()]
+            if pids and pids[0] != other_than:
+                return psutil.Process(pids[0])
+            await asyncio.sleep(0.02)
+
+
+async def gone(*processes: psutil.Process) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while any(process.is_running() for process in processes):
+            await asyncio.sleep(0.02)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+
+def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
+    settings: ClusterSettings,
+) -> None:
+    async def live() -> None:
+        async with empty_pool(settings) as pool:
+            await pool.start([generator(settings, AREAL_FLOW_TEST="a b'c")])
+            process = await process_of(pool)
+            async with Client(pool.scheduler.address, asynchronous=True) as client:
+                found = await client.submit(
+                    os.getenv, "AREAL_FLOW_TEST", resources={"generator": 2}
+                )
+                threads = await client.submit(os.getenv, "OMP_NUM_THREADS")
+                group = await client.submit(os.getpgrp)
+            assert (found, threads) == ("a b'c", "1")
+            assert group != os.getpgrp()
+            (record,) = pool.registry.all()
+            assert pool.pid(record) in (None, process.pid)
+            await pool.stop()
+            assert not process.is_running()
+            assert record.deaths == []
+            assert pool.pid(record) is None
+
+    run(live)
+
+
+def test_killed_and_stopped_workers_are_noticed_and_start_again(settings: ClusterSettings) -> None:
+    async def die_twice() -> None:
+        async with empty_pool(settings) as pool:
+            await pool.start([generator(settings)])
+            (record,) = pool.registry.all()
+            first = await process_of(pool)
+            os.kill(first.pid, signal.SIGKILL)
+            second = await process_of(pool, other_than=first.pid)
+            assert [death.cause for death in record.deaths] == ["killed by signal 9"]
+            os.kill(second.pid, signal.SIGSTOP)
+            await pool.replace("generator-0", why="it hangs")
+            third = await process_of(pool, other_than=second.pid)
+            assert len(record.deaths) == 2
+            await gone(first, second)
+        await gone(third)
+
+    run(die_twice)
+
+
+def test_process_that_cannot_start_ends_the_start_with_its_last_words(
+    settings: ClusterSettings,
+) -> None:
+    async def fail() -> None:
+        async with empty_pool(settings) as pool:
+            broken = generator(settings, PYTHONHOME="/nowhere")
+            with pytest.raises(EngineError, match=r"generator-0 to start.*exit status 1: .+"):
+                await pool.start([broken])
+
+    run(fail)
+
+
+DRIVER = """
+import asyncio, sys
+from areal_flow.config import ClusterSettings
+from tests.contracts.test_launchers import empty_pool, generator, process_of
+
+async def live(settings):
+    async with empty_pool(settings) as pool:
+        await pool.start([generator(settings)])
+        print((await process_of(pool)).pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(live(ClusterSettings.model_validate_json(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_worker_ends_with_its_driver_even_if_it_hangs(
+    settings: ClusterSettings, hangs: bool
+) -> None:
+    command = [sys.executable, "-c", DRIVER, settings.model_dump_json(exclude_none=True)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as driver:
+        assert driver.stdout is not None
+        worker = psutil.Process(int(driver.stdout.readline()))
+        helpers = psutil.Process(driver.pid).children(recursive=True)
+        if hangs:
+            worker.suspend()
+        driver.kill()
+    assert not psutil.wait_procs([worker, *helpers], timeout=LIMIT_S)[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from areal_flow.cluster.launchers import local_cluster
+from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers, trainer_name
 from areal_flow.cluster.sft import sft_checkpoint, sft_chunk, sft_result
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
@@ -83,7 +83,7 @@ async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer) -> Outco
     plugin = RunPlugin(layout.root, writer.writer_epoch)
     try:
         with StopSignals() as signals:
-            async with local_cluster(workers, recipe.cluster, plugin) as cluster:
+            async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=1, replace=cluster.pool.replace_named

@@ -80,19 +80,12 @@ class GenerationSettings(Settings):
     max_new_tokens: int = Field(64, ge=1)
     max_model_len: int = Field(128, ge=2)
     max_num_seqs: int = Field(128, ge=1)
-    kv_cache_tokens: int = Field(65_536, ge=1)
     interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
-        needed = self.max_num_seqs * self.max_model_len
-        _require(
-            needed <= self.kv_cache_tokens,
-            f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
-            f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
-        )
         _require(
             self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
@@ -208,6 +201,13 @@ class Recipe(Settings):
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
+        )
+        _require(
+            self.generation.top_p == 1 and not self.generation.top_k,
+            f"generation.top_p ({self.generation.top_p}) must be 1 and top_k "
+            f"({self.generation.top_k}) 0 in training: behaviour log-probabilities would be those "
+            "of the truncated distribution, the trainer's those of the whole one, and importance "
+            "weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9)",
         )
         _require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,

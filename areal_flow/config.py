@@ -74,6 +74,8 @@ class WarmStartSettings(Settings):
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
+    engine: str = "torch"
+    """Which engine samples: a name of `areal_flow.generation.registry.ENGINES`."""
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)

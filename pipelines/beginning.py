@@ -26,7 +26,7 @@ from areal_flow.recovery.comparison import bits_must_agree
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import Ledger
 from areal_flow.types import PolicyHashes, StepResult
-from areal_flow.weights.channel import WeightsChannel
+from areal_flow.weights.channel import WeightsWriter
 from pipelines.cli.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ async def begin_policy(
 
 async def commit_genesis(
     ledger: Ledger,
-    channel: WeightsChannel,
+    channel: WeightsWriter,
     begun: tuple[PolicyHashes, str],
     provenance: Provenance,
     seconds: float,
@@ -74,7 +74,7 @@ async def restore_policy(
     layout: RunLayout,
     recipe: Recipe,
     ledger: Ledger,
-    channel: WeightsChannel,
+    channel: WeightsWriter,
 ) -> Restored:
     """Bring all ranks to the ledger's head and publish it.
 

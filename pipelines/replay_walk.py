@@ -31,7 +31,7 @@ from areal_flow.trainer.inspection import (
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
-from areal_flow.weights.hashing import HashingStage
+from areal_flow.weights.channel import HashingWriter
 from pipelines.replay_settings import device_is_here
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ReplayWalk:
         self._recipe = on_this_machine(load_recipe(layout.config))
         self._read_rows = TrainingRows(layout.trajectories, layout.writers)
         self._rank = TrainerRank(
-            layout, self._recipe, channel=HashingStage(), read_rows=self._read_rows
+            layout, self._recipe, channel=HashingWriter(), read_rows=self._read_rows
         )
         self.checkpoint, self._hashes = self._restore(layout, from_checkpoint)
         self._step = self.checkpoint

@@ -27,6 +27,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
@@ -46,7 +47,7 @@ from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectori
 from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
-from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
 from pipelines.checkpointing import Checkpoints
@@ -75,9 +76,10 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     """Write everything that a new run needs before its first process starts.
 
     Raises:
-        PromptError, ModelError, RewardError: nothing was started.
+        ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
+    require_engine(recipe.generation.engine)
     if recipe.model == TINY_MODEL:
         write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
@@ -156,7 +158,8 @@ class Session:
         self.findings = Findings()
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
-        self.channel = DirectoryChannel(layout.weights_of(epoch))
+        self.weights = layout.weights_of(epoch)
+        self.channel = DirectoryWriter(self.weights)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
@@ -272,7 +275,7 @@ class Session:
         )
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
-            rollouts=DaskRollouts(self.client, self.channel),
+            rollouts=DaskRollouts(self.client, DirectoryReader(self.weights)),
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,

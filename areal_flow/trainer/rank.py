@@ -40,8 +40,7 @@ from areal_flow.trainer.sequences import (
 from areal_flow.trainer.state import TrainerState, numeric_environment
 from areal_flow.trainer.step import StepSettings, UpdateNumbers, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
-from areal_flow.weights.channel import WeightsStage
-from areal_flow.weights.hashing import HashingStage
+from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Trajectory ids in, their rows out, in the same order."""
@@ -55,7 +54,7 @@ class TrainerRank:
         layout: RunLayout,
         recipe: Recipe,
         *,
-        channel: WeightsStage,
+        channel: WeightsWriter,
         read_rows: ReadRows,
         loss: TokenLoss = decoupled_ppo_loss,
     ) -> None:
@@ -227,7 +226,7 @@ class TrainerRank:
         assert self.state is not None
         dtype = DTYPES[self._recipe.generation.dtype]
         tensors = {name: tensor.to(dtype) for name, tensor in self.state.tensors().items()}
-        channel = self._channel if self._replicas.leads else HashingStage()
+        channel = self._channel if self._replicas.leads else HashingWriter()
         return PolicyHashes(
             weights_hash=self.state.weights_hash(),
             optimizer_hash=self.state.optimizer_hash(),

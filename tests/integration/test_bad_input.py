@@ -20,7 +20,7 @@ SMALL_GSM8K = [
     *("--controller.batch-size", "8"),
     *("--controller.group-size", "4"),
     *("--generation.max-new-tokens", "12"),
-    *("--generation.num-slots", "8"),
+    *("--generation.max-num-seqs", "8"),
     *("--prompts.num-held-out", "8"),
     *("--tracking.enabled", "false"),
 ]

@@ -97,6 +97,8 @@ class SftSettings(Settings):
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
+    engine: str = "torch"
+    """Which engine samples: a name of `areal_flow.generation.registry.ENGINES`."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits before sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -109,8 +111,6 @@ class GenerationSettings(Settings):
     """The longest prompt with its completion, in tokens."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that one generator decodes at a time."""
-    kv_cache_tokens: int = Field(65_536, ge=1)
-    """Room of one generator's key-value cache, in tokens."""
     interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
     """New weights: re-prefill and go on, keep the old cache, or finish first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -120,12 +120,6 @@ class GenerationSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
-        needed = self.max_num_seqs * self.max_model_len
-        require(
-            needed <= self.kv_cache_tokens,
-            f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
-            f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
-        )
         require(
             self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
@@ -333,6 +327,13 @@ class Recipe(Settings):
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
+        )
+        require(
+            self.generation.top_p == 1 and not self.generation.top_k,
+            f"generation.top_p ({self.generation.top_p}) must be 1 and top_k "
+            f"({self.generation.top_k}) 0 in training: behaviour log-probabilities would be those "
+            "of the truncated distribution, the trainer's those of the whole one, and importance "
+            "weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9)",
         )
         require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,

@@ -184,7 +184,6 @@ class BigramEngine:
         self, logits: Sequence[Sequence[float]], *, version: int = 0, max_num_seqs: int = 4
     ) -> None:
         self.version = version
-        self.num_interruptions = 0
         self._logits = logits
         self._max_num_seqs = max_num_seqs
         self._groups: dict[str, tuple[GroupRequest, dict[int, _Partial]]] = {}
@@ -221,7 +220,6 @@ class BigramEngine:
     def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
         if set(tensors) != {"logits"}:
             raise WeightsError("expected the bigram logits")
-        self.num_interruptions += len(self._groups)
         self._logits, self.version = tensors["logits"], version
 
     def _extend(self, request: GroupRequest, index: int, partial: _Partial) -> None:
@@ -270,12 +268,13 @@ def _invert(logprobs: Sequence[float], drawn: float) -> int:
     return len(logprobs) - 1
 
 
-class MemoryChannel:
-    """A `WeightsChannel` in one process."""
+class MemoryWriter:
+    """A `WeightsWriter` in one process that pushes: its readers have what was published to them."""
 
     def __init__(self) -> None:
         self._staged: dict[int, dict[str, Any]] = {}
-        self._published: dict[int, dict[str, Any]] = {}
+        self._readers: list[MemoryReader] = []
+        self._newest: tuple[int, dict[str, Any]] | None = None
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         from areal_flow.models.hashing import hash_tensors
@@ -285,19 +284,38 @@ class MemoryChannel:
 
     def publish(self, version: int) -> None:
         if version in self._staged:
-            self._published[version] = self._staged.pop(version)
-        elif version not in self._published:
+            self._newest = version, self._staged.pop(version)
+        elif self._newest is None or version != self._newest[0]:
             raise WeightsError(f"version {version} was never staged")
+        for reader in self._readers:
+            reader.receive(*self._newest)
+
+    def join(self, reader: MemoryReader) -> None:
+        """Push what is published from here on, and what is newest now, to a reader."""
+        self._readers.append(reader)
+        if self._newest:
+            reader.receive(*self._newest)
+
+
+class MemoryReader:
+    """The `WeightsReader` at the other end of a `MemoryWriter`."""
+
+    def __init__(self, writer: MemoryWriter) -> None:
+        self._received: dict[int, dict[str, Any]] = {}
+        writer.join(self)
+
+    def receive(self, version: int, tensors: dict[str, Any]) -> None:
+        self._received[version] = tensors
 
     def newest(self) -> int:
-        if not self._published:
+        if not self._received:
             raise WeightsError("no weights were published")
-        return max(self._published)
+        return max(self._received)
 
     def load(self, version: int) -> dict[str, Any]:
-        if version not in self._published:
+        if version not in self._received:
             raise WeightsError(f"version {version} was not published")
-        return self._published[version]
+        return self._received[version]
 
 
 class MemoryTracker:

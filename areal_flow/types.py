@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length"]
 Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error"]
 
 
@@ -115,7 +115,6 @@ class EngineStats:
     incarnation: str = ""
     num_tokens: int = 0
     busy_s: float = 0.0
-    num_interruptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,6 @@ class GroupReceipt:
     submission_index: int
     fragments: tuple[str, ...]
     trajectories: tuple[TrajectoryReceipt, ...]
-    generator: str = ""
     engine_stats: EngineStats = EngineStats()
     member_errors: tuple[str, ...] = ()
     """Why members are missing or unscored, one root cause each."""

@@ -27,6 +27,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
@@ -44,7 +45,7 @@ from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
-from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
@@ -66,6 +67,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
+    require_engine(recipe.generation.engine)
     place_workers(recipe)
     prepare_model(recipe, layout)
     recipe = with_files(recipe, layout)
@@ -139,7 +141,8 @@ class Session:
         self.evaluations = EvaluationPair()
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
-        self.channel = DirectoryChannel(layout.weights_of(epoch))
+        self.weights = layout.weights_of(epoch)
+        self.channel = DirectoryWriter(self.weights)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
@@ -264,7 +267,7 @@ class Session:
         )
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
-            rollouts=DaskRollouts(self.client, self.channel),
+            rollouts=DaskRollouts(self.client, DirectoryReader(self.weights)),
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,

@@ -41,7 +41,7 @@ def write_model_directory(directory: Path, *, seed: int = 0) -> Path:
     """Write a complete model directory: the tiny tokenizer and random weights."""
     from areal_flow.models.policy import empty_policy
 
-    write_tiny_model(directory, max_model_len=512)
+    write_tiny_model(directory, max_model_len=2048)
     torch.manual_seed(seed)
     empty_policy(directory).save_pretrained(directory)
     assert build_tokenizer().get_vocab_size() == empty_policy(directory).config.vocab_size

@@ -23,7 +23,7 @@ from areal_flow.errors import (
     TrainingError,
 )
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
-from areal_flow.weights.channel import WeightsChannel
+from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ MAX_RESTORATIONS = 3
 class DaskRollouts:
     """Runs each episode as a graph: rollout -> score -> write, the last shared by ready groups."""
 
-    def __init__(self, client: Client, channel: WeightsChannel) -> None:
+    def __init__(self, client: Client, weights: WeightsReader) -> None:
         self._client = client
-        self._channel = channel
+        self._weights = weights
         self._writes = SharedWrites(client)
 
     async def run(self, episode: Episode) -> GroupReceipt:
@@ -49,7 +49,7 @@ class DaskRollouts:
         rolled_out = self._client.submit(
             tasks.rollout,
             episode,
-            self._channel.newest(),
+            self._weights.newest(),
             key=f"rollout-{suffix}",
             resources={"generator": 1},
         )
@@ -193,7 +193,7 @@ class LiveGenerators(Protocol):
 class DaskWeights:
     """Publishes in the channel, then asks every generator to load."""
 
-    def __init__(self, client: Client, channel: WeightsChannel, live: LiveGenerators) -> None:
+    def __init__(self, client: Client, channel: WeightsWriter, live: LiveGenerators) -> None:
         self._client = client
         self._channel = channel
         self._live = live

@@ -7,7 +7,6 @@ as an Arrow table whose metadata carries what is not a row.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,9 +18,16 @@ import pyarrow as pa
 from distributed import Worker, get_worker
 
 from areal_flow.cluster.worker_context import WorkerContext, holder
-from areal_flow.cluster.worker_roles import GeneratorRole, RewardRole, make_trainer_rank, meet
+from areal_flow.cluster.worker_roles import (
+    GeneratorRole,
+    RewardRole,
+    make_trainer_rank,
+    meet,
+    recipe_of,
+)
 from areal_flow.controller.seeds import member_seed
 from areal_flow.errors import SchemaError, TrainerLost
+from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
@@ -98,7 +104,6 @@ def _write(table: pa.Table) -> GroupReceipt:
         submission_index=table["submission_index"][0].as_py(),
         fragments=fragments,
         trajectories=receipts(table),
-        generator=table["generator"][0].as_py(),
         engine_stats=EngineStats(**json.loads(table.schema.metadata[_STATS])),
         member_errors=member_errors(table),
     )
@@ -176,7 +181,8 @@ async def import_engine(dask_worker: Worker) -> None:
     In a thread: on the event loop it would silence a healthy worker for as long as it takes, which
     was more than a minute on a machine with four busy processes a core.
     """
-    await asyncio.to_thread(importlib.import_module, "areal_flow.generation.torch_engine")
+    engine = recipe_of(holder(dask_worker).run_directory).generation.engine
+    await asyncio.to_thread(engine_factory, engine)
 
 
 async def prepare_generator(dask_worker: Worker) -> None:

@@ -1,18 +1,23 @@
-"""What every worker carries: a holder, empty at first, for the one part that its role needs.
+"""Gives every worker a context, empty at first, for the parts that its role needs.
 
-`setup` does no more than make the holder: a slow one would outlast the worker's time to live and
-loop for ever, and one that raises is only logged. Tasks fill it, and check it, before they use it.
-Dask gives the plugin to every worker that starts or joins: that is elasticity and recovery alike.
+`setup` only makes the context: a slow `setup` would outlast the worker's time to live and be
+repeated for ever, and one that raises is merely logged. Tasks fill the context, and check it,
+before they use it. `teardown` closes the parts. Dask gives the plugin to every worker that starts
+or joins, which serves elasticity and recovery alike.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from distributed import Worker, WorkerPlugin, get_worker
+
+logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "areal-flow"
 VERSION_METRIC = "areal_flow_policy_version"
@@ -50,6 +55,17 @@ class WorkerContext:
         """Forget a part that is no longer needed."""
         self._parts.pop(kind, None)
 
+    async def close(self) -> None:
+        """Close every part that can be closed; one that fails does not keep the others open."""
+        for kind in list(self._parts):
+            part = self._parts.pop(kind)
+            try:
+                closing = part.close() if hasattr(part, "close") else None
+                if isawaitable(closing):
+                    await closing
+            except Exception:
+                logger.exception("%s could not be closed", kind.__name__)
+
 
 class RunPlugin(WorkerPlugin):
     """Gives every worker its holder."""
@@ -64,6 +80,12 @@ class RunPlugin(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         self.holder = WorkerContext(self.run_directory, self.writer_epoch, str(worker.name))
         worker.metrics[VERSION_METRIC] = self._policy_version
+
+    async def teardown(self, worker: Worker) -> None:
+        """Close the parts of a worker that ends, or that another run's plugin takes over."""
+        worker.metrics.pop(VERSION_METRIC, None)
+        if self.holder:
+            await self.holder.close()
 
     def _policy_version(self, worker: Worker) -> int | None:
         """Return the version that this worker serves: every heartbeat carries it."""

@@ -1,4 +1,4 @@
-"""The parts that holders hold: assembled on the worker, from the run directory alone.
+"""The parts of workers, by role: assembled on the worker, from the run directory alone.
 
 A worker that starts late or again finds everything it needs there: recipe, model, newest weights.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from areal_flow.config import Recipe, load_recipe
+from areal_flow.generation.protocol import Engine
+from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.rewards.loading import load_verifier
 from areal_flow.rewards.scoring import score_completions
 from areal_flow.types import Completion, EngineStats, GroupRequest, Rendezvous, Sampling, Score
-from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 
 if TYPE_CHECKING:
-    from areal_flow.generation.threaded_engine import ThreadedEngine
     from areal_flow.trainer.rank import TrainerRank
     from areal_flow.trainer.replicas import GlooGroup
 
@@ -31,9 +32,9 @@ class GeneratorRole:
         self.name = name
         self._layout = RunLayout(run_directory)
         self._recipe = load_recipe(self._layout.config)
-        self._channel = DirectoryChannel(self._layout.weights_of(writer_epoch))
+        self._reader = DirectoryReader(self._layout.weights_of(writer_epoch))
         self._loading = asyncio.Lock()
-        self._engine: ThreadedEngine | None = None
+        self._engine: Engine | None = None
         generation = self._recipe.generation
         self.sampling = Sampling(
             max_new_tokens=generation.max_new_tokens,
@@ -52,7 +53,7 @@ class GeneratorRole:
         """Whether there is an engine; one that is being made will load what is newest then."""
         return self._engine is not None and not self._engine.broken
 
-    async def serve(self, version: int) -> ThreadedEngine:
+    async def serve(self, version: int) -> Engine:
         """Return the engine once it serves `version` or a later one; a new one, the newest.
 
         Raises:
@@ -60,12 +61,13 @@ class GeneratorRole:
         """
         async with self._loading:
             if self._engine is None or self._engine.broken:
-                self._engine = await self._make_engine()
-                version = max(version, self._channel.newest())
+                self.close()
+                generation = self._recipe.generation
+                start = await asyncio.to_thread(engine_factory, generation.engine)
+                self._engine = await start(self._layout.model, generation, self._reader)
+                version = max(version, self._reader.newest())
             if self._engine.version < version:
-                newest = self._channel.newest()
-                tensors = await asyncio.to_thread(self._channel.load, newest)
-                await self._engine.load_weights(tensors, version=newest)
+                await self._engine.load_weights(self._reader.newest(), self._reader)
             return self._engine
 
     async def complete(
@@ -78,26 +80,11 @@ class GeneratorRole:
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
 
-    async def _make_engine(self) -> ThreadedEngine:
-        from areal_flow.generation.threaded_engine import ThreadedEngine
-
-        return ThreadedEngine(await asyncio.to_thread(self._load_core))
-
-    def _load_core(self) -> Any:
-        from areal_flow.generation.torch_engine import TorchEngine
-        from areal_flow.models.policy import assign_tensors, empty_policy
-
-        generation = self._recipe.generation
-        policy = empty_policy(self._layout.model, dtype=generation.dtype, device=generation.device)
-        version = self._channel.newest()
-        assign_tensors(policy, self._channel.load(version))
-        return TorchEngine(
-            policy,
-            version=version,
-            max_num_seqs=generation.max_num_seqs,
-            max_model_len=generation.max_model_len,
-            interruption=generation.interruption,
-        )
+    def close(self) -> None:
+        """Close the engine, if there is one: a broken one before it is replaced, any at the end."""
+        if self._engine:
+            self._engine.close()
+            self._engine = None
 
 
 class RewardRole:
@@ -139,7 +126,7 @@ def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
     return TrainerRank(
         layout,
         recipe_of(run_directory),
-        channel=DirectoryChannel(layout.weights_of(writer_epoch)),
+        channel=DirectoryWriter(layout.weights_of(writer_epoch)),
         read_rows=TrainingRows(layout.trajectories, layout.writers),
     )
 

@@ -1,1 +1,1 @@
-"""Prompts and weights in, completions with versions and log-probabilities out."""
+"""Engines: they complete prompts, and new weights reach them while they do."""

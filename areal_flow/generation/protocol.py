@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from areal_flow.config import GenerationSettings
 from areal_flow.types import Completion, EngineStats, GroupRequest
+from areal_flow.weights.channel import WeightsReader
 
 Interruption = Literal["interrupt", "keep", "drain"]
-"""What new weights do to running completions: re-prefill and go on; go on with the old keys and
-values; or finish on the old weights first."""
+"""What new weights do to running completions.
+
+`interrupt`: their keys and values are computed again with the new weights, and they go on.
+`keep`: they go on with the keys and values that they have. Each of their later tokens counts as
+sampled by the oldest version in its cache, so that the bound on staleness holds for everything that
+a token was computed from; its log-probability is the one of the mixture that it was drawn from.
+`drain`: they finish on the old weights first.
+"""
 
 
 class EngineCore(Protocol):
@@ -44,19 +53,55 @@ class EngineCore(Protocol):
 
 
 class Engine(Protocol):
-    """What a rollout sees."""
+    """What a rollout sees. Its worker owns it, and closes it before it is replaced or ends."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The policy version that samples new tokens."""
+        ...
+
+    @property
+    def broken(self) -> bool:
+        """Whether it can serve no more and must be closed and replaced."""
+        ...
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        """Return one completion a seed, in the seeds' order; cancelling this frees the slots."""
+        """Return one completion a seed, in the seeds' order; cancelling this frees the slots.
+
+        Raises:
+            EngineError: the request can never fit, or the engine is broken or closed.
+        """
         ...
 
-    async def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
-        """Return once `version` samples every new token."""
+    async def load_weights(self, version: int, reader: WeightsReader) -> None:
+        """Load `version` where the engine is; return once it samples every new token.
+
+        Raises:
+            WeightsError: the reader does not have this version; the engine serves on as before.
+            EngineError: the engine broke while it switched, or was closed.
+        """
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return totals since the engine was made, also after it was closed."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what it holds; whoever still waits gets an `EngineError`. Again is fine."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """Starts an engine on this worker: the value of a name in the registry."""
+
+    async def __call__(
+        self, model: Path, settings: GenerationSettings, reader: WeightsReader
+    ) -> Engine:
+        """Return an engine that serves the newest version of `reader`.
+
+        Args:
+            model: a directory with the model's configuration; its weights come from `reader`.
+            settings: sizes, types, device and interruption rule.
+            reader: where published weights are.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""Logits and uniform numbers in, tokens and their log-probabilities out.
+"""Draws tokens from logits, and says how probable each was in the distribution it was drawn from.
 
 A uniform number is a function of (seed, position), so a completion's randomness does not depend on
 its slot, its neighbours, a retry or an interruption. Letters: S slots, V vocabulary.

@@ -1,4 +1,4 @@
-"""Which completion decodes in which slot. Pure: no torch, no threads, no tokens."""
+"""Decides which completion decodes in which slot, without torch, threads or tokens."""
 
 from __future__ import annotations
 

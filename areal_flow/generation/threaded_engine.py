@@ -1,10 +1,11 @@
-"""Makes an `EngineCore` an `Engine`: one thread decodes, the event loop only waits.
+"""Makes an `EngineCore` an `Engine`: one thread decodes, and the event loop only waits.
 
 | who             | waits for             | unblocked by                                 |
 |-----------------|-----------------------|----------------------------------------------|
-| the thread      | work                  | a command: add, cancel, load, close          |
-| `generate`      | all members of a group | the thread, after the step that ends the last |
-| `load_weights`  | the switch            | the thread, between two decode steps         |
+| decode thread   | work                  | a command: add, cancel, load, close          |
+| `generate`      | a group's last member | the decode thread, after the step that ends it |
+| `load_weights`  | the reader            | a thread that loads while decoding goes on   |
+|                 | the switch            | the decode thread, between two decode steps  |
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import queue
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import EngineCore
 from areal_flow.types import Completion, EngineStats, GroupRequest
+from areal_flow.weights.channel import WeightsReader
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class ThreadedEngine:
             self._commands.put(lambda: self._cancel(request.request_id))
             raise
 
-    async def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
+    async def load_weights(self, version: int, reader: WeightsReader) -> None:
+        tensors = await asyncio.to_thread(reader.load, version)
         future: asyncio.Future[None] = self._promise()
 
         def load() -> None:
@@ -83,12 +86,7 @@ class ThreadedEngine:
         await future
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            self._incarnation,
-            self._num_tokens,
-            self._busy_s,
-            getattr(self._core, "num_interruptions", 0),
-        )
+        return EngineStats(self._incarnation, self._num_tokens, self._busy_s)
 
     def close(self) -> None:
         """End the thread after its current step; whoever still waits gets an `EngineError`."""
@@ -126,7 +124,8 @@ class ThreadedEngine:
                 self._acknowledge_loads()
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            self._broken = error
+            # Its frames hold this engine, and so the device's memory that its successor needs.
+            self._broken = error.with_traceback(None)
         self._loop.call_soon_threadsafe(self._fail_outstanding)
 
     def _obey_commands(self) -> None:

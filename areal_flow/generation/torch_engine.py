@@ -5,26 +5,33 @@ together, always as the same number of rows, so a completion's numbers do not de
 New weights interrupt between two tokens: the cache is dropped, prefixes are prefilled with the new
 weights, sampling goes on where it stood.
 
-It refuses to know where weights come from and what completions are for. One thread drives it.
+`TorchEngine` refuses to know where weights come from and what completions are for; one thread
+drives it. `start_torch_engine` is what the registry names.
+
 Letters: S slots, N prefixes, P padded prefix length, V vocabulary.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_flow.config import GenerationSettings
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import Interruption
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SlotScheduler
+from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.attention import Prefix, SlotCache
-from areal_flow.models.policy import assign_tensors, decode, prefill
+from areal_flow.models.policy import assign_tensors, decode, empty_policy, prefill
 from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, version_spans_of
+from areal_flow.weights.channel import WeightsReader
 
 PREFILL_ROWS = 16
 """Prefixes prefilled together after an interruption."""
@@ -36,6 +43,8 @@ class _Sequence:
 
     request: GroupRequest
     index: int
+    oldest_version: int
+    """Of the keys and values in its cache: what its tokens count as sampled by."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -89,7 +98,6 @@ class TorchEngine:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.interruption = interruption
-        self.num_interruptions = 0
         self._scheduler = SlotScheduler(max_num_seqs)
         self._groups: dict[str, _Group] = {}
         self._sequences: dict[int, _Sequence] = {}
@@ -147,7 +155,7 @@ class TorchEngine:
         self._cache.copy_prefix(group.prompt_prefix, 0, slots)
         for slot in slots:
             member = self._scheduler.running[slot]
-            self._sequences[slot] = _Sequence(group.request, member.index)
+            self._sequences[slot] = _Sequence(group.request, member.index, self.version)
         self._sample(group.prompt_logits_1V.expand(len(slots), -1), slots)
         if not self._scheduler.still_waiting(request_id):
             group.prompt_prefix = group.prompt_logits_1V = None
@@ -180,7 +188,7 @@ class TorchEngine:
             ):
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
-                sequence.versions.append(self.version)
+                sequence.versions.append(sequence.oldest_version)
 
     def _finish(self) -> list[tuple[str, list[Completion]]]:
         complete = []
@@ -207,9 +215,6 @@ class TorchEngine:
         assign_tensors(self.policy, tensors)
         for group in self._groups.values():
             group.prompt_prefix = group.prompt_logits_1V = None
-        if not self._sequences:
-            return
-        self.num_interruptions += len(self._sequences)
         if self.interruption == "interrupt":
             self._prefill_running()
 
@@ -220,3 +225,24 @@ class TorchEngine:
             prefix, _ = prefill(self.policy, [self._sequences[slot].prefix for slot in rows])
             for row, slot in enumerate(rows):
                 self._cache.copy_prefix(prefix, row, [slot])
+                self._sequences[slot].oldest_version = self.version
+
+
+async def start_torch_engine(
+    model: Path, settings: GenerationSettings, reader: WeightsReader
+) -> ThreadedEngine:
+    """Start an engine in this process; see `EngineFactory`."""
+    return ThreadedEngine(await asyncio.to_thread(_load_core, model, settings, reader))
+
+
+def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> TorchEngine:
+    policy = empty_policy(model, dtype=settings.dtype, device=settings.device)
+    version = reader.newest()
+    assign_tensors(policy, reader.load(version))
+    return TorchEngine(
+        policy,
+        version=version,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        interruption=settings.interruption,
+    )

@@ -1,1 +1,1 @@
-"""Policies and how they attend. Shared by the torch engine and the trainer; knows neither."""
+"""Policies, their directories and how they attend; shared by the torch engine and the trainer."""

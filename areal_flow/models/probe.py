@@ -107,8 +107,8 @@ def _check_config(config: Any, max_model_len: int) -> None:
             longest = settings.get("original_max_position_embeddings") or longest
     if max_model_len > longest:
         raise ModelError(
-            f"it computes at most {longest} tokens alike in every batch, found "
-            f"generation.max_model_len = {max_model_len}: lower it"
+            f"it was made for at most {longest} tokens, found generation.max_model_len = "
+            f"{max_model_len}: lower it"
         )
 
 
@@ -175,7 +175,7 @@ def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     logits_TV = logits_at(
         policy, row_1T, layout.position_ids, layout, torch.arange(row_1T.shape[1])
     )
-    return list(logits_TV.log_softmax(-1).split(lengths))
+    return list(torch.split(logits_TV.log_softmax(-1), lengths))
 
 
 def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
@@ -215,7 +215,7 @@ def check_weights(directory: Path, config: Any) -> None:
         for name, tensor in revert_weight_conversion(policy, policy.state_dict()).items()
         if name not in policy.all_tied_weights_keys
     }
-    stored = {}
+    stored: dict[str, tuple[int, ...]] = {}
     try:
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:

@@ -41,7 +41,7 @@ from areal_flow.trainer.inspection import (
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
-from areal_flow.weights.hashing import HashingStage
+from areal_flow.weights.channel import HashingWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -196,7 +196,7 @@ class LocalReplay:
         self._recipe = on_this_machine(load_recipe(layout.config))
         self._read_rows = TrainingRows(layout.trajectories, layout.writers)
         self._rank = TrainerRank(
-            layout, self._recipe, channel=HashingStage(), read_rows=self._read_rows
+            layout, self._recipe, channel=HashingWriter(), read_rows=self._read_rows
         )
 
     async def restore(self, wanted: int | None) -> None:

@@ -40,8 +40,7 @@ from areal_flow.trainer.sequences import (
 )
 from areal_flow.trainer.step import learning_rate, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
-from areal_flow.weights.channel import WeightsStage
-from areal_flow.weights.hashing import HashingStage
+from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Returns the rows of trajectory ids, in their order."""
@@ -55,7 +54,7 @@ class TrainerRank:
         layout: RunLayout,
         recipe: Recipe,
         *,
-        channel: WeightsStage,
+        channel: WeightsWriter,
         read_rows: ReadRows,
         loss: TokenLoss | None = None,
     ) -> None:
@@ -228,7 +227,7 @@ class TrainerRank:
         """Write the weights aside, and hash the master weights meanwhile."""
         dtype = DTYPES[self._recipe.generation.dtype]
         weights = self.backend.export_weights()
-        channel = self._channel if self._replicas.leads else HashingStage()
+        channel = self._channel if self._replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
             served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})

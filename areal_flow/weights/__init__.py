@@ -1,1 +1,1 @@
-"""How a policy's weights get from the trainer to the generators."""
+"""Media that carry a policy's weights from the trainer to the generators."""

@@ -1,4 +1,4 @@
-"""Weights through a shared directory: safetensors, written aside, renamed into place.
+"""Weights through a shared directory: safetensors files, written aside and renamed into place.
 
     weights/00000012/{model.safetensors, hash}      published
     weights/.staged-00000013/                       not yet
@@ -24,8 +24,8 @@ KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
 
 
-class DirectoryChannel:
-    """A `WeightsChannel` over a directory that trainer and generators see."""
+class DirectoryWriter:
+    """A `WeightsWriter` over a directory that trainer, driver and generators see."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -35,7 +35,7 @@ class DirectoryChannel:
 
         from areal_flow.models.hashing import hash_tensors
 
-        staged = self._staged(version)
+        staged = _staged(self.root, version)
         shutil.rmtree(staged, ignore_errors=True)
         served_hash = hash_tensors(tensors)
         try:
@@ -51,7 +51,7 @@ class DirectoryChannel:
         return served_hash
 
     def publish(self, version: int) -> None:
-        published, staged = self._published(version), self._staged(version)
+        published, staged = _published(self.root, version), _staged(self.root, version)
         if staged.is_dir() and _hash_of(staged) != _hash_of(published):
             shutil.rmtree(published, ignore_errors=True)
             staged.rename(published)
@@ -59,8 +59,23 @@ class DirectoryChannel:
             raise WeightsError(f"version {version} was never staged in {self.root}")
         self._prune(version)
 
+    def _prune(self, published: int) -> None:
+        """Drop old versions, and what a replay staged on its way to the published one."""
+        for version in _versions(self.root)[:-KEEP_VERSIONS]:
+            shutil.rmtree(_published(self.root, version), ignore_errors=True)
+        for staged in self.root.glob(".staged-*"):
+            if int(staged.name.removeprefix(".staged-")) <= published:
+                shutil.rmtree(staged, ignore_errors=True)
+
+
+class DirectoryReader:
+    """A `WeightsReader` over the same directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
     def newest(self) -> int:
-        versions = self._versions()
+        versions = _versions(self.root)
         if not versions:
             raise WeightsError(f"no weights were published in {self.root}")
         return versions[-1]
@@ -70,7 +85,7 @@ class DirectoryChannel:
 
         from areal_flow.models.hashing import hash_tensors
 
-        directory = self._published(version)
+        directory = _published(self.root, version)
         try:
             tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
             expected = (directory / "hash").read_text()
@@ -86,24 +101,19 @@ class DirectoryChannel:
             )
         return tensors
 
-    def _published(self, version: int) -> Path:
-        return self.root / f"{version:08d}"
 
-    def _staged(self, version: int) -> Path:
-        return self.root / f".staged-{version:08d}"
+def _published(root: Path, version: int) -> Path:
+    return root / f"{version:08d}"
 
-    def _versions(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        return sorted(int(entry.name) for entry in self.root.iterdir() if entry.name.isdigit())
 
-    def _prune(self, published: int) -> None:
-        """Drop old versions, and what a replay staged on its way to the published one."""
-        for version in self._versions()[:-KEEP_VERSIONS]:
-            shutil.rmtree(self._published(version), ignore_errors=True)
-        for staged in self.root.glob(".staged-*"):
-            if int(staged.name.removeprefix(".staged-")) <= published:
-                shutil.rmtree(staged, ignore_errors=True)
+def _staged(root: Path, version: int) -> Path:
+    return root / f".staged-{version:08d}"
+
+
+def _versions(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
 
 
 def _hash_of(directory: Path) -> str | None:
@@ -119,6 +129,6 @@ def publish_model_directory(source: Path, root: Path) -> None:
     """
     from areal_flow.models.policy import load_policy, policy_tensors
 
-    channel = DirectoryChannel(root)
-    channel.stage(0, policy_tensors(load_policy(source)))
-    channel.publish(0)
+    writer = DirectoryWriter(root)
+    writer.stage(0, policy_tensors(load_policy(source)))
+    writer.publish(0)

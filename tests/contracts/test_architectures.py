@@ -48,7 +48,7 @@ LATENT = {
 GRANITE = {"logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}
 WINDOW = {"sliding_window": 8}
 
-SUPPORTED = {
+SUPPORTED: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen2 with a window": {**WINDOW, "use_sliding_window": True, "max_window_layers": 2},
     "Qwen3": {"head_dim": 16},
@@ -71,7 +71,7 @@ SUPPORTED = {
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
 }
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GptOss": ({"head_dim": 16, "num_local_experts": 4}, r"sinks \(s_aux\)"),
     "Lfm2": (
         {"layer_types": ["conv", "full_attention"] * 2},

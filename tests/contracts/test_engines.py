@@ -6,17 +6,20 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import exp
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from areal_flow.errors import EngineError
+from areal_flow.config import GenerationSettings
+from areal_flow.errors import ConfigError, EngineError, WeightsError
 from areal_flow.generation.protocol import EngineCore, Interruption
+from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.sampling import processed_logprobs
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.torch_engine import TorchEngine
@@ -24,7 +27,8 @@ from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
 from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion, GroupRequest, Sampling
-from tests.policies import small_policy
+from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from tests.policies import small_policy, write_model_directory
 
 VOCABULARY = 13
 
@@ -183,25 +187,85 @@ def test_interrupting_with_the_same_weights_changes_nothing(subject: Subject) ->
     assert [c.tokens for c in found["r"]] == [c.tokens for c in quiet]
 
 
-def test_kept_cache_differs_and_drained_completions_have_one_version(subject: Subject) -> None:
-    def interrupted(rule: Interruption) -> Completion:
-        engine = subject.make(interruption=rule)
-        engine.add(request_of(seeds=1, length=20))
-        found: dict[str, list[Completion]] = {}
-        for _ in range(8):
-            found.update(engine.step())
-        engine.load_weights(subject.weights(1), version=1)
-        while engine.has_work():
-            found.update(engine.step())
-        assert engine.version == 1
-        return found["r"][0]
+def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Subject) -> None:
+    """Also those whose group's prompt was prefilled by the old ones."""
+    engine = subject.make(max_num_seqs=2)
+    request = request_of(seeds=4, length=12)
+    engine.add(request)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.load_weights(subject.weights(1), version=1)
+    found: dict[str, list[Completion]] = {}
+    while engine.has_work():
+        found.update(engine.step())
+    assert [versions_of(c)[0] for c in found["r"]] == [0, 0, 1, 1]
+    for late in found["r"][2:]:
+        assert set(versions_of(late)) == {1}
+        expected = subject.reference(1, request.prompt_tokens, late.tokens, request.sampling)
+        assert late.logprobs == pytest.approx(expected, abs=1e-4)
 
-    kept = interrupted("keep")
-    exact = subject.reference(1, request_of().prompt_tokens, kept.tokens, request_of().sampling)
-    after = versions_of(kept).index(1)
-    differences = [abs(a - b) for a, b in zip(kept.logprobs[after:], exact[after:], strict=True)]
-    assert max(differences) > 1e-3
-    assert set(versions_of(interrupted("drain"))) == {0}
+
+def one_switched_after(steps: int, engine: EngineCore, weights: Mapping[str, Any]) -> Completion:
+    """Run one completion of 20 tokens, with new weights after some of its tokens."""
+    engine.add(request_of(seeds=1, length=20))
+    found: dict[str, list[Completion]] = {}
+    for _ in range(steps):
+        found.update(engine.step())
+    engine.load_weights(weights, version=1)
+    while engine.has_work():
+        found.update(engine.step())
+    assert engine.version == 1
+    return found["r"][0]
+
+
+def test_drained_completions_have_one_version(subject: Subject) -> None:
+    drained = one_switched_after(8, subject.make(interruption="drain"), subject.weights(1))
+    assert set(versions_of(drained)) == {0}
+
+
+@torch.no_grad()
+def test_kept_tokens_count_as_their_oldest_context_s_and_are_drawn_from_the_mixture() -> None:
+    """The mixture by transformers' own cache: a prefix by the old weights, the rest by the new."""
+    subject = torch_subject()
+    kept = one_switched_after(8, subject.make(interruption="keep"), subject.weights(1))
+    assert set(versions_of(kept)) == {0}
+    prompt, sampling = request_of().prompt_tokens, request_of().sampling
+    for version in (0, 1):
+        pure = subject.reference(version, prompt, kept.tokens, sampling)[10:]
+        assert max(abs(a - b) for a, b in zip(kept.logprobs[10:], pure, strict=True)) > 1e-3
+    old, new = (small_policy(seed=version, vocab_size=VOCABULARY) for version in (0, 1))
+    for policy in (old, new):
+        policy.set_attn_implementation("eager")
+    tokens = torch.tensor([[*prompt, *kept.tokens]])
+    # One step prefills and decodes, so eight have drawn nine tokens; the ninth has no keys yet.
+    num_old = len(prompt) + 8
+    before = old(input_ids=tokens[:, :num_old], use_cache=True)
+    after = new(input_ids=tokens[:, num_old:-1], past_key_values=before.past_key_values)
+    mixed = torch.cat([before.logits[0, len(prompt) - 1 :], after.logits[0]]).log_softmax(-1)
+    expected = mixed.gather(1, tokens[0, len(prompt) :, None])[:, 0].tolist()
+    assert kept.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mean"), [({}, 1.0), ({"temperature": 0.7}, 1.0), ({"top_p": 0.9}, None)]
+)
+def test_importance_weights_are_one_on_policy_unless_sampling_truncates(
+    sampling: dict[str, Any], mean: float | None
+) -> None:
+    subject = torch_subject()
+    request = request_of(seeds=16, **sampling)
+    whole = replace(request.sampling, top_p=1.0)
+    weights = [
+        exp(trained - drawn)
+        for completion in run_all(subject.make(), request)["r"]
+        for trained, drawn in zip(
+            subject.reference(0, request.prompt_tokens, completion.tokens, whole),
+            completion.logprobs,
+            strict=True,
+        )
+    ]
+    found = sum(weights) / len(weights)
+    assert found == pytest.approx(mean, abs=1e-4) if mean else found < 0.96
 
 
 def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
@@ -303,7 +367,7 @@ async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
             asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)
         ]
         await asyncio.sleep(0.01)
-        await engine.load_weights(subject.weights(3), version=3)
+        await engine.load_weights(3, FixedReader(3, subject.weights(3)))
         assert engine.version == 3
         after = await engine.generate(request_of("later", length=3))
         assert all(versions_of(completion) == [3, 3, 3] for completion in after)
@@ -329,7 +393,7 @@ async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
 async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None:
     engine = ThreadedEngine(subject.make())
     with pytest.raises(EngineError, match="down"):
-        await engine.load_weights({"nonsense": torch.zeros(1)}, version=1)
+        await engine.load_weights(1, FixedReader(1, {"nonsense": torch.zeros(1)}))
     with pytest.raises(EngineError, match="down"):
         await engine.generate(request_of())
     assert engine.broken
@@ -337,9 +401,63 @@ async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None
 
 async def test_closed_engine_refuses(subject: Subject) -> None:
     engine = ThreadedEngine(subject.make())
+    waiting = asyncio.create_task(engine.generate(request_of(length=55, seeds=500)))
+    await asyncio.sleep(0)
+    engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
+        await waiting
+    with pytest.raises(EngineError, match="closed"):
         await engine.generate(request_of())
+
+
+async def test_weights_that_cannot_be_read_leave_the_engine_as_it_was(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    try:
+        with pytest.raises(WeightsError, match="not published"):
+            await engine.load_weights(2, FixedReader(1, subject.weights(1)))
+        assert not engine.broken
+        (completion, *_) = await engine.generate(request_of())
+        assert set(versions_of(completion)) == {0}
+    finally:
+        engine.close()
+
+
+def test_recipes_name_engines_of_the_registry() -> None:
+    for name in ENGINES:
+        assert callable(engine_factory(name))
+    with pytest.raises(ConfigError, match=r"generation.engine = 'vllm': expected one of torch"):
+        engine_factory("vllm")
+
+
+async def test_torch_engine_starts_with_the_newest_weights_of_a_directory(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path / "model")
+    publish_model_directory(model, tmp_path / "weights")
+    reader = DirectoryReader(tmp_path / "weights")
+    settings = GenerationSettings(max_num_seqs=2, max_model_len=32, max_new_tokens=4)
+    engine = await engine_factory("torch")(model, settings, reader)
+    try:
+        assert engine.version == 0
+        (completion,) = await engine.generate(GroupRequest("r", (5, 6), (1,), Sampling(4)))
+        assert len(completion.tokens) == 4
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class FixedReader:
+    """A `WeightsReader` of one version."""
+
+    version: int
+    tensors: Mapping[str, Any]
+
+    def newest(self) -> int:
+        return self.version
+
+    def load(self, version: int) -> Mapping[str, Any]:
+        if version != self.version:
+            raise WeightsError(f"version {version} was not published")
+        return self.tensors
 
 
 class FailingEngine(BigramEngine):

@@ -1,7 +1,8 @@
-"""Every weights channel: what is served is what was published."""
+"""Every medium of weights, by its two ends: what is read is what was published."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,70 +11,96 @@ import torch
 from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import assign_tensors, policy_tensors
-from areal_flow.testing import MemoryChannel
-from areal_flow.weights.channel import WeightsChannel
-from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryChannel
+from areal_flow.testing import MemoryReader, MemoryWriter
+from areal_flow.weights.channel import HashingWriter, WeightsReader, WeightsWriter
+from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
 from tests.policies import small_policy
 
 
+@dataclass(frozen=True)
+class Medium:
+    """Both ends of a medium; `memory` pushes, `directory` is pulled from."""
+
+    writer: WeightsWriter
+    reader: WeightsReader
+
+
 @pytest.fixture(params=["directory", "memory"])
-def channel(request: pytest.FixtureRequest, tmp_path: Path) -> WeightsChannel:
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
     if request.param == "directory":
-        return DirectoryChannel(tmp_path / "weights")
-    return MemoryChannel()
+        return Medium(DirectoryWriter(tmp_path / "weights"), DirectoryReader(tmp_path / "weights"))
+    writer = MemoryWriter()
+    return Medium(writer, MemoryReader(writer))
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((3, 2), value), "b": torch.full((4,), value, dtype=torch.bfloat16)}
 
 
-def test_published_weights_come_back_exactly(channel: WeightsChannel) -> None:
-    served_hash = channel.stage(3, weights(0.1))
-    channel.publish(3)
-    found = channel.load(3)
-    assert channel.newest() == 3
+def test_published_weights_come_back_exactly(medium: Medium) -> None:
+    served_hash = medium.writer.stage(3, weights(0.1))
+    medium.writer.publish(3)
+    found = medium.reader.load(3)
+    assert medium.reader.newest() == 3
     assert hash_tensors(found) == served_hash == hash_tensors(weights(0.1))
 
 
-def test_staged_weights_are_invisible(channel: WeightsChannel) -> None:
-    channel.stage(0, weights(1))
+def test_staged_weights_are_invisible(medium: Medium) -> None:
+    medium.writer.stage(0, weights(1))
     with pytest.raises(WeightsError):
-        channel.newest()
+        medium.reader.newest()
     with pytest.raises(WeightsError):
-        channel.load(0)
+        medium.reader.load(0)
 
 
-def test_publishing_what_was_not_staged_is_refused(channel: WeightsChannel) -> None:
+def test_publishing_what_was_not_staged_is_refused(medium: Medium) -> None:
     with pytest.raises(WeightsError, match="never staged"):
-        channel.publish(1)
+        medium.writer.publish(1)
 
 
-def test_publishing_again_is_fine(channel: WeightsChannel) -> None:
-    channel.stage(1, weights(1))
-    channel.publish(1)
-    channel.publish(1)
-    assert channel.newest() == 1
+def test_publishing_again_is_fine(medium: Medium) -> None:
+    medium.writer.stage(1, weights(1))
+    medium.writer.publish(1)
+    medium.writer.publish(1)
+    assert medium.reader.newest() == 1
+
+
+def test_reader_that_comes_late_finds_the_newest(tmp_path: Path) -> None:
+    directory, memory = DirectoryWriter(tmp_path / "weights"), MemoryWriter()
+    for writer in (directory, memory):
+        for version in (0, 1):
+            writer.stage(version, weights(version))
+            writer.publish(version)
+    for reader in (DirectoryReader(tmp_path / "weights"), MemoryReader(memory)):
+        assert reader.newest() == 1
+        assert hash_tensors(reader.load(1)) == hash_tensors(weights(1))
+
+
+def test_writer_without_a_reader_hashes_alike() -> None:
+    writer = HashingWriter()
+    assert writer.stage(3, weights(0.1)) == hash_tensors(weights(0.1))
+    writer.publish(3)
 
 
 def test_changed_file_is_found_at_load(tmp_path: Path) -> None:
-    channel = DirectoryChannel(tmp_path)
-    channel.stage(0, weights(1))
-    channel.publish(0)
+    writer, reader = DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
+    writer.stage(0, weights(1))
+    writer.publish(0)
     file = tmp_path / "00000000" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(WeightsError, match="changed after they were published"):
-        channel.load(0)
+        reader.load(0)
 
 
 def test_old_versions_are_removed(tmp_path: Path) -> None:
-    channel = DirectoryChannel(tmp_path)
+    writer, reader = DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     for version in range(KEEP_VERSIONS + 3):
-        channel.stage(version, weights(version))
-        channel.publish(version)
+        writer.stage(version, weights(version))
+        writer.publish(version)
     assert len(list(tmp_path.iterdir())) == KEEP_VERSIONS
-    assert channel.newest() == KEEP_VERSIONS + 2
+    assert reader.newest() == KEEP_VERSIONS + 2
 
 
 def test_tied_head_follows_the_embedding() -> None:
@@ -92,12 +119,12 @@ def test_weights_of_another_policy_are_refused() -> None:
 def test_publishing_again_leaves_readers_alone_and_clears_what_a_replay_staged(
     tmp_path: Path,
 ) -> None:
-    channel = DirectoryChannel(tmp_path)
-    channel.stage(3, weights(3))
-    channel.publish(3)
+    writer = DirectoryWriter(tmp_path)
+    writer.stage(3, weights(3))
+    writer.publish(3)
     served = (tmp_path / "00000003").stat().st_ino
     for version in (1, 2, 3):
-        channel.stage(version, weights(version))
-    channel.publish(3)
+        writer.stage(version, weights(version))
+    writer.publish(3)
     assert (tmp_path / "00000003").stat().st_ino == served
     assert [entry.name for entry in tmp_path.iterdir()] == ["00000003"]

@@ -11,7 +11,7 @@ import pytest
 from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.testing import MemoryChannel
+from areal_flow.testing import MemoryWriter
 from tests.unit.virtual_time import run_in_virtual_time
 
 
@@ -116,7 +116,7 @@ def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
 
 def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
     async def announce() -> float:
-        weights = DaskWeights(FakeClient(load_s=load_s), MemoryChannel(), live)
+        weights = DaskWeights(FakeClient(load_s=load_s), MemoryWriter(), live)
         await weights.load_everywhere(1)
         return asyncio.get_running_loop().time()
 

@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from areal_flow.config import AlgorithmSettings, load_recipe
+from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.store.queries import Run
 from areal_flow.store.selection import read_rows

@@ -58,7 +58,7 @@ class StepRow(pa.DataFrameModel):
     loss: pl.Float64 = pa.Field(nullable=True)
     grad_norm: pl.Float64 = pa.Field(nullable=True)
     learning_rate: pl.Float64 = pa.Field(ge=0)
-    metrics: pl.Map(pl.String, pl.Float64) = pa.Field(  # type: ignore[call-arg, misc]
+    metrics: pl.Map(pl.String, pl.Float64) = pa.Field(
         description="what the algorithm computes besides, by name"
     )
 

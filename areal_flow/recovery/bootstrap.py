@@ -16,7 +16,7 @@ from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.restore import RestorableTrainer, restore_newest
 from areal_flow.store.ledger import Ledger
 from areal_flow.types import PolicyHashes
-from areal_flow.weights.channel import WeightsChannel
+from areal_flow.weights.channel import WeightsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Restored:
 
 def commit_genesis(
     ledger: Ledger,
-    channel: WeightsChannel,
+    channel: WeightsWriter,
     begun: tuple[PolicyHashes, str],
     provenance: Provenance,
     seconds: float,
@@ -48,7 +48,7 @@ async def restore_policy(
     layout: RunLayout,
     recipe: Recipe,
     ledger: Ledger,
-    channel: WeightsChannel,
+    channel: WeightsWriter,
 ) -> Restored:
     """Bring all trainer ranks to the ledger's head and publish its weights.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,10 @@ def import_loss(path: str) -> TokenLoss:
 
 
 def _value(recipe: Recipe, name: str) -> Any:
-    return reduce(lambda section, key: getattr(section, key, None), name.split("."), recipe)
+    found: Any = recipe
+    for key in name.split("."):
+        found = getattr(found, key, None)
+    return found
 
 
 def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:

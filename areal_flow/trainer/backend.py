@@ -13,6 +13,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, TokenLoss
 from areal_flow.config import TrainerSettings
+from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
@@ -116,7 +117,7 @@ class TrainerBackend(Protocol):
 def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
     """Return the backend that a recipe names, with a fresh optimizer over this policy."""
     backend: Any = import_function(
-        BACKENDS[settings.backend], setting="trainer.backend", error=KeyError
+        BACKENDS[settings.backend], setting="trainer.backend", error=ConfigError
     )
     made: TrainerBackend = backend(policy, settings)
     return made

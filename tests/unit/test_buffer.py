@@ -63,6 +63,15 @@ def test_group_without_any_score_is_not_kept() -> None:
     assert len(buffer) == 0
 
 
+def test_group_that_the_algorithm_would_not_train_is_discarded_and_frees_its_slot() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=2, keeps_group=lambda r: len(set(r)) > 1)
+    discards = buffer.add(group(0, rewards=(1.0, None, 1.0)), policy_version=0)
+    assert [d.reason for d in discards] == ["verifier_error", "group_filter", "group_filter"]
+    assert len(buffer) == 0
+    assert buffer.add(group(1, rewards=(1.0, 0.0)), policy_version=0) == []
+    assert len(buffer) == 1
+
+
 def test_group_that_arrives_too_old_is_discarded_at_once() -> None:
     buffer = Buffer(groups_per_step=1, max_staleness=2)
     assert len(buffer.add(group(0, version=0), policy_version=3)) == 2

@@ -1,16 +1,25 @@
-"""Decoupled PPO: the design's golden values and a float64 brute force with its gradient."""
+"""Losses: the design's golden values, float64 brute force, and what every algorithm must hold."""
 
 from __future__ import annotations
 
-from math import exp
+from dataclasses import replace
+from math import exp, log
 
 import pytest
 import torch
-from areal_flow.algorithms.losses import ImportanceWeightRule, PolicyLoss, decoupled_ppo_loss
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.logprobs import next_token_logprobs
+from areal_flow.algorithms.aggregation import constant, sequence_mean, sequence_means, token_mean
+from areal_flow.algorithms.decoupled_ppo import DecoupledPPO, ImportanceWeightRule
+from areal_flow.algorithms.gspo import GSPO
+from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs
+from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.ratios import MAX_LOG_RATIO
+from areal_flow.algorithms.registry import ALGORITHMS
+from areal_flow.config import build_recipe
+from areal_flow.errors import ConfigError
 
 LOGPROBS = [-1.0, -0.5, -2.0]
 PROXIMAL = [-1.1, -0.7, -1.6]
@@ -18,15 +27,23 @@ BEHAVIOR = [-1.5, -0.4, -3.5]
 ADVANTAGES = [1.0, -1.0, 2.0]
 
 
+def inputs(
+    logprobs: list[float] = LOGPROBS,
+    proximal: list[float] = PROXIMAL,
+    behavior: list[float] = BEHAVIOR,
+    advantages: list[float] = ADVANTAGES,
+    sequence: list[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> LossInputs:
+    columns = (logprobs, proximal, behavior, advantages)
+    tensors = [torch.tensor(column, dtype=dtype) for column in columns]
+    tensors[0].requires_grad_()
+    owners = torch.tensor(sequence or [0] * len(logprobs), dtype=torch.long)
+    return LossInputs(*tensors, owners, torch.zeros(len(logprobs), dtype=torch.long))
+
+
 def golden_loss(rule: ImportanceWeightRule) -> PolicyLoss:
-    return decoupled_ppo_loss(
-        torch.tensor(LOGPROBS, dtype=torch.float64),
-        proximal_logprobs_T=torch.tensor(PROXIMAL, dtype=torch.float64),
-        behavior_logprobs_T=torch.tensor(BEHAVIOR, dtype=torch.float64),
-        advantages_T=torch.tensor(ADVANTAGES, dtype=torch.float64),
-        importance_weight_rule=rule,
-        importance_weight_cap=5.0,
-    )
+    return DecoupledPPO(importance_weight_rule=rule, importance_weight_cap=5.0).loss(inputs())
 
 
 @pytest.mark.parametrize(
@@ -34,15 +51,15 @@ def golden_loss(rule: ImportanceWeightRule) -> PolicyLoss:
     [("full", -3.235754), ("truncate", -2.482361), ("mask", -0.247961)],
 )
 def test_golden_losses(rule: ImportanceWeightRule, expected: float) -> None:
-    assert float(golden_loss(rule).loss_sum) / 3 == pytest.approx(expected, abs=1e-6)
+    assert float(golden_loss(rule).losses_T.mean()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_golden_weights() -> None:
     weights = [exp(p - b) for p, b in zip(PROXIMAL, BEHAVIOR, strict=True)]
     assert weights == pytest.approx([1.4918, 0.7408, 6.6859], abs=1e-4)
-    loss = golden_loss("full")
-    assert float(loss.importance_weight_max) == pytest.approx(max(weights))
-    assert float(loss.importance_weight_sum) == pytest.approx(sum(weights))
+    metrics = golden_loss("full").metrics
+    assert metrics["importance_weight_max"].value == pytest.approx(max(weights))
+    assert metrics["importance_weight_mean"].value == pytest.approx(sum(weights) / 3)
 
 
 token = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3))
@@ -52,16 +69,8 @@ token = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-4, 0), st.float
 def test_loss_and_gradient_equal_brute_force(
     tokens: list[tuple[float, float, float, float]], low: float, high: float
 ) -> None:
-    columns = [torch.tensor(c, dtype=torch.float64) for c in zip(*tokens, strict=True)]
-    logprobs = columns[0].requires_grad_()
-    loss = decoupled_ppo_loss(
-        logprobs,
-        proximal_logprobs_T=columns[1],
-        behavior_logprobs_T=columns[2],
-        advantages_T=columns[3],
-        epsilon_low=low,
-        epsilon_high=high,
-    ).loss_sum
+    given_ = inputs(*(list(column) for column in zip(*tokens, strict=True)))
+    loss = DecoupledPPO(epsilon=low, epsilon_high=high).loss(given_).losses_T.sum()
     loss.backward()
     total = 0.0
     for index, (theta, prox, behav, advantage) in enumerate(tokens):
@@ -72,19 +81,125 @@ def test_loss_and_gradient_equal_brute_force(
         gradient = -w * u * advantage if passes else 0.0
         on_edge = abs(u - (1 - low)) < 1e-9 or abs(u - (1 + high)) < 1e-9 or u == clipped
         if not on_edge or passes:
-            assert float(logprobs.grad[index]) == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+            assert float(given_.logprobs_T.grad[index]) == pytest.approx(
+                gradient, rel=1e-9, abs=1e-12
+            )
     assert float(loss.detach()) == pytest.approx(total, rel=1e-9, abs=1e-12)
 
 
 def test_first_minibatch_is_never_clipped() -> None:
-    logprobs = torch.tensor(LOGPROBS)
-    loss = decoupled_ppo_loss(
-        logprobs,
-        proximal_logprobs_T=logprobs,
-        behavior_logprobs_T=torch.tensor(BEHAVIOR),
-        advantages_T=torch.tensor(ADVANTAGES),
-    )
-    assert int(loss.num_clipped) == 0
+    found = DecoupledPPO().loss(inputs(proximal=LOGPROBS))
+    assert found.metrics["clip_fraction"].value == 0
+    assert not found.clipped_T.any()
+
+
+def test_plain_ppo_is_clipped_against_the_sampling_policy() -> None:
+    """r = [1.6487, 0.9048, 4.4817], clipped to [1.2, 0.9048, 1.2]: terms 1.2, -0.9048, 2.4."""
+    found = PPO().loss(inputs())
+    assert float(found.losses_T.mean()) == pytest.approx(-0.898388, abs=1e-6)
+    assert found.clipped_T.tolist() == [True, False, True]
+    assert found.metrics["ratio_max"].value == pytest.approx(exp(1.5))
+
+
+def test_entropy_is_rewarded_by_its_coefficient() -> None:
+    logits = torch.tensor([[0.0, log(3.0)]], dtype=torch.float64)
+    entropy = next_token_entropies(logits)
+    assert float(entropy) == pytest.approx(-0.25 * log(0.25) - 0.75 * log(0.75), rel=1e-6)
+    algorithm = PPO(entropy_coefficient=0.5)
+    assert algorithm.needs_entropy
+    assert not PPO().needs_entropy
+    bare = PPO().loss(inputs()).losses_T
+    with_bonus = algorithm.loss(replace(inputs(), entropy_T=entropy.expand(3)))
+    assert torch.allclose(with_bonus.losses_T, bare - 0.5 * entropy)
+    assert with_bonus.metrics["entropy_mean"].value == pytest.approx(float(entropy))
+
+
+def test_gspo_takes_one_ratio_a_sequence() -> None:
+    """s = [exp((0.5 - 0.1) / 2), exp(1.5)] = [1.2214, 4.4817]; A = [-1, 2]: 1.2214 and -2.4."""
+    given_ = inputs(advantages=[-1.0, -1.0, 2.0], sequence=[0, 0, 1])
+    algorithm = GSPO(epsilon=0.2, epsilon_high=0.2)
+    found = algorithm.loss(given_)
+    loss = algorithm.aggregate(found.losses_T, given_.sequence_T, MinibatchSize(3, 2))
+    assert float(loss) == pytest.approx((1.2214028 - 2.4) / 2, abs=1e-6)
+    assert found.clipped_T.tolist() == [False, False, True]
+    loss.backward()
+    # d/dx of s / 2 (a sequence of two, in a mean over two sequences) is s / 4 at each token.
+    assert given_.logprobs_T.grad.tolist() == pytest.approx([0.30535, 0.30535, 0.0], abs=1e-5)
+
+
+def test_aggregations_weigh_long_sequences_as_they_say() -> None:
+    losses, sequence = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.tensor([0, 0, 0, 1])
+    of = MinibatchSize(num_tokens=4, num_sequences=2)
+    assert sequence_means(losses, sequence).tolist() == [2.0, 10.0]
+    assert float(token_mean(losses, of)) == 4.0
+    assert float(sequence_mean(losses, sequence, of)) == 6.0
+    assert float(constant(losses, of, num_tokens=8)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant"])
+def test_parts_of_a_minibatch_add_up_whatever_the_packing(name: str) -> None:
+    tokens = 8 if name == "constant" else None
+    algorithm = DecoupledPPO(aggregation=name, aggregation_tokens=tokens)  # type: ignore[arg-type]
+    losses, of = torch.tensor([1.0, 2.0, 3.0, 10.0]), MinibatchSize(4, 2)
+    whole = algorithm.aggregate(losses, torch.tensor([0, 0, 0, 1]), of)
+    parts = [
+        algorithm.aggregate(losses[:3], torch.tensor([0, 0, 0]), of),
+        algorithm.aggregate(losses[3:], torch.tensor([0]), of),
+    ]
+    assert float(whole) == pytest.approx(float(sum(parts)))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_survives_tokens_that_became_likely(name: str) -> None:
+    """A ratio of e^100 is infinite in float32: it is bounded, and counted."""
+    given_ = inputs([-1.0, -0.5], [-1.0, -0.5], [-101.0, -0.5], [1.0, -1.0], [0, 1], torch.float32)
+    found = ALGORITHMS[name]().loss(given_)
+    found.losses_T.sum().backward()
+    assert found.losses_T.isfinite().all()
+    assert given_.logprobs_T.grad.isfinite().all()
+    assert found.metrics["ratio_overflow_fraction"].value == 0.5
+
+
+def test_bound_is_beyond_what_training_needs_and_within_float32() -> None:
+    bounded = DecoupledPPO().loss(inputs([0.0], [0.0], [-100.0], [1.0]))
+    assert float(bounded.losses_T) == pytest.approx(-exp(MAX_LOG_RATIO))
+    below = DecoupledPPO().loss(inputs([0.0], [0.0], [1 - MAX_LOG_RATIO], [1.0]))
+    assert float(below.losses_T) == pytest.approx(-exp(MAX_LOG_RATIO - 1))
+    assert below.metrics["ratio_overflow_fraction"].value == 0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_takes_a_batch_without_a_token(name: str) -> None:
+    """Of a rank without work: it must name the metrics that the others name."""
+    algorithm = ALGORITHMS[name]()
+    nothing, something = algorithm.loss(inputs([], [], [], [])), algorithm.loss(inputs())
+    assert nothing.losses_T.shape == (0,)
+    assert nothing.metrics.keys() == something.metrics.keys()
+    for metric, more in zip(nothing.metrics.values(), something.metrics.values(), strict=True):
+        assert metric.add(more) == more
+
+
+def test_metrics_add_up_by_weight_and_maxima_by_size() -> None:
+    assert Metric(3.0, 2.0).add(Metric(5.0, 6.0)).value == 1.0
+    assert Metric(3.0, None).add(Metric(5.0, None)).value == 5.0
+
+
+def test_recipe_takes_the_settings_of_the_algorithm_that_it_names() -> None:
+    assert build_recipe({}, source="").algorithm == DecoupledPPO()
+    assert build_recipe({"algorithm": {"epsilon": 0.1}}, source="").algorithm.epsilon == 0.1
+    gspo = {"name": "gspo", "epsilon": 0.1}
+    assert build_recipe({"algorithm": gspo}, source="").algorithm == GSPO(epsilon=0.1)
+    with pytest.raises(ConfigError, match=r"algorithm\.importance_weight_cap: there is no such"):
+        build_recipe({"algorithm": {**gspo, "importance_weight_cap": 3.0}}, source="")
+    with pytest.raises(ConfigError, match="'decoupled_ppo', 'ppo', 'gspo'"):
+        build_recipe({"algorithm": {"name": "unknown"}}, source="")
+
+
+def test_groups_with_equal_rewards_can_be_left_out() -> None:
+    assert DecoupledPPO().keeps_group([1.0, 1.0])
+    mixed = DecoupledPPO(group_filter="mixed_rewards")
+    assert mixed.keeps_group([1.0, 0.0, 1.0])
+    assert not mixed.keeps_group([1.0, 1.0])
 
 
 def test_logprobs_use_the_sampling_temperature() -> None:

@@ -1,4 +1,4 @@
-"""Trainer ranks: shares add up, processes make what one process makes, ends are noticed."""
+"""Trainer ranks: batches add up, processes make what one process makes, ends are noticed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.gspo import GSPO
+from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.protocol import Algorithm
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import plan_micro_batches, train_step
@@ -26,10 +31,14 @@ HASHES = PolicyHashes("weights", "served")
 
 
 def trained(
-    of: ReplicatedBackend, num_ranks: int, replicas: GlooGroup | None = None
+    of: ReplicatedBackend,
+    num_ranks: int,
+    replicas: GlooGroup | None = None,
+    *,
+    algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
-    how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
+    how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
     numbers = [
         train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
         for step in (1, 2)
@@ -55,23 +64,34 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
         return list(threads.map(run, range(num_ranks)))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_shares(
-    tmp_path: Path, num_ranks: int
+@pytest.mark.parametrize(
+    ("num_ranks", "algorithm"),
+    [
+        (2, DecoupledPPO()),
+        (3, DecoupledPPO(aggregation="sequence_mean")),
+        (2, GSPO()),
+        (9, PPO(entropy_coefficient=0.1)),
+    ],
+    ids=["two", "three", "gspo", "ranks without work"],
+)
+def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
+    tmp_path: Path, num_ranks: int, algorithm: Algorithm
 ) -> None:
     states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
     found = together(
         tmp_path / "rendezvous",
         num_ranks,
-        lambda replicas: trained(states[replicas.mine[0]], num_ranks, replicas),
+        lambda replicas: trained(
+            states[replicas.mine[0]], num_ranks, replicas, algorithm=algorithm
+        ),
     )
-    assert found == [trained(state(), num_ranks)] * num_ranks
+    assert found == [trained(state(), num_ranks, algorithm=algorithm)] * num_ranks
     assert not (tmp_path / "rendezvous").exists()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 20])
-def test_shares_add_up_to_the_gradient_of_the_whole(num_ranks: int) -> None:
-    """Also with more ranks than sequences: shares may be empty."""
+def test_rank_batches_add_up_to_the_gradient_of_the_whole(num_ranks: int) -> None:
+    """Also with more ranks than sequences: batches may be empty."""
 
     def gradients(num: int) -> list[torch.Tensor]:
         of = state(learning_rate=1e-12, max_grad_norm=1e9)
@@ -79,16 +99,16 @@ def test_shares_add_up_to_the_gradient_of_the_whole(num_ranks: int) -> None:
         train_step(of, make_sequences(), step=1, settings=how)
         return [parameter.grad for parameter in of.policy.parameters()]
 
-    for shared, whole in zip(gradients(num_ranks), gradients(1), strict=True):
+    for added, whole in zip(gradients(num_ranks), gradients(1), strict=True):
         scale = max(1e-8, float(whole.abs().max()))
-        assert float((shared - whole).abs().max()) / scale < 1e-5
+        assert float((added - whole).abs().max()) / scale < 1e-5
 
 
-def test_every_sequence_is_some_ranks_and_shares_are_alike() -> None:
+def test_every_sequence_is_some_ranks_and_batches_are_alike() -> None:
     sequences = make_sequences(50)
     how = replace(settings(num_minibatches=2), num_ranks=3)
     plan = plan_micro_batches(sequences, step=1, settings=how, max_tokens=64)
-    planned = [i for minibatch in plan for share in minibatch for micro in share for i in micro]
+    planned = [i for minibatch in plan for of_rank in minibatch for m in of_rank for i in m]
     assert sorted(planned) == list(range(50))
     for minibatch in plan:
         tokens = [sum(sequences[i].num_tokens for micro in s for i in micro) for s in minibatch]

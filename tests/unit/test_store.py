@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -272,6 +273,25 @@ def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
     assert list(run.steps(columns=["step", "loss"]).columns) == ["step", "loss"]
     with pytest.raises(ValueError, match="expected pandas"):
         run.trajectories("excel")  # type: ignore[arg-type]
+
+
+def test_metrics_of_steps_read_like_columns(run: areal_flow.Run) -> None:
+    """Whatever the algorithm computes: of two steps that computed something else, too."""
+    ledger = Ledger(run.layout.steps, WRITER)
+    ledger.append({**ledger_row(1), "metrics": {"importance_weight_max": 2.5, "entropy": 0.1}})
+    table = run.steps("arrow").sort_by("step")
+    assert "metrics" not in table.column_names
+    assert table["importance_weight_max"].to_pylist() == [1.5, 2.5]
+    assert table["clip_fraction"].to_pylist() == [0.0, None]
+    assert table["entropy"].to_pylist() == [None, 0.1]
+    frame = run.steps(columns=["step", "entropy"], where="step = 1")
+    assert frame.values.tolist() == [[1, 0.1]]
+    with closing(run.database()) as database:
+        (found,) = database.sql("SELECT max(importance_weight_max) FROM steps").fetchall()
+    assert found == (2.5,)
+    with pytest.raises(RunError, match="found entropies"):
+        run.steps(columns=["entropies"])
+    assert ledger.rows()[1]["metrics"] == {"importance_weight_max": 2.5, "entropy": 0.1}
 
 
 def test_run_sees_what_is_committed_while_it_goes_on(run: areal_flow.Run, path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Trainer backends and the step over them: what is updated, by which loss, at which rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from areal_flow.algorithms.gspo import GSPO
+from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.protocol import (
+    Advantage,
+    AdvantageInputs,
+    LossInputs,
+    MinibatchSize,
+    PolicyLoss,
+)
+from areal_flow.config import TrainerSettings
+from areal_flow.trainer.backend import (
+    BACKENDS,
+    Minibatch,
+    RankBatch,
+    StepSettings,
+    TrainerBackend,
+    make_backend,
+)
+from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
+from tests.policies import small_policy
+from tests.unit.test_trainer import make_sequences, settings, state
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_saves_what_it_continues_from(name: str) -> None:
+    def backend(seed: int) -> TrainerBackend:
+        return make_backend(small_policy(seed=seed), TrainerSettings(learning_rate=1e-2))
+
+    first, second = backend(0), backend(1)
+    train_step(first, make_sequences(seed=1), step=1, settings=settings())
+    saved = first.save()
+    second.load(saved)
+    assert second.fingerprint() == first.fingerprint()
+    for trained in (first, second):
+        train_step(trained, make_sequences(seed=2), step=2, settings=settings())
+    assert second.fingerprint() == first.fingerprint()
+    second.load(saved)
+    assert second.fingerprint() != first.fingerprint(), "a later update changed what was saved"
+
+
+def test_recipes_name_the_backends_that_there_are() -> None:
+    assert get_args(TrainerSettings.model_fields["backend"].annotation) == tuple(BACKENDS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks: int) -> None:
+    """Weight decay and moments would move them, if AdamW saw a gradient of zero."""
+    policy = small_policy()
+    policy.model.embed_tokens.weight.requires_grad_(False)
+    policy.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, weight_decay=0.5))
+    for step in (1, 2):
+        how = replace(settings(), num_ranks=num_ranks)
+        train_step(backend, make_sequences(seed=step), step=step, settings=how)
+    still = {name for name, p in policy.named_parameters() if torch.equal(p, before[name])}
+    assert still == {"model.embed_tokens.weight", "unused"}
+    assert not any(name.startswith(tuple(still)) for name in backend.optimizer_tensors())
+
+
+def test_group_belongs_to_one_minibatch() -> None:
+    sequences = make_sequences(48)  # 12 groups of 4
+    plans = set()
+    for step in range(5):
+        plan = plan_micro_batches(
+            sequences, step=step, settings=settings(num_minibatches=4), max_tokens=64
+        )
+        groups = [
+            {
+                sequences[i].group
+                for micro_batches in planned
+                for micro in micro_batches
+                for i in micro
+            }
+            for planned in plan
+        ]
+        assert sorted(group for found in groups for group in found) == list(range(12))
+        assert [len(found) for found in groups] == [3] * 4
+        plans.add(str(groups))
+    assert len(plans) == 5, "each step draws an order of its own"
+
+
+def test_learning_rate_warms_up_in_as_many_steps_as_asked_for() -> None:
+    trained = state(learning_rate=0.8, num_learning_rate_warmup_steps=3)
+    rates = []
+    for step in (1, 2, 3, 4, 5):
+        train_step(trained, make_sequences(4), step=step, settings=settings(num_minibatches=1))
+        rates.append(trained.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+
+
+def gspo_settings(**of: float) -> StepSettings:
+    algorithm = GSPO(num_minibatches=1, epsilon=10.0, epsilon_high=10.0, **of)  # type: ignore[arg-type]
+    return StepSettings(algorithm, temperature=1.0, seed=0)
+
+
+def test_gspo_gradient_equals_the_loss_written_out() -> None:
+    """With its own forward passes, on sequences whose tokens are partly masked."""
+    sequences, how = make_sequences(), gspo_settings()
+    assert any(0 < s.num_trained < len(s.output_tokens) for s in sequences)
+    backend = state(learning_rate=1e-12, max_grad_norm=1e9)
+    train_step(backend, sequences, step=1, settings=how)
+    policy = small_policy()
+    policy.set_attn_implementation("eager")
+    advantages = compute_advantages(sequences, how.algorithm)
+    total = torch.zeros(())
+    for sequence, advantage in zip(sequences, advantages, strict=True):
+        tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
+        logprobs = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        log_ratios = [
+            logprobs[len(sequence.prompt_tokens) + at - 1, token] - sequence.behavior_logprobs[at]
+            for at, token in enumerate(sequence.output_tokens)
+            if sequence.trained[at]
+        ]
+        total = total - torch.stack(log_ratios).mean().exp() * advantage
+    (total / len(sequences)).backward()
+    for ours, parameter in zip(backend.policy.parameters(), policy.parameters(), strict=True):
+        scale = max(1e-6, float(parameter.grad.abs().max()))
+        assert float((ours.grad - parameter.grad).abs().max()) / scale < 1e-3
+
+
+def test_entropy_reaches_the_loss_that_needs_it() -> None:
+    algorithm = PPO(num_minibatches=1, entropy_coefficient=0.1)
+    how = StepSettings(algorithm, temperature=1.0, seed=0)
+    numbers = train_step(state(), make_sequences(), step=1, settings=how)
+    assert 0 < numbers.metrics["entropy_mean"].value < torch.tensor(13.0).log()
+    many_ranks = replace(how, num_ranks=20)
+    more = train_step(state(), make_sequences(), step=1, settings=many_ranks)
+    assert more.metrics["entropy_mean"].value == pytest.approx(
+        numbers.metrics["entropy_mean"].value, rel=1e-5
+    )
+
+
+class DiscountedPPO(PPO):
+    """An algorithm of a user: each token's advantage falls towards the end of its completion."""
+
+    def advantages(self, inputs: AdvantageInputs) -> list[Advantage]:
+        lengths = [int(num) for num in inputs.num_trained_B]
+        return [[1.0 / (1 + at) for at in range(num)] for num in lengths]
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        assert inputs.versions_T.tolist() == [4, 5, 5]
+        assert inputs.advantages_T.tolist() == [1.0, 0.5, pytest.approx(1 / 3)]
+        return super().loss(inputs)
+
+
+def test_advantages_may_differ_by_token_and_tokens_carry_their_version() -> None:
+    (sequence,) = make_sequences(1)
+    sequence = replace(sequence, trained=[True] * 3, versions=[4, 5, 5])
+    algorithm = DiscountedPPO(num_minibatches=1)
+    how = StepSettings(algorithm, temperature=1.0, seed=0)
+    numbers = train_step(state(), [sequence], step=1, settings=how)
+    assert numbers.metrics["ratio_mean"].weight == 3
+
+
+def test_backend_makes_one_update_of_any_loss() -> None:
+    """What supervised fine-tuning needs: the negative log-likelihood of completions."""
+    backend, (sequence,) = state(learning_rate=1e-2), make_sequences(1)
+    micro = pack_sequences([sequence], [0.0])
+    (before,) = backend.logprobs([micro], temperature=1.0)
+    how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
+    size = MinibatchSize(sequence.num_trained, 1)
+    minibatch = Minibatch({0: RankBatch([micro], None)}, size, learning_rate=1e-2)
+    numbers = backend.update(minibatch, how, SingleProcess())
+    (after,) = backend.logprobs([micro], temperature=1.0)
+    assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
+    assert numbers.metrics == {}
+    assert float(after.mean()) > float(before.mean())

@@ -1,0 +1,156 @@
+"""A trainer rank: it answers what it has computed, and refuses where it does not stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.controller.accounting import StepEntries
+from areal_flow.controller.records import LogPosition, Provenance, step_row
+from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.layout import RunLayout
+from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.consumption import consumption_table
+from areal_flow.store.database import connect
+from areal_flow.store.ledger import STEPS
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.types import StepRequest, StepResult
+from areal_flow.weights.hashing import HashingStage
+from pipelines.assembly import step_metrics
+from schemas import StepRow, validate
+from tests.policies import small_policy
+from tests.rows import group_table
+
+RECIPE: Recipe = build_recipe(
+    {
+        "algorithm": {"advantage": "batch_norm", "num_minibatches": 2},
+        "controller": {"max_staleness": 2},
+    },
+    source="",
+)
+
+
+def rows(*indices: int) -> list[dict[str, Any]]:
+    """Two groups of two completions; one token is masked, and one of another row too old."""
+    found = [row for index in indices for row in group_table(index, version=3).to_pylist()]
+    found[0]["loss_mask"] = [True, False, True]
+    found[1]["version_spans"] = [{"version": 1, "length": 1}, {"version": 2, "length": 2}]
+    return found
+
+
+def rank(path: Path, **arguments: Any) -> TrainerRank:
+    stored = {row["trajectory_id"]: row for row in rows(0, 1)}
+
+    def read(identifiers: Sequence[str]) -> list[dict[str, Any]]:
+        return [stored[identifier] for identifier in identifiers]
+
+    made = TrainerRank(RunLayout(path), RECIPE, channel=HashingStage(), read_rows=read, **arguments)
+    made.adopt(small_policy())
+    made.genesis()
+    return made
+
+
+def request(parent_hash: str, *, step: int = 5) -> StepRequest:
+    identifiers = tuple(row["trajectory_id"] for row in rows(0, 1))
+    return StepRequest(step, parent_hash, step - 1, identifiers, f"digest {step}", 2)
+
+
+def parent_of(made: TrainerRank) -> str:
+    return made.genesis()[0].weights_hash
+
+
+def test_repeated_request_is_answered_without_computing_again(tmp_path: Path) -> None:
+    made = rank(tmp_path)
+    asked = request(parent_of(made))
+    first = made.step(asked)
+    assert made.step(asked) is first
+    assert made.backend.fingerprint() == first.hashes.weights_hash
+    with pytest.raises(TrainerLost, match="this rank holds"):
+        made.step(request(asked.parent_hash, step=6))
+    assert made.step(request(first.hashes.weights_hash, step=6)).step == 6
+
+
+class FailsInTheSecondUpdate:
+    """A loss that raises once the first minibatch has changed the weights."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, inputs: LossInputs) -> PolicyLoss:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise TrainingError("the second update failed")
+        return DecoupledPPO().loss(inputs)
+
+
+def test_rank_whose_step_failed_has_no_policy_that_anybody_knows(tmp_path: Path) -> None:
+    """Its weights have changed: under the parent's name they would train the next step wrongly."""
+    made = rank(tmp_path, loss=FailsInTheSecondUpdate())
+    asked = request(parent_of(made))
+    with pytest.raises(TrainingError, match="second update"):
+        made.step(asked)
+    assert made.backend.fingerprint() != asked.parent_hash
+    with pytest.raises(TrainerLost, match="this rank holds nothing"):
+        made.step(asked)
+    with pytest.raises(TrainerLost, match="this rank holds nothing"):
+        made.snapshot(weights_hash=asked.parent_hash, next_submission_index=0)
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> StepResult:
+    made = rank(tmp_path)
+    return made.step(request(parent_of(made)))
+
+
+def ledger_table(result: StepResult) -> pa.Table:
+    row = step_row(
+        request("parent"),
+        result,
+        entries=StepEntries(),
+        position=LogPosition(4),
+        provenance=Provenance(1, "", ""),
+        seconds_wait=0.0,
+        seconds_step=0.0,
+    )
+    return pa.Table.from_pylist([row], schema=STEPS)
+
+
+def test_trainer_and_view_agree_on_trained_tokens_and_their_staleness(result: StepResult) -> None:
+    """A masked token and one too old count neither as trained nor for staleness."""
+    log = pa.Table.from_pylist(rows(0, 1), schema=TRAJECTORIES)
+    steps = ledger_table(result)
+    tables = {"stored": log, "steps": steps, "consumption": consumption_table(steps, log)}
+    with closing(connect(tables, decode=lambda tokens: pa.array([""]), max_staleness=2)) as found:
+        by_view = found.sql(
+            "SELECT sum(num_trained_tokens), sum(num_masked_tokens), "
+            "sum(staleness * num_trained_tokens) / sum(num_trained_tokens) FROM trajectories"
+        ).fetchall()[0]
+    metrics = result.metrics
+    assert (metrics.num_trained_tokens, metrics.num_masked_tokens) == by_view[:2] == (10, 2)
+    # Versions at version 4: two tokens 1 old, two 2 old, six 1 old.
+    assert metrics.staleness_mean == pytest.approx(by_view[2]) == pytest.approx(1.2)
+    assert metrics.staleness_max == 2
+
+
+def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: StepResult) -> None:
+    metrics = result.metrics.metrics
+    assert set(metrics) == {
+        "clip_fraction",
+        "importance_weight_mean",
+        "importance_weight_max",
+        "ratio_overflow_fraction",
+    }
+    table = validate(ledger_table(result), StepRow)
+    (row,) = table.to_pylist(maps_as_pydicts="strict")
+    assert row["metrics"] == metrics
+    tracked = step_metrics(row)
+    assert tracked["train/importance_weight_max"] == metrics["importance_weight_max"]
+    assert tracked["train/loss"] == result.metrics.loss

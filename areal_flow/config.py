@@ -172,6 +172,8 @@ class TrackingSettings(Settings):
     """MLflow: a database beside the runs unless a server's address is given."""
 
     enabled: bool = True
+    sink: str = "mlflow"
+    """Where numbers, model versions and datasets are shown: a name in `tracking.registry`."""
     uri: str = ""
     experiment: str = "areal-flow"
     registered_model: str = "areal-flow"

@@ -18,7 +18,7 @@ from areal_flow.recovery.run_directory import find_run
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.queries import Run
 from areal_flow.tracking.mlflow import RegisteredVersion, registered_version
-from pipelines.assembly import default_tracking_uri
+from areal_flow.tracking.registry import default_tracking_uri
 from pipelines.cli.table_file import write_table_file
 from pipelines.models import run_of_checkpoint
 

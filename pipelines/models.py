@@ -8,7 +8,7 @@ from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.tracking.mlflow import model_source
-from pipelines.assembly import default_tracking_uri
+from areal_flow.tracking.registry import default_tracking_uri
 
 
 def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 from areal_flow.config import Recipe, dump_recipe
@@ -63,16 +63,17 @@ def check_schema_version(layout: RunLayout) -> str:
     Raises:
         RunError: another version wrote it.
     """
-    version, run_id = "none", ""
+    version: Any = "none"
+    run_id = ""
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         identity = json.loads(layout.identity.read_text())
-        version, run_id = identity["schema_version"], identity["run_id"]
+        version, run_id = identity["schema_version"], str(identity["run_id"])
     if version != SCHEMA_VERSION:
         raise RunError(
             f"expected schema version {SCHEMA_VERSION} in {layout.identity}, found {version}: "
             f"read run {layout.name} with the version of areal-flow that wrote it"
         )
-    return str(run_id)
+    return run_id
 
 
 def existing_run(runs: Path, name: str) -> RunLayout:

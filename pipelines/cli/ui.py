@@ -8,7 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
-from pipelines.assembly import default_tracking_uri
+from areal_flow.tracking.registry import default_tracking_uri
 
 
 def main() -> None:

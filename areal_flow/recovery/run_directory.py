@@ -158,8 +158,8 @@ def observed_state(layout: RunLayout) -> RunState:
     recorded = read_state(layout)
     if recorded.state != "running":
         return recorded
-    claim = newest_lease(layout.writers)
-    if claim and is_held(layout.writers, claim.writer_epoch):
+    lease = newest_lease(layout.writers)
+    if lease and is_held(layout.writers, lease.writer_epoch):
         return recorded
     return replace(recorded, state="crashed")
 

@@ -13,5 +13,11 @@ def write_fake_checkpoint(layout: RunLayout, step: int, *, weights_hash: str) ->
     """Write a complete checkpoint's description."""
     path = checkpoint_path(layout.checkpoints, step)
     path.mkdir(parents=True)
-    state = CheckpointState(step, weights_hash, "o", 0, "config")
+    state = CheckpointState(
+        step=step,
+        weights_hash=weights_hash,
+        optimizer_hash="o",
+        next_submission_index=0,
+        config_hash="config",
+    )
     (path / "state.json").write_text(json.dumps(asdict(state)))

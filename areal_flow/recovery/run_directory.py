@@ -169,11 +169,14 @@ def _write_state(layout: RunLayout, state: RunState) -> None:
 
 
 def list_runs(runs: Path) -> list[RunLayout]:
-    """Return the runs in a folder, by name."""
-    if not runs.is_dir():
-        return []
-    return [
-        RunLayout(entry.resolve())
-        for entry in sorted(runs.iterdir())
-        if (entry / "config.toml").is_file()
-    ]
+    """Return the runs in a folder, by name; those of another schema version are only logged."""
+    found = []
+    for entry in sorted(runs.iterdir()) if runs.is_dir() else ():
+        layout = RunLayout(entry.resolve())
+        if layout.config.is_file():
+            try:
+                check_schema_version(layout)
+                found.append(layout)
+            except RunError as error:
+                logger.warning("%s", error)
+    return found

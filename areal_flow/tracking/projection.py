@@ -18,6 +18,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
+from areal_flow.store.queries import Run
 from areal_flow.tracking.protocol import TrackedCheckpoint, Tracker
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Projection:
         self._layout = layout
         self._sink = sink
         self._delivered: int | None = None
-        self._num_answers = 0
+        self._evaluations = 0
         self._checkpoints: dict[int, str] | None = None
 
     def deliver(self) -> int:
@@ -115,11 +116,12 @@ class Projection:
     def _deliver_evaluations(self) -> None:
         if not self._layout.evaluations.is_dir():
             return
-        dataset = open_dataset(self._layout.evaluations)
-        if (num_answers := dataset.count_rows()) == self._num_answers:
+        version_now = open_dataset(self._layout.evaluations).version
+        if version_now == self._evaluations:
             return
         answers = defaultdict(list)
-        for row in dataset.to_table(columns=_EVALUATION_COLUMNS).to_pylist():
+        found = Run(self._layout.root).evaluations("arrow", columns=_EVALUATION_COLUMNS)
+        for row in found.to_pylist():
             answers[row["evaluation"], row["policy_version"]].append(row)
         for (name, version), rows in answers.items():
             num_passed = sum((row["reward"] or 0) > 0 for row in rows)
@@ -127,7 +129,7 @@ class Projection:
             metrics = {"held_out/pass_rate": num_passed / len(rows)}
             log = partial(self._sink.log_evaluation, version, metrics, timestamp_ms=at)
             self._attempt(f"evaluation {name}", log)
-        self._num_answers = num_answers
+        self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:
         hashes = checkpoint_hashes(self._layout.checkpoints)

@@ -30,7 +30,6 @@ CHECKPOINT_COLUMNS = [
     "weights_hash",
     "next_submission_index",
     "lance_version",
-    "trajectory_watermark",
 ]
 ATTEMPTS_AT_THE_END = 3
 

@@ -1,6 +1,6 @@
-"""Keeps committed groups until a batch takes them or they are too old. It holds no tokens.
+"""Committed groups in, batches and discards out. Pure: holds receipts, never tokens.
 
-Of the complete groups the oldest submissions are taken first; no batch waits for a running one.
+Oldest submission first among the groups that are complete; nothing waits for a straggler.
 """
 
 from __future__ import annotations

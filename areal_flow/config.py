@@ -282,6 +282,8 @@ class TrackingSettings(Settings):
 
     enabled: bool = True
     """Whether metrics and models go to MLflow."""
+    sink: str = "mlflow"
+    """Where numbers, model versions and datasets are shown: a name in `tracking.registry`."""
     uri: str = ""
     """MLflow's address; empty: a database beside the runs."""
     experiment: str = "areal-flow"

@@ -1,4 +1,4 @@
-"""Where things lie in a run directory. Paths only: reading and writing is others' work.
+"""Says where things lie in a run directory. It refuses to read and to write them.
 
 runs/NAME/
     run.json               schema version, and the run's identity
@@ -12,6 +12,7 @@ runs/NAME/
     checkpoints/           snapshots
     weights/00000002/      what the generators of one driver's life load
     rendezvous/00000002/   where the trainer ranks of one driver's life find each other
+    sft/                   rows and checkpoints of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
     summary.json           written at the end
@@ -33,103 +34,54 @@ SCHEMA_VERSION = 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
+class _Within:
+    """A path in a run directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, layout: RunLayout, owner: type[RunLayout]) -> Path:
+        return layout.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class RunLayout:
     """The paths of one run."""
 
     root: Path
 
+    identity = _Within("run.json")
+    config = _Within("config.toml")
+    model = _Within("model")
+    train_prompts = _Within("prompts", "train.arrow")
+    held_out_prompts = _Within("prompts", "held_out.arrow")
+    sft_rows = _Within("sft", "rows.npz")
+    sft_checkpoints = _Within("sft", "checkpoints")
+    bad_rows = _Within("prompts", "bad_rows.jsonl")
+    trajectories = _Within("trajectories.lance")
+    steps = _Within("steps.lance")
+    evaluations = _Within("evaluations.lance")
+    checkpoints = _Within("checkpoints")
+    weights = _Within("weights")
+    rendezvous = _Within("rendezvous")
+    forks = _Within("forks.jsonl")
+    tracking = _Within("tracking.json")
+    summary = _Within("summary.json")
+    writers = _Within("writers")
+    state = _Within("state.json")
+    cluster = _Within("cluster.json")
+
     @property
     def name(self) -> str:
         return self.root.name
-
-    @property
-    def identity(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def train_prompts(self) -> Path:
-        return self.root / "prompts" / "train.arrow"
-
-    @property
-    def held_out_prompts(self) -> Path:
-        return self.root / "prompts" / "held_out.arrow"
-
-    @property
-    def sft_rows(self) -> Path:
-        return self.root / "sft" / "rows.npz"
-
-    @property
-    def sft_checkpoints(self) -> Path:
-        return self.root / "sft" / "checkpoints"
-
-    @property
-    def bad_rows(self) -> Path:
-        return self.root / "prompts" / "bad_rows.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        return self.root / "trajectories.lance"
-
-    @property
-    def steps(self) -> Path:
-        return self.root / "steps.lance"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations.lance"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
 
     def weights_of(self, writer_epoch: int) -> Path:
         """Return the weights channel of one driver's life; no other driver's generators look."""
         return self.weights / f"{writer_epoch:08d}"
 
-    @property
-    def rendezvous(self) -> Path:
-        return self.root / "rendezvous"
-
     def rendezvous_file(self, writer_epoch: int, name: str) -> Path:
         """Return the file by which the ranks of one replica group find each other."""
         return self.rendezvous / f"{writer_epoch:08d}" / name
-
-    @property
-    def tracking(self) -> Path:
-        return self.root / "tracking.json"
-
-    @property
-    def forks(self) -> Path:
-        return self.root / "forks.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def writers(self) -> Path:
-        return self.root / "writers"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "state.json"
-
-    @property
-    def cluster(self) -> Path:
-        return self.root / "cluster.json"
 
 
 def run_layout(runs: Path, name: str) -> RunLayout:

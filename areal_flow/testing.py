@@ -319,36 +319,64 @@ class MemoryReader:
 
 
 class MemoryTracker:
-    """A `Tracker` that remembers."""
-
-    run_id: str | None = "memory"
-    protected: frozenset[Path] = frozenset()
+    """A `Tracker` that remembers; while `away`, it raises as one that cannot be reached."""
 
     def __init__(self) -> None:
+        self.away = False
         self.metrics: dict[str, dict[int, float]] = {}
+        self.timestamps_ms: dict[int, int] = {}
         self.parameters: dict[str, str] = {}
-        self.checkpoints: dict[str, dict[str, str]] = {}
-        self.current: str | None = None
-        self.datasets: list[int] = []
-        self.status: str | None = None
+        self.versions: dict[Path, str] = {}
+        self.tags: dict[Path, Mapping[str, str]] = {}
+        self.datasets: set[int] = set()
+        self.aliases: dict[str, Path] = {}
+        self.delivered = 0
+        self.status = ""
         self.model_version: str | None = None
 
-    def log_parameters(self, parameters: dict[str, Any]) -> None:
-        self.parameters |= {name: str(value) for name, value in parameters.items()}
+    def begin(self) -> int:
+        self._answer()
+        self.status = "RUNNING"
+        return self.delivered
 
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def log_parameters(self, parameters: Mapping[str, Any]) -> None:
+        self._answer()
+        self.parameters = {name: str(value) for name, value in parameters.items()} | self.parameters
+
+    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
+        self.log_evaluation(step, metrics, timestamp_ms=timestamp_ms)
+        self.timestamps_ms[step], self.delivered = timestamp_ms, step
+
+    def log_evaluation(
+        self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int
+    ) -> None:
+        self._answer()
         for name, value in metrics.items():
-            self.metrics.setdefault(name, {})[step] = value
+            self.metrics.setdefault(name, {})[policy_version] = value
 
-    def register_checkpoint(self, path: Path, tags: dict[str, str]) -> None:
-        self.checkpoints[str(path)] = tags
-        self.current, self.model_version = str(path), str(len(self.checkpoints))
+    def register_checkpoints(self, present: Sequence[Any]) -> None:
+        self._answer()
+        for checkpoint in present:
+            number = str(len(self.tags) + 1)
+            self.versions.setdefault(checkpoint.path, number)
+            self.tags.setdefault(checkpoint.path, checkpoint.tags)
+            self.datasets.add(checkpoint.dataset_version)
+            self.aliases["current"] = checkpoint.path
+            self.model_version = self.versions[checkpoint.path]
+        kept = {checkpoint.path for checkpoint in present}
+        self.versions = {path: n for path, n in self.versions.items() if path in kept}
 
-    def forget_checkpoint(self, path: Path) -> None:
-        self.checkpoints.pop(str(path), None)
+    def protected(self) -> frozenset[Path]:
+        self._answer()
+        return frozenset(path for alias, path in self.aliases.items() if alias != "current")
 
-    def log_dataset(self, path: Path, *, version: int, num_rows: int) -> None:
-        self.datasets.append(version)
+    def is_reachable(self) -> bool:
+        return not self.away
 
-    def close(self, status: str | None) -> None:
-        self.status = status or self.status
+    def end(self, status: str) -> None:
+        self._answer()
+        self.status = status
+
+    def _answer(self) -> None:
+        if self.away:
+            raise ConnectionError("the fake tracker is away")

@@ -39,6 +39,7 @@ from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.controller.seeds import group_seeds
 from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
+from areal_flow.store.committed import CommittedLedger, CommittedLog
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
 from areal_flow.testing import FakePrompts
@@ -56,7 +57,6 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
-from pipelines.assembly import CommittedLedger, CommittedLog
 
 LIMITS = FlowConfig(
     batch_size=8, group_size=4, max_staleness=2, max_running=8, num_steps=0, run_seed=0

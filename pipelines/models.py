@@ -11,7 +11,7 @@ from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.recovery.run_directory import find_run
 from areal_flow.tracking.mlflow import RegisteredVersion, model_source, registered_version
-from pipelines.assembly import default_tracking_uri
+from areal_flow.tracking.registry import default_tracking_uri
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage

@@ -38,15 +38,16 @@ from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
 from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.loading import load_verifier
+from areal_flow.store.committed import CommittedLedger, CommittedLog
 from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
+from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
-from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.held_out import answer_held_out, tabulate
@@ -93,7 +94,7 @@ async def run_training(
     )
     if resume:
         take_over(layout, writer)
-    tracker = make_tracker(recipe, layout)
+    tracking = start_tracking(layout, recipe)
     status = "FAILED"
     signals = StopSignals()
     try:
@@ -104,15 +105,15 @@ async def run_training(
                 RunPlugin(layout.root, writer.writer_epoch),
             ) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
-                session = Session(layout, recipe, cluster, progress, tracker, signals, writer)
+                session = Session(layout, recipe, cluster, progress, tracking, signals, writer)
                 with reachable(layout, cluster):
                     outcome = await cluster.pool.guard(session.run(resume=resume, began=began))
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
-        await asyncio.to_thread(tracker.close, None if writer.is_superseded else status)
+        await asyncio.to_thread(tracking.close, None if writer.is_superseded else status)
     if outcome.finished:
-        session.evaluations.model_version = tracker.model_version
+        session.evaluations.model_version = tracking.model_version
         session.summarise(began)
     return outcome
 
@@ -126,7 +127,7 @@ class Session:
         recipe: Recipe,
         cluster: RunningCluster,
         progress: Progress,
-        tracker: MlflowTracker | NullTracker,
+        tracking: RunTracking,
         signals: StopSignals,
         writer: Writer,
     ) -> None:
@@ -135,7 +136,7 @@ class Session:
         self.cluster = cluster
         self.client = client = cluster.client
         self.progress = progress
-        self.tracker = tracker
+        self.tracking = tracking
         self.signals = signals
         self.writer = writer
         self.evaluations = EvaluationPair()
@@ -159,7 +160,7 @@ class Session:
             ledger=self.ledger,
             trajectories=self.committer.maintenance,
             trainer=self.trainer,
-            tracker=tracker,
+            registry=tracking,
             writer=writer,
         )
 
@@ -200,7 +201,6 @@ class Session:
 
     async def _begin(self) -> InitialState | None:
         self.progress.phase("Making the first policy")
-        self.tracker.log_parameters(_flatten(self.recipe.model_dump(mode="json")))
         began = monotonic()
         source = await first_policy(
             self.replicas, self.layout, self.recipe, self.progress, self.signals
@@ -272,11 +272,7 @@ class Session:
             ledger=self.committed_ledger,
             trainer=self.trainer,
             weights=DaskWeights(self.client, self.channel, self.cluster.pool),
-            observer=RunObserver(
-                progress=self.progress,
-                tracker=self.tracker,
-                checkpoints=self.checkpoints,
-            ),
+            observer=self,
         )
         return Flow(config, backends, initial, self.provenance)
 
@@ -290,14 +286,19 @@ class Session:
         )
         self.writer.check_current()
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
-        found = tabulate(rows)
-        self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
-        return found
+        self.tracking.wake()
+        return tabulate(rows)
+
+    async def on_step(self, row: dict[str, Any]) -> None:
+        """Show a committed step, and have it tracked and checkpointed."""
+        self.progress.step(row)
+        self.tracking.wake()
+        await self.checkpoints.after_step(row)
 
     def _model_reference(self) -> str:
         """Return what other commands call the model: its registered name, or the run's."""
         settings = self.recipe.tracking
-        registered = self.tracker.model_version is not None and not settings.uri
+        registered = self.tracking.model_version is not None and not settings.uri
         return f"models:/{settings.registered_model}@current" if registered else self.layout.name
 
     def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
@@ -335,13 +336,3 @@ class Session:
             self.evaluations,
             model=self._model_reference(),
         )
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

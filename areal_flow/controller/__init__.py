@@ -1,1 +1,1 @@
-"""What may be submitted, what is consumed, what happens next. Pure asyncio; knows no vendor."""
+"""Decides what is submitted and trained, and when. Pure asyncio; it refuses to know a vendor."""

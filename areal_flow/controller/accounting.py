@@ -1,4 +1,4 @@
-"""Accounts of completion tokens: committed = trained + masked + discarded + waiting."""
+"""Counts completion tokens, so that committed = trained + masked + discarded + waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepEntries:
 
 @dataclass(slots=True)
 class TokenAccounting:
-    """Totals of the run so far, and the entries that the next ledger row will carry."""
+    """Totals of the run so far, and the entries of the next ledger row."""
 
     committed: int = 0
     trained: int = 0

@@ -1,4 +1,4 @@
-"""An event that wakes every waiter who has not seen the latest one. For one event loop."""
+"""Wakes every waiter that has not seen the latest change. For one event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class ChangeNotifier:
-    """Read `count`, look at the state, then `wait_beyond(count)`: no event in between is missed."""
+    """Read `count`, look at the state, `wait_beyond(count)`: no change in between is missed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -19,6 +19,6 @@ class ChangeNotifier:
         self._next = asyncio.Event()
 
     async def wait_beyond(self, seen: int) -> None:
-        """Return once more than `seen` beats have happened."""
+        """Return once more than `seen` changes have happened."""
         while self.count <= seen:
             await self._next.wait()

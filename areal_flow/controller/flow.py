@@ -1,5 +1,4 @@
-"""The moving parts of a run, one method a stage; schedules (`async_schedule`, `barrier_schedule`)
-decide when each is called.
+"""The state of a run and its stages, one method each; `schedules` decides when each is called.
 
     prompts -> submit -> [rollout, score, write] -> commit -> buffer -> train -> publish -> release
 
@@ -11,7 +10,7 @@ decide when each is called.
 | training           | `groups_per_step` complete groups  | commit                         |
 | release of slots   | generators serving the new weights | publish; a dead one is dropped |
 
-It moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
+The flow moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Flow:
         return len(self.buffer) * self.config.group_size
 
     def imbalance(self) -> int:
-        """Return committed tokens that no account explains; 0 at every moment."""
+        """Return how many committed tokens the accounting does not explain; 0 at every moment."""
         return self.accounting.imbalance(num_waiting=self.buffer.num_waiting_tokens)
 
     def done(self) -> bool:
@@ -118,7 +117,7 @@ class Flow:
         self.changes.notify()
 
     async def wait_for_change(self, seen: int) -> None:
-        """Return once the changes is beyond `seen`; raise what ended the run, if something did.
+        """Return once there is a change beyond `seen`; raise what ended the run, if something did.
 
         Raises:
             ArealFlowError: groups keep failing; the message is the root cause.
@@ -205,7 +204,7 @@ class Flow:
         if not written:
             return
         # The head moves here, together with the buffer, and not when Lance commits: a ledger row
-        # that is made in between must not claim groups that no account knows yet.
+        # that is made in between must not name groups that the accounting does not know yet.
         self.log_head = await self.backends.log.commit(written)
         for receipt in written:
             self.gate.finished()

@@ -1,4 +1,4 @@
-"""What a flow is made with: its limits, its adapters, and where it begins. Plain values."""
+"""What a flow is made with: its numbers, its backends, and the state it begins in. Plain values."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class InitialState:
     waiting: tuple[GroupReceipt, ...] = ()
     discards: tuple[Discard, ...] = ()
     engine_totals: tuple[EngineStats, ...] = ()
-    """What engines had done before, an evaluation for instance: not this flow's work."""
+    """What engines had done before, an evaluation for instance; the flow must not count that."""
     log_head: LogHead = field(default_factory=LogHead)
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
 @dataclass(frozen=True, slots=True)
 class FlowBackends:
-    """The adapters of a run."""
+    """What does the work that the flow orders."""
 
     prompts: Prompts
     rollouts: Rollouts

@@ -1,8 +1,8 @@
-"""Admission: counts of outstanding work in, how many trajectories may be submitted out. Pure.
+"""Decides how many trajectories may be submitted, from how many are outstanding. Pure.
 
-The paper admits while fence((N_r - 1) / B) <= i + eta (arXiv 2505.24298, eq. 3), N_r counting all
+The paper admits while floor((N_r - 1) / B) <= i + eta (arXiv 2505.24298, eq. 3), N_r counting all
 trajectories ever submitted. That is the same as at most (eta + 1) B outstanding, and outstanding
-work needs no correction after a restart, a failure or a discard. So this gate counts that.
+work needs no correction after a restart, a failure or a discard. So the gate counts that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gate:
         self.outstanding += self.group_size
 
     def finished(self) -> None:
-        """A group left the generators, for better or worse."""
+        """A group left the generators: it was written or given up."""
         self.running -= self.group_size
         assert self.running >= 0
 

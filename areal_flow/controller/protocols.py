@@ -1,4 +1,4 @@
-"""What the controller is given. Adapters: `cluster`, `store`, `weights`; fakes: `testing`."""
+"""The protocols of what a flow uses. Adapters are in `cluster` and `store`, fakes in `testing`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_flow.types import (
 
 
 class Prompts(Protocol):
-    """Prompts by submission index: the whole of the cursor."""
+    """Prompts by submission index."""
 
     def prompt_at(self, submission_index: int) -> Prompt:
         """Return the prompt of this submission; the same for the same run, always."""
@@ -76,7 +76,7 @@ class WeightsPublisher(Protocol):
 
 
 class Observer(Protocol):
-    """Is told, never asked: progress display, MLflow, checkpoints."""
+    """Hears of each step: a progress display, tracking, checkpoints."""
 
     async def on_step(self, row: dict[str, Any]) -> None:
         """A step is committed and published."""

@@ -1,4 +1,4 @@
-"""When each stage of the flow runs. Two policies over the same parts; nothing else differs."""
+"""Decides when each stage of the flow runs: two policies over the same stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step is a checkpoint's: the logs forced to disk, the state written, the registry told.
+"""Takes the checkpoints of a run: the logs are forced to disk, then the trainer's state is written.
 
 The trainer copies its state between two steps and writes the copy beside the steps that follow. One
 checkpoint is written at a time.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from areal_flow.cluster.adapters import DaskTrainer
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, prune_checkpoints
+from areal_flow.recovery.checkpoints import (
+    checkpoint_hashes,
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+)
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.tracking.mlflow import MlflowTracker, NullTracker
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +30,36 @@ CHECKPOINT_COLUMNS = [
     "weights_hash",
     "next_submission_index",
     "lance_version",
-    "trajectory_watermark",
 ]
 ATTEMPTS_AT_THE_END = 3
+
+
+class SnapshotTrainer(Protocol):
+    """The trainer, as far as checkpoints are concerned."""
+
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the state with these weights, between two steps."""
+        ...
+
+    async def write_snapshot(self, step: int) -> None:
+        """Write the copy as the checkpoint of a step, beside the steps that follow.
+
+        Raises:
+            TrainerLost: the trainer died with it.
+        """
+        ...
+
+
+class CheckpointRegistry(Protocol):
+    """Where checkpoints are registered; `RunTracking` is one. Nothing here raises."""
+
+    def wake(self) -> None:
+        """Have the checkpoints looked at again."""
+        ...
+
+    def protected(self) -> frozenset[Path]:
+        """Return those that must not be pruned; may take seconds."""
+        ...
 
 
 class Checkpoints:
@@ -41,8 +72,8 @@ class Checkpoints:
         *,
         ledger: Ledger,
         trajectories: Maintenance,
-        trainer: DaskTrainer,
-        tracker: MlflowTracker | NullTracker,
+        trainer: SnapshotTrainer,
+        registry: CheckpointRegistry,
         writer: Writer,
     ) -> None:
         self._layout = layout
@@ -50,7 +81,7 @@ class Checkpoints:
         self._ledger = ledger
         self._trajectories = trajectories
         self._trainer = trainer
-        self._tracker = tracker
+        self._registry = registry
         self._writer = writer
         self._writing: asyncio.Task[None] | None = None
 
@@ -104,39 +135,22 @@ class Checkpoints:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
         self._writer.check_current()
-        self._register(row)
-        self._prune()
+        name = checkpoint_path(self._layout.checkpoints, row["step"]).name
+        self._trajectories.tag(_tag(name), row["lance_version"])
+        self._registry.wake()
+        await asyncio.to_thread(self._prune)
 
     def _is_written(self, row: dict[str, Any]) -> bool:
         hashes = checkpoint_hashes(self._layout.checkpoints)
         return hashes.get(row["step"]) == str(row["weights_hash"])
 
-    def _register(self, row: dict[str, Any]) -> None:
-        path = checkpoint_path(self._layout.checkpoints, row["step"])
-        self._trajectories.tag(_tag(path.name), row["lance_version"])
-        tags = {
-            "step": str(row["step"]),
-            "run": self._layout.name,
-            "weights_hash": row["weights_hash"],
-            "trajectories_version": str(row["lance_version"]),
-            "trajectories_watermark": str(row["trajectory_watermark"]),
-        }
-        self._tracker.register_checkpoint(path, tags)
-        self._tracker.log_dataset(
-            self._layout.trajectories,
-            version=row["lance_version"],
-            num_rows=row["trajectory_watermark"],
-        )
-
     def _prune(self) -> None:
-        pruned = prune_checkpoints(
-            self._layout.checkpoints,
-            keep=self._settings.keep_checkpoints,
-            protected=self._tracker.protected,
-        )
-        for path in pruned:
+        root, keep = self._layout.checkpoints, self._settings.keep_checkpoints
+        if len(list_checkpoints(root)) <= keep + 1:
+            return
+        for path in prune_checkpoints(root, keep=keep, protected=self._registry.protected()):
             self._trajectories.untag(_tag(path.name))
-            self._tracker.forget_checkpoint(path)
+        self._registry.wake()
 
 
 def _tag(checkpoint: str) -> str:

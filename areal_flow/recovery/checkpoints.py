@@ -1,4 +1,4 @@
-"""Which checkpoints a run has. Names and descriptions only: tensors are the trainer's.
+"""Lists, describes and prunes a run's checkpoints. It refuses to know their tensors.
 
 A directory named by its step is complete; one that is being written has another name.
 """

@@ -1,4 +1,4 @@
-"""Compares a step as the ledger has it with the same step computed again. Pure."""
+"""A step as the ledger has it and as it was computed again in: what differs, and may it. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from areal_flow.types import PolicyHashes, StepMetrics, StepResult
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
 """What a replay must find again besides all that the algorithm computed."""
-
-HASHES = frozenset(field.name for field in fields(PolicyHashes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class ComparedStep:
     @property
     def forked(self) -> bool:
         """Return whether the replay made another policy than the one that is recorded."""
-        return not self.differences.keys().isdisjoint(HASHES)
+        return self.recorded.hashes != self.replayed.hashes
 
     @property
     def refused(self) -> bool:

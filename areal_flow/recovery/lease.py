@@ -1,13 +1,14 @@
-"""Who may write a run: one driver at a time, each of its lives with an epoch of its own.
+"""Decides which driver may write a run: one process at a time, each with an epoch of its own.
 
-    writers/00000003.lock         a claim: who, since when; locked for as long as its driver lives
-    writers/00000003.fence.json   where the logs stood when it began beside one that was alive
+    writers/00000003.lock         a lease: who, since when; locked for as long as the process lives
+    writers/00000003.fence.json   where the logs stood when it began beside a process that was alive
 
-A claim is made by linking a file that is locked already to the next epoch's name: it appears
-locked, and only one process can make it appear. The lock of a dead driver is free, whatever killed
-it. One that hangs keeps its lock: it can be taken over, and finds the next claim when it wakes up.
+A lease is taken by linking a file that is locked already to the next epoch's name: it appears
+locked, and only one process can make it appear. The lock of a dead process is free, whatever killed
+it. A driver that hangs keeps its lock. Its run can be taken over: before each write it looks for a
+newer lease, and ends when there is one.
 
-Between that look and its write a driver can hang, too. So a fence says how long the logs were at
+Between that look and the write a driver can hang, too. So a fence says how long the logs were at
 the takeover, and readers pass over what an older epoch wrote beyond it.
 """
 
@@ -30,7 +31,7 @@ from areal_flow.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One driver's life: its epoch, its process, when it began."""
+    """One driver: its epoch, its process, and when it began."""
 
     writer_epoch: int
     pid: int
@@ -59,7 +60,7 @@ class Writer:
 
     @property
     def began_at(self) -> float:
-        """When this writer's life began, in seconds since the epoch, by the file system's clock."""
+        """When this lease was taken, in seconds since 1970, by the file system's clock."""
         return _lease_path(self.root, self.writer_epoch).stat().st_mtime
 
     @property
@@ -67,7 +68,7 @@ class Writer:
         return _lease_path(self.root, self.writer_epoch + 1).exists()
 
     def check_current(self) -> None:
-        """Return while this is the newest claim.
+        """Return if this is the newest lease.
 
         Raises:
             RunError: another driver took over; this one must end and change nothing.
@@ -81,11 +82,11 @@ class Writer:
 
 @contextmanager
 def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
-    """Become the one writer; the claim is let go at the end of the block, or with the process.
+    """Become the one writer; the lease ends with the block, or with the process.
 
     Args:
-        root: the folder of claims; made if need be.
-        take_over: claim even if the driver before is alive. It will be refused when it writes.
+        root: the folder of leases; made if need be.
+        take_over: even if the driver before is alive. That one will be refused when it writes.
 
     Raises:
         RunError: another driver holds the run; says which and since when.
@@ -103,7 +104,7 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 
 def newest_lease(root: Path) -> Lease | None:
-    """Return the claim that counts, whether its driver lives or not."""
+    """Return the lease that counts, whether its driver is alive or not."""
     epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
     if not epochs:
         return None
@@ -148,7 +149,7 @@ def _fence_path(root: Path, epoch: int) -> Path:
 
 
 def _link_locked(root: Path, epoch: int) -> int:
-    partial = root / f".claim-{uuid4().hex}"
+    partial = root / f".lease-{uuid4().hex}"
     since = datetime.now(UTC).isoformat(timespec="seconds")
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     partial.write_text(json.dumps(who))
@@ -168,12 +169,12 @@ def _link_locked(root: Path, epoch: int) -> int:
     return descriptor
 
 
-def _held_by(claim: Lease) -> RunError:
+def _held_by(lease: Lease) -> RunError:
     advice = "wait for it, or stop it first"
-    if claim.host == socket.gethostname() and _is_stopped(claim.pid):
-        advice = f"it is stopped: let it go on with kill -CONT {claim.pid}"
+    if lease.host == socket.gethostname() and _is_stopped(lease.pid):
+        advice = f"it is stopped: let it go on with kill -CONT {lease.pid}"
     return RunError(
-        f"the run is held by {claim}: {advice}; if it hangs, --take-over goes on without it"
+        f"the run is held by {lease}: {advice}; if it hangs, --take-over goes on without it"
     )
 
 

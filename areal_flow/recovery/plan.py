@@ -1,4 +1,4 @@
-"""What the log says in, where to go on out. Pure: the whole of recovery's decisions.
+"""Decides where a resumed run goes on, from what its two logs say. Pure.
 
 Committed trajectories are trained, discarded or waiting; submissions are committed, given up or to
 be submitted again under the same index, so with the same prompt, seeds and ids.
@@ -34,7 +34,7 @@ PLAN_COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class CommittedGroups:
-    """The account of everything in the trajectory log."""
+    """What the trajectory log holds in all."""
 
     submission_indices: Set[int] = frozenset()
     num_tokens: int = 0
@@ -86,7 +86,7 @@ def plan_initial_state(
     Args:
         ledger: `PLAN_COLUMNS` of every row, by step.
         unconsumed: committed trajectories that no row trained or discarded.
-        committed: the account of all committed ones.
+        committed: what the log holds in all.
         log_head: how far the trajectory log is.
     """
     head = ledger[-1]

@@ -101,9 +101,9 @@ def replay_step(
         await local.restore(from_checkpoint)
         before = await local.advance_to(step - 1)
         rows, proximal = local.next_trajectories()
-        changed: WatchedStep | None = None
+        changed, changed_outcomes = None, None
         if changes or loss:
-            changed = local.try_next(on_this_machine(recipe), loss=loss)
+            changed, changed_outcomes = local.try_next(on_this_machine(recipe), loss=loss)
         compared, outcomes = await local.advance_watching()
         trajectories = tuple(
             inspect_trajectory(
@@ -111,7 +111,7 @@ def replay_step(
                 policy_version=step - 1,
                 proximal_logprobs=proximal[index],
                 replayed=outcomes[index],
-                changed=changed.outcomes[index] if changed else None,
+                changed=changed_outcomes[index] if changed_outcomes else None,
             )
             for index, row in enumerate(rows)
         )
@@ -119,7 +119,7 @@ def replay_step(
             local.replay.checkpoint,
             before,
             compared,
-            changed.result if changed else None,
+            changed,
             describe_changes(load_recipe(layout.config), recipe, loss=loss),
             trajectories,
         )
@@ -175,14 +175,6 @@ class LocalTrainer:
         return self.rank.step(request)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedStep:
-    """A computed step, and what it did to each of its trajectories."""
-
-    result: StepResult
-    outcomes: Sequence[TrajectoryOutcome]
-
-
 class LocalReplay:
     """Replays a run with one trainer rank in this process."""
 
@@ -226,7 +218,7 @@ class LocalReplay:
             compared.append(await self.replay.advance())
         return tuple(compared)
 
-    async def advance_watching(self) -> tuple[ComparedStep, Sequence[TrajectoryOutcome]]:
+    async def advance_watching(self) -> tuple[ComparedStep, list[TrajectoryOutcome]]:
         """Train the next row; return what it did to its trajectories, too."""
         request = self.replay.next_request
         self._take_recorded_threads()
@@ -235,16 +227,18 @@ class LocalReplay:
         self._rank.loss = None
         return compared, self._outcomes(self._rank, request, watch)
 
-    def try_next(self, recipe: Recipe, *, loss: TokenLoss | None) -> WatchedStep:
-        """Return what the next row makes under other settings; the replay stays where it is."""
+    def try_next(
+        self, recipe: Recipe, *, loss: TokenLoss | None
+    ) -> tuple[StepResult, list[TrajectoryOutcome]]:
+        """As `advance_watching`, under other settings; the replay stays where it is."""
         request = replace(self.replay.next_request, max_staleness=recipe.controller.max_staleness)
         self._take_recorded_threads()
         random_state = torch.get_rng_state()
         watch = ClipWatch(loss or recipe.algorithm.loss)
         branch = self._rank.branch(recipe, loss=watch)
-        watched = WatchedStep(branch.step(request), self._outcomes(branch, request, watch))
+        result = branch.step(request)
         torch.set_rng_state(random_state)
-        return watched
+        return result, self._outcomes(branch, request, watch)
 
     def next_trajectories(self) -> tuple[Sequence[Mapping[str, Any]], list[tuple[float, ...]]]:
         """Return the rows that the next step trains, and their log-probabilities before it."""

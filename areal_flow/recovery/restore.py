@@ -63,7 +63,7 @@ class LedgerReplay:
             max_staleness: of the run, in versions.
         """
         self.checkpoint: int = rows[0]["step"]
-        self.step = self.checkpoint
+        self.step: int = self.checkpoint
         self.hashes = restored
         self._trainer = trainer
         self._rows = rows

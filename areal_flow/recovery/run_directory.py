@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 from areal_flow.config import Recipe, dump_recipe
@@ -63,16 +63,17 @@ def check_schema_version(layout: RunLayout) -> str:
     Raises:
         RunError: another version wrote it.
     """
-    version, run_id = "none", ""
+    version: Any = "none"
+    run_id = ""
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         identity = json.loads(layout.identity.read_text())
-        version, run_id = identity["schema_version"], identity["run_id"]
+        version, run_id = identity["schema_version"], str(identity["run_id"])
     if version != SCHEMA_VERSION:
         raise RunError(
             f"expected schema version {SCHEMA_VERSION} in {layout.identity}, found {version}: "
             f"read run {layout.name} with the version of areal-flow that wrote it"
         )
-    return str(run_id)
+    return run_id
 
 
 def existing_run(runs: Path, name: str) -> RunLayout:
@@ -157,8 +158,8 @@ def observed_state(layout: RunLayout) -> RunState:
     recorded = read_state(layout)
     if recorded.state != "running":
         return recorded
-    claim = newest_lease(layout.writers)
-    if claim and is_held(layout.writers, claim.writer_epoch):
+    lease = newest_lease(layout.writers)
+    if lease and is_held(layout.writers, lease.writer_epoch):
         return recorded
     return replace(recorded, state="crashed")
 
@@ -168,11 +169,14 @@ def _write_state(layout: RunLayout, state: RunState) -> None:
 
 
 def list_runs(runs: Path) -> list[RunLayout]:
-    """Return the runs in a folder, by name."""
-    if not runs.is_dir():
-        return []
-    return [
-        RunLayout(entry.resolve())
-        for entry in sorted(runs.iterdir())
-        if (entry / "config.toml").is_file()
-    ]
+    """Return the runs in a folder, by name; those of another schema version are only logged."""
+    found = []
+    for entry in sorted(runs.iterdir()) if runs.is_dir() else ():
+        layout = RunLayout(entry.resolve())
+        if layout.config.is_file():
+            try:
+                check_schema_version(layout)
+                found.append(layout)
+            except RunError as error:
+                logger.warning("%s", error)
+    return found

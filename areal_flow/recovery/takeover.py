@@ -1,8 +1,7 @@
-"""What a driver does with the run directory of the one before it, once it holds the claim.
+"""Makes a run directory safe for the driver that resumes it, once that driver holds the lease.
 
-While any earlier driver is alive, and may wake up, a fence says where the logs stood, so that
-nothing it still writes counts. Once all are dead this one cleans up: whatever was written and not
-yet named by a log is an orphan now.
+While an earlier driver is alive, and may wake up, a fence notes where the logs stood, so that
+nothing it still writes counts. Once all are dead, what they wrote and no log names is removed.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def take_over(layout: RunLayout, writer: Writer) -> None:
-    """Make a run directory this writer's, before anything else of its life is written.
+    """Make a run directory this writer's, before it writes anything else.
 
-    What it removes is older than its claim. So it may itself hang and be taken over in the midst.
+    Only what is older than its lease is removed: it may itself hang here and be taken over.
 
     Raises:
         RunError: another driver took over already.

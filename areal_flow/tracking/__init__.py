@@ -1,1 +1,5 @@
-"""Where a run's numbers are shown: sinks that are filled from the ledger."""
+"""Shows a run's numbers elsewhere: sinks that are filled from its ledger."""
+
+from areal_flow.tracking.registry import track
+
+__all__ = ["track"]

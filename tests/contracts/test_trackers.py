@@ -1,18 +1,37 @@
-"""Every tracker keeps what it was told; MLflow's also when its server is away."""
+"""Every sink is filled from the run alone: from where it stands, once or twice, late or again."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import lance
+import pyarrow as pa
 import pytest
 
-from areal_flow.spool import Spool
+from areal_flow.config import Recipe, TrackingSettings
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.errors import ConfigError, RunError, StorageError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer, hold_lease
+from areal_flow.recovery.run_directory import create_run
+from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.testing import MemoryTracker
-from areal_flow.tracking.mlflow import MlflowTracker, Tracker, model_source
+from areal_flow.tracking import background, track
+from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.mlflow import MlflowTracker, model_source
+from areal_flow.tracking.projection import METRICS, Projection, step_metrics
+from areal_flow.tracking.protocol import Tracker
+from areal_flow.tracking.registry import make_tracker, start_tracking
+from areal_flow.types import PolicyHashes
+from tests.checkpoints import write_fake_checkpoint
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module")
@@ -20,211 +39,378 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
 
 
-def mlflow_tracker(spool: Path, uri: str, name: str = "run") -> MlflowTracker:
-    return MlflowTracker(spool, uri=uri, experiment="test", run_name=name, registered_model="m")
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path / "r")
+    create_run(made, Recipe(seed=3))
+    create_ledger(made.steps)
+    append_steps(made, 0, 1, 2, 3)
+    return made
+
+
+def step_row(step: int, **columns: Any) -> dict[str, Any]:
+    hashes = {field.name: "h" for field in fields(PolicyHashes)}
+    genesis = genesis_row(
+        PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
+        provenance=Provenance(1, "config", "code"),
+        numeric_environment="{}",
+    )
+    return {
+        **genesis,
+        "step": step,
+        "loss": 1 / max(1, step),
+        "reward_mean": 0.1 * step,
+        "lance_version": 10 + step,
+        "trajectory_watermark": 100 * step,
+        "committed_at": BEGAN + timedelta(seconds=step),
+        **columns,
+    }
+
+
+def append_steps(layout: RunLayout, *steps: int) -> None:
+    with hold_lease(layout.writers) as writer:
+        ledger = Ledger(layout.steps, Writer(layout.writers, writer.writer_epoch))
+        for step in steps:
+            ledger.append(step_row(step))
+
+
+def append_evaluation(layout: RunLayout, version: int, rewards: list[float | None]) -> None:
+    answer = {
+        "evaluation": "after",
+        "policy_version": version,
+        "writer_epoch": 1,
+        "evaluated_at": BEGAN + timedelta(hours=1),
+    }
+    table = pa.Table.from_pylist([{**answer, "reward": reward} for reward in rewards])
+    lance.write_dataset(table, str(layout.evaluations), mode="append")
 
 
 class Kept:
-    """What a tracker kept, read back through its own door."""
+    """What a sink kept, read back through its own door."""
 
-    def __init__(self, tracker: Any) -> None:
-        if isinstance(tracker, MemoryTracker):
-            self.metrics = tracker.metrics
-            self.parameters = tracker.parameters
-            self.current = tracker.current
-            self.tags = tracker.checkpoints.get(tracker.current or "", {})
-            self.status = tracker.status
-            self.num_datasets = len(tracker.datasets)
+    def __init__(self, sink: Any) -> None:
+        if isinstance(sink, MemoryTracker):
+            self.metrics = sink.metrics
+            self.timestamps_ms = sink.timestamps_ms
+            self.parameters = sink.parameters
+            self.versions = {path.name: dict(sink.tags[path]) for path in sink.versions}
+            self.current = sink.aliases["current"].name if "current" in sink.aliases else ""
+            self.status, self.datasets = sink.status, sink.datasets
             return
         from mlflow import MlflowClient
 
-        client = MlflowClient(tracking_uri=tracker.uri, registry_uri=tracker.uri)
-        run = client.get_run(tracker.run_id)
-        self.metrics = {
-            name: {m.step: m.value for m in client.get_metric_history(tracker.run_id, name)}
-            for name in run.data.metrics
+        client = MlflowClient(tracking_uri=sink.uri, registry_uri=sink.uri)
+        run = client.get_run(sink.run_id)
+        histories = {
+            name: client.get_metric_history(sink.run_id, name) for name in run.data.metrics
         }
+        for name, history in histories.items():
+            assert len({m.step for m in history}) == len(history), f"{name} has a step twice"
+        self.metrics = {name: {m.step: m.value for m in h} for name, h in histories.items()}
+        self.timestamps_ms = {m.step: m.timestamp for m in histories["train/loss"]}
         self.parameters = run.data.params
-        version = client.get_model_version_by_alias("m", "current")
-        self.current, self.tags = version.source.removeprefix("file://"), version.tags
+        found = client.search_model_versions(f"run_id = '{sink.run_id}'")
+        self.versions = {Path(v.source).name: dict(v.tags) for v in found}
+        self.current = ""
+        if found:
+            version = client.get_model_version_by_alias(found[0].name, "current")
+            self.current = Path(version.source).name
         self.status = run.info.status
-        self.num_datasets = len(run.inputs.dataset_inputs)
+        self.datasets = {int(d.dataset.digest[1:]) for d in run.inputs.dataset_inputs}
+
+
+MakeSink = Callable[[], Tracker]
 
 
 @pytest.fixture(params=["mlflow", "memory"])
-def tracker(request: pytest.FixtureRequest, tmp_path: Path) -> Tracker:
+def make_sink(request: pytest.FixtureRequest, layout: RunLayout) -> MakeSink:
+    """Return how each driver's life makes the sink of the same run."""
     if request.param == "memory":
-        return MemoryTracker()
-    return mlflow_tracker(tmp_path / "spool.jsonl", request.getfixturevalue("database"))
+        memory = MemoryTracker()
+        return lambda: memory
+    uri = request.getfixturevalue("database")
+    settings = TrackingSettings(registered_model=layout.root.parent.name)
+    return lambda: make_tracker(layout, settings, uri)
 
 
-def test_everything_told_is_kept(tracker: Tracker, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "00000002"
-    checkpoint.mkdir(parents=True)
-    tracker.log_parameters({"seed": 3, "trainer.learning_rate": 1e-4})
-    for step in (1, 2, 3):
-        tracker.log_metrics(step, {"train/loss": 1 / step, "rollout/reward_mean": 0.1 * step})
-    tracker.register_checkpoint(checkpoint, {"step": "2", "trajectories_version": "17"})
-    tracker.log_dataset(tmp_path / "trajectories.lance", version=17, num_rows=512)
-    tracker.close("FINISHED")
-    kept = Kept(tracker)
+def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout) -> None:
+    for step in (0, 2):
+        write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
+    append_evaluation(layout, 3, [1.0, 0.0, None, 1.0])
+    sink = make_sink()
+    assert Projection(layout, sink).deliver() == 3
+    sink.end("FINISHED")
+    kept = Kept(sink)
     assert kept.metrics["train/loss"] == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
-    assert kept.parameters["trainer.learning_rate"] == "0.0001"
-    assert kept.current == str(checkpoint)
-    assert kept.tags == {"step": "2", "trajectories_version": "17"}
+    assert kept.metrics["rollout/reward_mean"] == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
+    assert kept.metrics["held_out/pass_rate"] == {3: 0.5}
+    of_steps = {name for name, column in METRICS.items() if column in STEPS.names}
+    assert set(kept.metrics) == of_steps | {"held_out/pass_rate"}
+    assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
+    assert kept.parameters["seed"] == "3"
+    assert kept.parameters["trainer.learning_rate"] == str(Recipe().trainer.learning_rate)
+    assert set(kept.versions) == {"00000000", "00000002"}
+    assert kept.versions["00000002"] == {
+        "step": "2",
+        "run": "r",
+        "weights_hash": "w2",
+        "trajectories_version": "12",
+        "trajectories_watermark": "200",
+    }
+    assert kept.current == "00000002"
+    assert kept.datasets == {10, 12}
     assert kept.status == "FINISHED"
-    assert kept.num_datasets == 1
 
 
-def test_registered_model_leads_to_its_directory(tmp_path: Path, database: str) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database)
-    tracker.register_checkpoint(checkpoint, {})
-    tracker.close("FINISHED")
-    assert model_source(database, "models:/m@current") == checkpoint
-    assert model_source(database, f"models:/m/{tracker.model_version}") == checkpoint
+def test_later_driver_delivers_the_rest_and_nothing_twice(
+    make_sink: MakeSink, layout: RunLayout
+) -> None:
+    first = make_sink()
+    assert Projection(layout, first).deliver() == 3
+    first.end("KILLED")
+    append_steps(layout, 4, 5)
+    second = make_sink()
+    assert Projection(layout, second).deliver() == 2
+    assert Projection(layout, second).deliver() == 0
+    kept = Kept(second)
+    assert list(kept.metrics["train/loss"]) == [1, 2, 3, 4, 5]
+    assert kept.status == "RUNNING"
 
 
-def test_checkpoint_with_an_alias_of_its_own_is_protected(tmp_path: Path, database: str) -> None:
-    from mlflow import MlflowClient
+def test_delivery_that_is_repeated_after_a_crash_changes_nothing(
+    make_sink: MakeSink, layout: RunLayout
+) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    append_evaluation(layout, 3, [1.0])
+    sink = make_sink()
+    Projection(layout, sink).deliver()
+    before = Kept(sink)
+    metrics = step_metrics(step_row(3))
+    sink.log_step(3, metrics, timestamp_ms=before.timestamps_ms[3])
+    Projection(layout, make_sink()).deliver()
+    assert vars(Kept(sink)) == vars(before)
 
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database, "protecting")
-    paths = [tmp_path / f"{step:08d}" for step in (5, 10)]
-    tracker.register_checkpoint(paths[0], {})
-    wait_until(lambda: tracker.model_version is not None)
-    client = MlflowClient(tracking_uri=database, registry_uri=database)
-    client.set_registered_model_alias("m", "champion", tracker.model_version)
-    tracker.register_checkpoint(paths[1], {})
-    tracker.close("FINISHED")
-    assert tracker.protected == {paths[0]}
-    assert model_source(database, "models:/m@champion") == paths[0]
+
+def test_pruned_checkpoint_leaves_the_registry(make_sink: MakeSink, layout: RunLayout) -> None:
+    for step in (0, 2):
+        write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
+    sink = make_sink()
+    projection = Projection(layout, sink)
+    projection.deliver()
+    shutil.rmtree(layout.checkpoints / "00000000")
+    write_fake_checkpoint(layout, 3, weights_hash="w3")
+    projection.deliver()
+    assert set(Kept(sink).versions) == {"00000002", "00000003"}
+    assert Kept(sink).current == "00000003"
+    assert sink.model_version == "3"
+
+
+def test_checkpoint_that_is_not_its_rows_is_not_registered(
+    make_sink: MakeSink, layout: RunLayout
+) -> None:
+    write_fake_checkpoint(layout, 1, weights_hash="w1")
+    write_fake_checkpoint(layout, 2, weights_hash="of a fork")
+    write_fake_checkpoint(layout, 9, weights_hash="beyond the ledger")
+    sink = make_sink()
+    Projection(layout, sink).deliver()
+    assert set(Kept(sink).versions) == {"00000001"}
+
+
+def test_ledger_that_lost_its_last_rows_is_delivered_again_from_its_head(
+    make_sink: MakeSink, layout: RunLayout
+) -> None:
+    sink = make_sink()
+    sink.begin()
+    sink.log_step(7, {"train/loss": 0.5}, timestamp_ms=0)
+    projection = Projection(layout, make_sink())
+    projection.deliver()
+    append_steps(layout, 4)
+    assert projection.deliver() == 1
+    assert 4 in Kept(sink).metrics["train/loss"]
+
+
+def test_metrics_map_is_shown_beside_the_fixed_columns() -> None:
+    row = step_row(1, metrics=[("entropy", 0.5), ("tools/calls", 2)], loss=None)
+    found = step_metrics(row)
+    assert found["train/entropy"] == 0.5
+    assert found["tools/calls"] == 2
+    assert "train/loss" not in found
+    assert step_metrics(step_row(1, metrics={"entropy": 0.5}))["train/entropy"] == 0.5
+
+
+class Refusing(MemoryTracker):
+    """A sink that answers, and refuses step 2."""
+
+    def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
+        if step == 2:
+            raise ValueError("a name that this sink refuses")
+        super().log_step(step, metrics, timestamp_ms=timestamp_ms)
+
+
+def test_refused_step_is_left_out_and_the_next_ones_arrive(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = Refusing()
+    Projection(layout, sink).deliver()
+    assert list(sink.metrics["train/loss"]) == [1, 3]
+    assert "the tracker refused step 2, which is left out" in caplog.text
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
     until = monotonic() + 30
     while not happened():
         assert monotonic() < until
-        sleep(0.05)
+        sleep(0.02)
 
 
-def test_events_wait_for_a_server_that_is_away(tmp_path: Path, database: str) -> None:
-    spool = tmp_path / "spool.jsonl"
-    away = mlflow_tracker(spool, "http://127.0.0.1:9", "late")
+def test_thread_delivers_each_step_when_it_is_woken(layout: RunLayout) -> None:
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    for step in (4, 5):
+        append_steps(layout, step)
+        tracking.wake()
+        wait_until(lambda step=step: sink.delivered == step)  # type: ignore[misc]
+    tracking.close("FINISHED")
+    assert sink.status == "FINISHED"
+
+
+def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "RETRY_EVERY_S", 0.05)
+    sink = MemoryTracker()
+    sink.away = True
+    tracking = RunTracking(layout, sink)
     began = monotonic()
-    away.log_metrics(1, {"train/loss": 0.25})
-    assert monotonic() - began < 0.5, "the training path waited for a network"
-    away.register_checkpoint(tmp_path, {"step": "1"})
-    away.close("FAILED", timeout_s=30)
-    assert json.loads(spool.read_text().splitlines()[0])["step"] == 1
-    back = mlflow_tracker(spool, database, "late")
-    back.log_metrics(2, {"train/loss": 0.125})
-    back.close("FINISHED")
-    assert Kept(back).metrics["train/loss"] == {1: 0.25, 2: 0.125}
+    for _ in range(50):
+        tracking.wake()
+    wait_until(lambda: "the tracker is away" in caplog.text)
+    tracking.protected()
+    assert monotonic() - began < background.ANSWER_TIMEOUT_S
+    append_steps(layout, 4)
+    sink.away = False
+    wait_until(lambda: sink.delivered == 4)
+    tracking.close("FINISHED")
+    assert list(sink.metrics["train/loss"]) == [1, 2, 3, 4]
+    assert caplog.text.count("the tracker is away") == 1, "it does not say so at every attempt"
 
 
-def test_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, database: str) -> None:
-    spool = tmp_path / "spool.jsonl"
-    first = mlflow_tracker(spool, database)
-    first.log_metrics(1, {"a": 1.0})
-    first.register_checkpoint(tmp_path, {})
-    first.close("KILLED")
-    second = mlflow_tracker(spool, database)
-    second.log_metrics(2, {"a": 2.0})
-    second.close("FINISHED")
-    assert first.run_id == second.run_id
-    kept = Kept(second)
-    assert kept.metrics["a"] == {1: 1.0, 2: 2.0}
-    assert kept.status == "FINISHED"
+class Counting(MemoryTracker):
+    """A sink that is away and counts how often it is asked."""
 
+    num_asked = 0
 
-def test_spool_drops_a_torn_last_line_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "spool.jsonl"
-    spool = Spool(path)
-    for number in range(3):
-        spool.append({"n": number})
-    with path.open("a") as file:
-        file.write('{"n": 3, "torn')
-    reopened = Spool(path)
-    reopened.append({"n": 4})
-    events = list(reopened.pending())
-    assert [event["n"] for event, _ in events] == [0, 1, 2, 4]
-    reopened.confirm(events[1][1])
-    assert [event["n"] for event, _ in Spool(path).pending()] == [2, 4]
-
-
-def test_forgotten_checkpoint_leaves_the_registry(tmp_path: Path, database: str) -> None:
-    from mlflow import MlflowClient
-
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database)
-    old, new = tmp_path / "old", tmp_path / "new"
-    tracker.register_checkpoint(old, {})
-    tracker.register_checkpoint(new, {})
-    tracker.forget_checkpoint(old)
-    tracker.close("FINISHED")
-    versions = MlflowClient(database, database).search_model_versions(
-        f"run_id = '{tracker.run_id}'"
-    )
-    assert [version.source for version in versions] == [f"file://{new}"]
-
-
-def test_thread_wakes_for_each_event(tmp_path: Path, database: str) -> None:
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database)
-    spool = Spool(tmp_path / "spool.jsonl")
-    for step in range(3):
-        tracker.log_metrics(step, {"a": 1.0})
-        deadline = monotonic() + 30
-        while list(spool.pending()) and monotonic() < deadline:
-            sleep(0.02)
-        assert not list(spool.pending())
-    tracker.close("FINISHED")
-
-
-def test_refused_event_is_left_out_and_the_next_ones_arrive(
-    tmp_path: Path, database: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", database)
-    tracker.log_metrics(1, {"a": 1.0})
-    tracker.log_metrics(2, {"a name that MLflow refuses: #?": 1.0})
-    tracker.log_metrics(3, {"a": 3.0})
-    tracker.register_checkpoint(tmp_path, {})
-    tracker.close("FINISHED")
-    assert Kept(tracker).metrics["a"] == {1: 1.0, 3: 3.0}
-    assert "MLflow refused metrics" in caplog.text
-
-
-def test_server_that_is_away_is_asked_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts = []
-
-    def fail(self: MlflowTracker) -> None:
-        attempts.append(monotonic())
+    def begin(self) -> int:
+        self.num_asked += 1
         raise ConnectionError("away")
 
-    monkeypatch.setattr(MlflowTracker, "_connect", fail)
-    tracker = mlflow_tracker(tmp_path / "spool.jsonl", "http://127.0.0.1:9")
-    for step in range(50):
-        tracker.log_metrics(step, {"a": 1.0})
+
+def test_sink_that_is_away_is_asked_seldom(layout: RunLayout) -> None:
+    sink = Counting()
+    tracking = RunTracking(layout, sink)
+    for _ in range(50):
+        tracking.wake()
         sleep(0.01)
-    assert len(attempts) <= 2
-    tracker.close("FAILED")
+    assert sink.num_asked <= 2
+    tracking.close("FAILED")
 
 
-def test_damaged_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "spool.jsonl"
-    path.write_text('{"n": 0}\n{"n": 1, "to{"n": 2}\n{"n": 3}\n')
-    assert [event["n"] for event, _ in Spool(path).pending()] == [0, 3]
+class Hanging(MemoryTracker):
+    """A sink that answers after the run has ended."""
+
+    def begin(self) -> int:
+        sleep(5)
+        return 0
 
 
-def test_full_disk_loses_an_event_and_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_end_waits_for_a_slow_sink_no_longer_than_its_limit(layout: RunLayout) -> None:
+    tracking = RunTracking(layout, Hanging())
+    began = monotonic()
+    tracking.close("FINISHED", timeout_s=0.2)
+    assert monotonic() - began < 2
+
+
+def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    wait_until(lambda: sink.delivered == 3)
+    tracking.close(None)
+    assert sink.status == "RUNNING"
+
+
+def test_protected_checkpoints_are_asked_for_and_remembered(layout: RunLayout) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    path = layout.checkpoints / "00000002"
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    assert tracking.protected() == frozenset()
+    sink.aliases["champion"] = path
+    assert tracking.protected() == {path}
+    tracking.close("KILLED")
+    away = MemoryTracker()
+    away.away = True
+    later = RunTracking(layout, away)
+    assert later.protected() == {path}, "a driver that cannot ask must not prune it"
+    later.close("FINISHED")
+
+
+def test_checkpoint_with_an_alias_of_its_own_is_protected_in_mlflow(
+    layout: RunLayout, database: str
 ) -> None:
-    spool = Spool(tmp_path / "spool.jsonl")
+    from mlflow import MlflowClient
 
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise OSError(28, "No space left on device")
+    for step in (0, 2):
+        write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
+    sink = make_tracker(layout, TrackingSettings(registered_model="m"), database)
+    assert isinstance(sink, MlflowTracker)
+    assert sink.is_reachable()
+    Projection(layout, sink).deliver()
+    assert sink.protected() == frozenset()
+    client = MlflowClient(tracking_uri=database, registry_uri=database)
+    client.set_registered_model_alias("m", "champion", "1")
+    assert sink.protected() == {layout.checkpoints / "00000000"}
+    assert model_source(database, "models:/m@champion") == layout.checkpoints / "00000000"
+    assert model_source(database, "models:/m@current") == layout.checkpoints / "00000002"
+    assert model_source(database, f"models:/m/{sink.model_version}") == (
+        layout.checkpoints / "00000002"
+    )
 
-    monkeypatch.setattr(Path, "open", refuse)
-    spool.append({"n": 1})
-    assert "is lost" in caplog.text
+
+def test_run_can_be_tracked_anywhere_from_its_first_step(
+    layout: RunLayout, database: str, tmp_path: Path
+) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    assert track(layout.root, database) == 3
+    assert track(layout.root, database) == 0
+    moved = RunLayout(layout.root.rename(tmp_path / "renamed"))
+    append_steps(moved, 4)
+    assert track(moved.root, database) == 1
+    sink = make_tracker(moved, TrackingSettings(), database)
+    sink.begin()
+    kept = Kept(sink)
+    assert list(kept.metrics["train/loss"]) == [1, 2, 3, 4]
+    assert list(kept.versions) == ["00000002"]
+
+
+def test_tracking_nowhere_or_nothing_is_refused(layout: RunLayout, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"expected a tracker at http://127\.0\.0\.1:9"):
+        track(layout.root, "http://127.0.0.1:9")
+    with pytest.raises(RunError):
+        track(tmp_path / "nobody", "sqlite://")
+    recipe = Recipe(tracking=replace_settings(sink="nowhere"))
+    with pytest.raises(ConfigError, match=r"'nowhere': expected one of \['mlflow'\]"):
+        start_tracking(layout, recipe)
+
+
+def test_run_without_tracking_makes_no_thread_and_no_file(layout: RunLayout) -> None:
+    before = set(layout.root.rglob("*"))
+    tracking = start_tracking(layout, Recipe(tracking=replace_settings(enabled=False)))
+    tracking.wake()
+    assert tracking.protected() == frozenset()
+    tracking.close("FINISHED")
+    assert tracking.model_version is None
+    assert set(layout.root.rglob("*")) == before
+
+
+def replace_settings(**changes: Any) -> TrackingSettings:
+    return TrackingSettings().model_copy(update=changes)

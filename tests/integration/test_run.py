@@ -96,7 +96,9 @@ def test_mlflow_has_every_step(workspace: Path, layout: RunLayout) -> None:
 
     uri = f"sqlite:///{workspace / 'runs' / 'mlflow.db'}"
     client = MlflowClient(uri, uri)
-    run_id = layout.spool.with_suffix(".run_id").read_text()
+    (experiment,) = client.search_experiments(filter_string="name = 'areal-flow'")
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    run_id = tracked.info.run_id
     for name in ("train/loss", "staleness/mean_versions", "rollout/reward_mean"):
         assert [m.step for m in client.get_metric_history(run_id, name)] == [1, 2, 3, 4]
     run = client.get_run(run_id)

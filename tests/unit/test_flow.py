@@ -1,4 +1,4 @@
-"""The flow in virtual time: bounds and books under heavy tails, deaths and slow weight loads."""
+"""The flow in virtual time: bounds and accounts under heavy tails, deaths and slow loads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.staleness import trained_mask
+from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
+from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
 from tests.unit.virtual_time import run_in_virtual_time
 
 
-def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
+def make_flow(
+    cluster: FakeCluster, log: MemoryLog, initial: InitialState | None = None, **numbers: Any
+) -> Flow:
     defaults = {
         "batch_size": 8,
         "group_size": 2,
@@ -31,7 +35,7 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
         "retry_delay_s": 0.1,
     }
     flow = Flow(
-        FlowConfig(**{**defaults, **limits}),
+        FlowConfig(**{**defaults, **numbers}),
         FlowBackends(
             prompts=FakePrompts(),
             rollouts=cluster,
@@ -41,7 +45,7 @@ def make_flow(cluster: FakeCluster, log: MemoryLog, **limits: Any) -> Flow:
             weights=cluster,
             observer=log,
         ),
-        InitialState(),
+        initial or InitialState(),
         Provenance(1, "", ""),
     )
     cluster.on_event = lambda: check_accounting(flow)
@@ -200,6 +204,48 @@ def test_group_that_fails_for_good_frees_its_slot(schedule: Any, max_staleness: 
     assert failed, "the fake cluster was to kill some groups"
     assert len(log.rows) == 12
     check_accounting(flow)
+
+
+def waiting_group(submission_index: int, version: int) -> GroupReceipt:
+    members = [
+        TrajectoryReceipt(
+            trajectory_id(submission_index, m), (VersionSpan(version, 4),), 1.0, "stop"
+        )
+        for m in range(2)
+    ]
+    return GroupReceipt(submission_index, (), tuple(members))
+
+
+def test_group_that_a_step_made_stale_is_discarded_with_the_step() -> None:
+    """Nothing else is committed meanwhile, so nothing else would find it."""
+    fresh = [waiting_group(index, version=1) for index in range(4)]
+    aging = waiting_group(9, version=0)
+    cluster, log = FakeCluster(random.Random(0), initial_version=1), MemoryLog()
+    cluster.spans = {t.trajectory_id: t.version_spans for g in fresh for t in g.trajectories}
+    initial = InitialState(
+        policy_version=1,
+        next_submission_index=10,
+        waiting=(*fresh, aging),
+        accounting=TokenAccounting(committed=5 * 2 * 4),
+    )
+    flow = make_flow(cluster, log, initial, max_staleness=1)
+    assert flow.gate.outstanding == 10
+
+    async def take_a_step() -> None:
+        batch = await flow.wait_for_batch()
+        assert batch is not None
+        assert batch.num_groups == 4
+        assert len(flow.buffer) == 1, "at version 1 it could still be trained"
+        await flow.train(batch, seconds_wait=0.0)
+        await flow.wait_until_released()
+
+    run_in_virtual_time(take_a_step())
+    assert flow.policy_version == 2
+    assert len(flow.buffer) == 0
+    discarded = [(d.trajectory_id, d.reason) for d in flow.accounting.entries.discards]
+    assert discarded == [(t.trajectory_id, "stale") for t in aging.trajectories]
+    assert flow.gate.outstanding == 0, "its slot is free again"
+    assert flow.imbalance() == 0
 
 
 def test_repeated_failures_end_the_run_with_the_root_cause() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 
 
 def step(environment: dict[str, Any], **hashes: str) -> StepResult:
-    made = {"weights_hash": "w", "served_hash": "s", **hashes}
+    made = {**{field.name: "h" for field in fields(PolicyHashes)}, "weights_hash": "w", **hashes}
     return StepResult(7, PolicyHashes(**made), NOTHING_TRAINED, json.dumps(environment))
 
 
@@ -30,7 +30,7 @@ def test_equal_hashes_are_no_fork(tmp_path: Path) -> None:
     assert not RunLayout(tmp_path).forks.exists()
 
 
-@pytest.mark.parametrize("name", ["weights_hash", "served_hash"])
+@pytest.mark.parametrize("name", [field.name for field in fields(PolicyHashes)])
 def test_any_difference_in_the_same_environment_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TrainingError, match="same numeric environment"):
         note_fork(RunLayout(tmp_path), ComparedStep(step(CPU), step(CPU, **{name: "other"})))

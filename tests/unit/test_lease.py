@@ -1,4 +1,4 @@
-"""One writer at a time: claims, takeovers, and what a driver that wakes up late cannot do."""
+"""One writer at a time: leases, takeovers, and what a driver that wakes up late cannot do."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def row(step: int, epoch: int, weights_hash: str = "") -> dict[str, Any]:
     return {**genesis, "step": step}
 
 
-def test_second_claim_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> None:
+def test_second_lease_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> None:
     with hold_lease(tmp_path) as writer:
         assert writer.writer_epoch == 1
         with pytest.raises(RunError, match=f"held by process {os.getpid()} on .* since 20"):
@@ -68,7 +68,7 @@ def test_second_claim_is_refused_and_says_who_holds_the_run(tmp_path: Path) -> N
     with hold_lease(tmp_path) as writer:
         assert writer.writer_epoch == 2
         assert is_sole_writer(writer)
-        assert [path.name for path in tmp_path.glob(".claim-*")] == []
+        assert [path.name for path in tmp_path.glob(".lease-*")] == []
 
 
 def hold(root: Path) -> None:
@@ -169,7 +169,7 @@ def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunL
     assert layout.weights_of(writer.writer_epoch).is_dir()
 
 
-def test_driver_that_dies_before_its_floor_leaves_it_to_the_next(layout: RunLayout) -> None:
+def test_driver_that_dies_before_its_fence_leaves_it_to_the_next(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
         Ledger(layout.steps, stale).append(row(0, 1))
@@ -200,7 +200,7 @@ def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout
         written_group(layout.trajectories, 2)
         take_over(layout, third)
     files = list((layout.trajectories / "data").iterdir())
-    assert len(files) == 2, "the committed one, and the one that is younger than the claim"
+    assert len(files) == 2, "the committed one, and the one that is younger than the lease"
     assert open_dataset(layout.trajectories).to_table().cast(TRAJECTORIES).num_rows == 2
     assert list(layout.checkpoints.iterdir()) == []
     assert [path.name for path in layout.weights.iterdir()] == ["00000003"]

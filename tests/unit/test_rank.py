@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from areal_flow.weights.hashing import HashingStage
+from pipelines.assembly import step_metrics
 
 from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
@@ -23,8 +25,6 @@ from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest, StepResult
-from areal_flow.weights.hashing import HashingStage
-from pipelines.assembly import step_metrics
 from schemas import StepRow, validate
 from tests.policies import small_policy
 from tests.rows import group_table

@@ -20,25 +20,32 @@ from areal_flow.recovery.plan import (
     request_from_row,
 )
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
-from areal_flow.types import Episode, GroupReceipt, PolicyHashes, submission_index_of
+from areal_flow.types import Episode, GroupReceipt, LogHead, PolicyHashes, submission_index_of
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
 GENESIS = genesis_row(PolicyHashes("w0", ""), provenance=PROVENANCE, numeric_environment="{}")
 
 
-def make_flow(cluster: FakeCluster, log: MemoryLog, initial: InitialState, num_steps: int) -> Flow:
-    limits = FlowConfig(
+def make_flow(
+    cluster: FakeCluster,
+    log: MemoryLog,
+    initial: InitialState,
+    num_steps: int,
+    max_attempts: int = 3,
+) -> Flow:
+    config = FlowConfig(
         batch_size=8,
         group_size=2,
         max_staleness=2,
         max_running=40,
         num_steps=num_steps,
         run_seed=0,
+        max_attempts=max_attempts,
         max_consecutive_failures=99,
     )
-    parts = FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log)
-    return Flow(limits, parts, initial, PROVENANCE)
+    backends = FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log)
+    return Flow(config, backends, initial, PROVENANCE)
 
 
 def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialState:
@@ -60,7 +67,7 @@ async def run_to_end(flow: Flow) -> None:
 
 
 async def run_until_killed(flow: Flow, after_s: float) -> None:
-    """Run; at `after_s` drop everything on the fence, as a kill would."""
+    """Run; at `after_s` drop everything at once, as a kill would."""
     running = asyncio.create_task(run_async_schedule(flow))
     await asyncio.wait([running], timeout=after_s)
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -140,6 +147,38 @@ def test_long_episodes_are_not_lost_more_often_than_short_ones(seed: int) -> Non
     assert all(duration_of(index) > 20 for index in out), (
         "only what the last life was too short for"
     )
+
+
+def test_given_up_submissions_are_not_submitted_again() -> None:
+    """Of six submissions 0 is committed, 1 and 4 were given up; 2, 3 and 5 were running."""
+    ledger = [
+        {**GENESIS, "next_submission_index": 3, "failed_submissions": [1]},
+        {**GENESIS, "step": 1, "next_submission_index": 6, "failed_submissions": [4]},
+    ]
+    committed = CommittedGroups(submission_indices={0}, num_tokens=0)
+    start = plan_initial_state(ledger, [], committed, LogHead())
+    assert start.next_submission_index == 6
+    assert start.resubmit == (2, 3, 5)
+
+
+def test_resumed_run_gives_up_each_submission_once() -> None:
+    log = MemoryLog(rows=[GENESIS])
+    spans: dict[str, Any] = {}
+    for num_steps in (6, 12):
+        start = plan(log)
+        cluster = FakeCluster(
+            random.Random(5),
+            death_rate=0.6,
+            spans=spans,
+            initial_version=start.policy_version,
+        )
+        flow = make_flow(cluster, log, start, num_steps=num_steps, max_attempts=1)
+        run_in_virtual_time(run_to_end(flow))
+    failed = [index for row in log.rows for index in row["failed_submissions"]]
+    assert failed
+    assert len(failed) == len(set(failed))
+    committed = {submission_index_of(t.trajectory_id) for t in log.committed}
+    assert committed.isdisjoint(failed)
 
 
 def test_checkpoint_must_match_its_row() -> None:

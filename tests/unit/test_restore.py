@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ PROVENANCE = Provenance(1, "config", "code")
 
 
 def hashes(weights: str) -> PolicyHashes:
-    return PolicyHashes(weights, f"optimizer of {weights}", f"served of {weights}")
+    named = {field.name: f"{field.name} of {weights}" for field in fields(PolicyHashes)}
+    return PolicyHashes(**{**named, "weights_hash": weights})
 
 
 class FakeTrainer:
@@ -121,9 +122,9 @@ async def test_unreadable_checkpoints_are_reported_and_an_older_one_is_used() ->
     assert await restored(FakeTrainer(unreadable=(0,)), Rows(), 0) is None
 
 
-async def test_checkpoint_with_another_optimizer_is_passed_over_and_not_called_damaged() -> None:
+async def test_checkpoint_that_is_not_its_rows_is_passed_over_and_not_damaged() -> None:
     ledger, damaged = Rows(), []  # type: ignore[var-annotated]
-    ledger.all[2]["optimizer_hash"] = "another"
+    ledger.all[2]["served_hash"] = "another"
     replay = await restored(FakeTrainer(), ledger, 0, 2, damaged=damaged)
     assert replay is not None
     assert (replay.checkpoint, damaged) == (0, [])

@@ -17,6 +17,7 @@ from areal_flow.recovery.run_directory import (
     create_run,
     existing_run,
     find_run,
+    list_runs,
 )
 from areal_flow.store.ledger import create_ledger
 
@@ -63,6 +64,16 @@ def test_run_of_another_schema_version_is_refused_at_every_door(
         assert f"found {found}: read run r with the version of areal-flow that" in str(
             refused.value
         )
+
+
+def test_run_of_another_schema_version_does_not_hide_the_others(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = RunLayout(layout.root.parent / "old")
+    create_run(old, Recipe())
+    old.identity.unlink()
+    assert list_runs(layout.root.parent) == [layout]
+    assert "read run old with" in caplog.text
 
 
 def test_ledger_alone_is_of_another_schema_version(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Fills one sink from a run directory, from wherever the sink stands.
+
+Everything that is delivered lies in the run: ledger rows, evaluations, checkpoints, the recipe. So
+a sink that was away, or that is new, is filled by doing the same again. It refuses to know which
+sink it is, and when it is asked to deliver.
+"""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.ledger import STEPS, LedgerReader
+from areal_flow.store.queries import Run
+from areal_flow.tracking.protocol import TrackedCheckpoint, Tracker
+
+logger = logging.getLogger(__name__)
+
+METRICS = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/learning_rate": "learning_rate",
+    "train/clip_fraction": "clip_fraction",
+    "train/importance_weight_mean": "importance_weight_mean",
+    "train/importance_weight_max": "importance_weight_max",
+    "train/trained_tokens": "num_trained_tokens",
+    "train/masked_tokens": "num_masked_tokens",
+    "train/step_s": "seconds_step",
+    "train/compute_s": "seconds_train",
+    "train/wait_s": "seconds_wait",
+    "staleness/mean_versions": "staleness_mean",
+    "staleness/max_versions": "staleness_max",
+    "rollout/reward_mean": "reward_mean",
+    "rollout/completion_mean_tokens": "completion_tokens_mean",
+    "rollout/generated_tokens": "num_generated_tokens",
+    "rollout/discarded_tokens": "num_discarded_tokens",
+    "rollout/waiting_tokens": "num_waiting_tokens",
+    "rollout/generate_s": "seconds_generate",
+    "rollout/failed_members": "num_failed_members",
+}
+"""The ledger's fixed columns by the names that sinks show."""
+
+_STEP_COLUMNS = [
+    name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
+]
+_CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark"]
+_EVALUATION_COLUMNS = ["evaluation", "policy_version", "reward", "evaluated_at"]
+
+
+def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return a ledger row's numbers by the names that sinks show.
+
+    An entry of the row's `metrics` map is shown as `train/NAME`, unless its name has an area.
+    """
+    fixed = {name: row.get(column) for name, column in METRICS.items()}
+    entries = dict(row.get("metrics") or ())
+    named = {name if "/" in name else f"train/{name}": value for name, value in entries.items()}
+    return {k: float(value) for k, value in {**fixed, **named}.items() if value is not None}
+
+
+class Projection:
+    """Delivers what one sink lacks; for one thread."""
+
+    def __init__(self, layout: RunLayout, sink: Tracker) -> None:
+        self._layout = layout
+        self._sink = sink
+        self._delivered: int | None = None
+        self._evaluations = 0
+        self._checkpoints: dict[int, str] | None = None
+
+    def deliver(self) -> int:
+        """Deliver whatever is committed and not in the sink yet; return how many steps that was.
+
+        Raises:
+            Exception: what the sink raises while it cannot be reached; call again later.
+        """
+        if self._delivered is None:
+            delivered = self._sink.begin()
+            self._attempt("the recipe", partial(self._sink.log_parameters, self._parameters()))
+            # The sink can be ahead of a ledger that lost its last rows with the machine's power.
+            self._delivered = max(0, min(delivered, self._ledger().head))
+        num_steps = self._deliver_steps()
+        self._deliver_evaluations()
+        self._deliver_checkpoints()
+        return num_steps
+
+    def _attempt(self, what: str, deliver: Callable[[], None]) -> None:
+        """Deliver one thing; one that is refused must not block all later ones."""
+        try:
+            deliver()
+        except Exception as error:
+            if not self._sink.is_reachable():
+                raise
+            logger.warning("the tracker refused %s, which is left out: %s", what, error)
+
+    def _parameters(self) -> dict[str, Any]:
+        return dict(_flatten(tomllib.loads(self._layout.config.read_text())))
+
+    def _deliver_steps(self) -> int:
+        assert self._delivered is not None
+        before = self._delivered
+        for row in self._ledger().rows(_STEP_COLUMNS, since=before + 1):
+            step, at = row["step"], _milliseconds(row["committed_at"])
+            log = partial(self._sink.log_step, step, step_metrics(row), timestamp_ms=at)
+            self._attempt(f"step {step}", log)
+            self._delivered = step
+        return self._delivered - before
+
+    def _deliver_evaluations(self) -> None:
+        if not self._layout.evaluations.is_dir():
+            return
+        version_now = open_dataset(self._layout.evaluations).version
+        if version_now == self._evaluations:
+            return
+        answers = defaultdict(list)
+        found = Run(self._layout.root).evaluations("arrow", columns=_EVALUATION_COLUMNS)
+        for row in found.to_pylist():
+            answers[row["evaluation"], row["policy_version"]].append(row)
+        for (name, version), rows in answers.items():
+            num_passed = sum((row["reward"] or 0) > 0 for row in rows)
+            at = _milliseconds(max(row["evaluated_at"] for row in rows))
+            metrics = {"held_out/pass_rate": num_passed / len(rows)}
+            log = partial(self._sink.log_evaluation, version, metrics, timestamp_ms=at)
+            self._attempt(f"evaluation {name}", log)
+        self._evaluations = version_now
+
+    def _deliver_checkpoints(self) -> None:
+        hashes = checkpoint_hashes(self._layout.checkpoints)
+        if hashes == self._checkpoints:
+            return
+        rows = self._ledger().rows(_CHECKPOINT_COLUMNS)
+        present = [
+            self._tracked(rows[step])
+            for step, weights_hash in hashes.items()
+            if step < len(rows) and rows[step]["weights_hash"] == weights_hash
+        ]
+        self._attempt("checkpoints", partial(self._sink.register_checkpoints, present))
+        self._checkpoints = hashes
+
+    def _tracked(self, row: Mapping[str, Any]) -> TrackedCheckpoint:
+        tags = {
+            "step": str(row["step"]),
+            "run": self._layout.name,
+            "weights_hash": row["weights_hash"],
+            "trajectories_version": str(row["lance_version"]),
+            "trajectories_watermark": str(row["trajectory_watermark"]),
+        }
+        return TrackedCheckpoint(
+            checkpoint_path(self._layout.checkpoints, row["step"]),
+            tags,
+            self._layout.trajectories,
+            dataset_version=row["lance_version"],
+            num_rows=row["trajectory_watermark"],
+        )
+
+    def _ledger(self) -> LedgerReader:
+        return LedgerReader(self._layout.steps, self._layout.writers)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _milliseconds(moment: Any) -> int:
+    return int(moment.timestamp() * 1000)

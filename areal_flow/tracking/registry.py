@@ -1,0 +1,86 @@
+"""Sinks by the name that recipes use. The next sink is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from areal_flow.config import Recipe, TrackingSettings, load_recipe
+from areal_flow.errors import ConfigError, StorageError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import check_schema_version, observed_state
+from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.mlflow import MlflowTracker
+from areal_flow.tracking.projection import Projection
+from areal_flow.tracking.protocol import Tracker
+
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
+"""How a run that is not running ended, in the words of sinks."""
+
+
+def mlflow_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tracker:
+    """Return the sink of a run on an MLflow server, or in the database beside the runs."""
+    return MlflowTracker(
+        uri=uri or default_tracking_uri(layout.root.parent),
+        experiment=settings.experiment,
+        run_name=layout.name,
+        identity=check_schema_version(layout),
+        registered_model=settings.registered_model,
+    )
+
+
+TRACKERS: Mapping[str, Callable[[RunLayout, TrackingSettings, str], Tracker]] = {
+    "mlflow": mlflow_tracker,
+}
+"""Each makes the sink of a run at an address, which may be empty."""
+
+
+def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tracker:
+    """Return the sink that a recipe names, at an address.
+
+    Raises:
+        ConfigError: there is no sink of that name.
+    """
+    if settings.sink not in TRACKERS:
+        raise ConfigError(f"tracking.sink = {settings.sink!r}: expected one of {list(TRACKERS)}")
+    return TRACKERS[settings.sink](layout, settings, uri)
+
+
+def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
+    """Begin to keep the recipe's sink up to date, if it wants one.
+
+    Raises:
+        ConfigError: there is no sink of that name.
+    """
+    settings = recipe.tracking
+    sink = make_tracker(layout, settings, settings.uri) if settings.enabled else None
+    return RunTracking(layout, sink)
+
+
+def track(run_directory: Path, uri: str) -> int:
+    """Deliver a run to a server, whatever it has of the run; return how many steps it lacked.
+
+    Args:
+        uri: of the server or database, which need not be the one that the run was tracked by.
+
+    Raises:
+        RunError: there is no run, or one of another schema version.
+        StorageError: the server cannot be reached.
+    """
+    layout = RunLayout(run_directory.resolve())
+    check_schema_version(layout)
+    sink = make_tracker(layout, load_recipe(layout.config).tracking, uri)
+    try:
+        num_steps = Projection(layout, sink).deliver()
+        if (state := observed_state(layout).state) in STATUS:
+            sink.end(STATUS[state])
+    except Exception as error:
+        if sink.is_reachable():
+            raise
+        raise StorageError(f"expected a tracker at {uri}, found none: {error}") from error
+    return num_steps
+
+
+def default_tracking_uri(runs: Path) -> str:
+    """Return the database beside the runs."""
+    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"

@@ -1,0 +1,158 @@
+"""Checkpoints over a fake trainer: when one is taken, what a death costs, what is pruned."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pytest
+
+from areal_flow.config import TrainerSettings
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.errors import RunError, TrainerLost
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpointing import Checkpoints
+from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.lease import hold_lease
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.types import PolicyHashes
+from tests.checkpoints import write_fake_checkpoint
+
+
+@dataclass
+class FakeTrainer:
+    """A trainer that writes what it was last told to copy, and dies as often as told."""
+
+    layout: RunLayout
+    num_deaths: int = 0
+    copied: str = ""
+    num_written: int = 0
+
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        self.copied = weights_hash
+
+    async def write_snapshot(self, step: int) -> None:
+        if self.num_deaths:
+            self.num_deaths -= 1
+            raise TrainerLost("died while it wrote")
+        write_fake_checkpoint(self.layout, step, weights_hash=self.copied)
+        self.num_written += 1
+
+
+@dataclass
+class FakeRegistry:
+    """A registry that protects what it is told to."""
+
+    aliased: set[Path] = field(default_factory=set)
+    num_woken: int = 0
+
+    def wake(self) -> None:
+        self.num_woken += 1
+
+    def protected(self) -> frozenset[Path]:
+        return frozenset(self.aliased)
+
+
+@dataclass
+class Driver:
+    """One driver's parts, and a run that steps."""
+
+    layout: RunLayout
+    ledger: Ledger
+    trainer: FakeTrainer
+    registry: FakeRegistry
+    checkpoints: Checkpoints
+
+    async def step_to(self, last: int) -> None:
+        for step in range(self.ledger.head + 1, last + 1):
+            hashes = {item.name: "h" for item in fields(PolicyHashes)}
+            row = genesis_row(
+                PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
+                provenance=Provenance(1, "config", "code"),
+                numeric_environment="{}",
+            )
+            self.ledger.append({**row, "step": step})
+            if step:
+                await self.checkpoints.after_step({**row, "step": step})
+            else:
+                await self.checkpoints.complete()
+        await self.checkpoints.settle()
+
+
+@asynccontextmanager
+async def driving(root: Path, **deaths: int) -> AsyncIterator[Driver]:
+    layout = RunLayout(root)
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    with hold_lease(layout.writers) as writer:
+        ledger = Ledger(layout.steps, writer)
+        trainer, registry = FakeTrainer(layout, **deaths), FakeRegistry()
+        checkpoints = Checkpoints(
+            layout,
+            TrainerSettings(checkpoint_every_steps=2, keep_checkpoints=2),
+            ledger=ledger,
+            trajectories=TrajectoryCommitter(layout.trajectories, writer).maintenance,
+            trainer=trainer,
+            registry=registry,
+            writer=writer,
+        )
+        yield Driver(layout, ledger, trainer, registry, checkpoints)
+
+
+async def test_first_and_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(9)
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 6, 8]
+        assert driver.registry.num_woken >= 5
+
+
+async def test_protected_checkpoint_is_not_pruned(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(4)
+        driver.registry.aliased.add(driver.layout.checkpoints / "00000002")
+        await driver.step_to(10)
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 2, 8, 10]
+
+
+async def test_trainer_that_dies_costs_one_checkpoint_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(1)
+        driver.trainer.num_deaths = 1
+        await driver.step_to(5)
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 4]
+        assert "the ledger still leads to it" in caplog.text
+
+
+async def test_last_checkpoint_is_written_whatever_happens_to_the_trainer(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(3)
+        driver.trainer.num_deaths = 2
+        await driver.checkpoints.complete()
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 2, 3]
+        await driver.step_to(5)
+        driver.trainer.num_deaths = 3
+        with pytest.raises(TrainerLost, match="died 3 times in its last checkpoint"):
+            await driver.checkpoints.complete()
+
+
+async def test_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(2)
+        num_written = driver.trainer.num_written
+        await driver.checkpoints.complete()
+        assert driver.trainer.num_written == num_written
+
+
+async def test_driver_that_was_taken_over_prunes_nothing(tmp_path: Path) -> None:
+    async with driving(tmp_path) as driver:
+        await driver.step_to(4)
+        with hold_lease(driver.layout.writers, take_over=True):
+            write_fake_checkpoint(driver.layout, 6, weights_hash="of its successor")
+            with pytest.raises(RunError, match="taken over"):
+                await driver.checkpoints.complete()
+        assert list_checkpoints(driver.layout.checkpoints) == [0, 2, 4, 6]

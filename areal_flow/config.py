@@ -13,23 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from areal_flow.errors import ConfigError
+from areal_flow.settings import Settings, require
+from areal_flow.workflows.registry import WORKFLOWS, WorkflowSettings
+from areal_flow.workflows.single_turn import SingleTurn
 
 TINY_MODEL = "tiny"
 """Make a small Qwen2 policy here and warm-start it; anything else is a directory or a hub name."""
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
-class Settings(BaseModel):
-    """Base of every section: frozen, closed to unknown keys, and without silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class PromptSettings(Settings):
@@ -49,12 +41,12 @@ class PromptSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:
-        _require(
+        require(
             self.source != "file" or self.path is not None,
             "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
         )
-        _require("{question}" in self.template, "prompts.template must contain {question}")
-        _require(
+        require("{question}" in self.template, "prompts.template must contain {question}")
+        require(
             self.min_terms <= self.max_terms,
             f"prompts.min_terms ({self.min_terms}) must not exceed max_terms ({self.max_terms})",
         )
@@ -88,12 +80,12 @@ class GenerationSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
         needed = self.max_num_seqs * self.max_model_len
-        _require(
+        require(
             needed <= self.kv_cache_tokens,
             f"generation.max_num_seqs ({self.max_num_seqs}) x max_model_len "
             f"({self.max_model_len}) = {needed} must fit kv_cache_tokens ({self.kv_cache_tokens})",
         )
-        _require(
+        require(
             self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
             f"max_model_len ({self.max_model_len})",
@@ -112,7 +104,7 @@ class ControllerSettings(Settings):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:
-        _require(
+        require(
             self.batch_size % self.group_size == 0,
             f"controller.group_size ({self.group_size}) must divide "
             f"controller.batch_size ({self.batch_size})",
@@ -150,10 +142,12 @@ class TrainerSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """How completions are graded."""
+    """One of the rewards whose weighted sum is the reward of a completion."""
 
     verifier: str = "numeric"
-    num_workers: int = Field(1, ge=1)
+    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    weight: float = 1.0
+    """What this reward is multiplied by in the sum."""
 
 
 class ClusterSettings(Settings):
@@ -163,6 +157,8 @@ class ClusterSettings(Settings):
     threads_per_worker: int = Field(1, ge=1)
     num_trainers: int = Field(1, ge=1)
     num_trainer_threads: int = Field(1, ge=1)
+    num_reward_workers: int = Field(1, ge=1)
+    """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
     silent_after_s: float = Field(10.0, ge=1)
     worker_ttl_s: float = Field(60.0, gt=0)
@@ -191,25 +187,30 @@ class Recipe(Settings):
     controller: ControllerSettings = ControllerSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
-    rewards: RewardSettings = RewardSettings()
+    workflow: WorkflowSettings = SingleTurn()
+    """What an episode is: a workflow's name and its own settings."""
+    rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), min_length=1, strict=False)
+    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
     cluster: ClusterSettings = ClusterSettings()
     tracking: TrackingSettings = TrackingSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        _require(
+        require(
             self.model != TINY_MODEL
             or self.prompts.source == "arithmetic"
             or not self.warm_start.num_steps,
             f"warm_start.num_steps ({self.warm_start.num_steps}) must be 0 unless prompts.source "
             "is 'arithmetic': only sums have worked answers to imitate; see the gsm8k recipe",
         )
-        _require(
+        names = [reward.verifier for reward in self.rewards]
+        require(len(set(names)) == len(names), f"rewards: a verifier is named twice in {names}")
+        require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
         )
-        _require(
+        require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
             f"sequence of generation.max_model_len ({self.generation.max_model_len})",
@@ -304,7 +305,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source}: {error.error_count()} setting(s) are wrong; nothing was started"]
     for detail in error.errors():
-        field = ".".join(str(part) for part in detail["loc"])
+        field = ".".join(str(part) for part in detail["loc"] if part not in WORKFLOWS)
         rule = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"  {field}: there is no such setting")

@@ -4,6 +4,7 @@ runs/NAME/
     config.toml            the whole recipe, defaults written out
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl
+    rewards/               reward functions that were shipped, with their source
     trajectories.lance     the events
     steps.lance            their order
     evaluations.lance      held-out answers
@@ -58,6 +59,10 @@ class RunLayout:
     @property
     def bad_rows(self) -> Path:
         return self.root / "prompts" / "bad_rows.jsonl"
+
+    @property
+    def rewards(self) -> Path:
+        return self.root / "rewards"
 
     @property
     def trajectories(self) -> Path:

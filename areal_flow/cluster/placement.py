@@ -52,7 +52,7 @@ def place_workers(recipe: Recipe) -> list[WorkerPlacement]:
     ]
     rewards = [
         WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1))
-        for index in range(recipe.rewards.num_workers)
+        for index in range(cluster.num_reward_workers)
     ]
     return [*generators, *trainers, *rewards]
 

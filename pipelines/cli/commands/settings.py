@@ -15,7 +15,7 @@ def split_dotted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while remaining:
         argument = remaining.pop(0)
         option, equals, _ = argument.partition("=")
-        if not (option.startswith("--") and "." in option):
+        if not (option.startswith("--") and ("." in option or option == "--rewards")):
             plain.append(argument)
             continue
         dotted.append(argument)

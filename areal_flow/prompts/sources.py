@@ -1,0 +1,62 @@
+"""Where questions come from: sources by the names that `prompts.source` may have.
+
+A source returns what makes its held-out and what makes its training questions, so that a file is
+read anew each time and never held in memory. A row that is wrong comes as the error that says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from areal_flow.config import PromptSettings
+from areal_flow.errors import PromptError
+from areal_flow.prompts.arithmetic import arithmetic_source
+from areal_flow.prompts.files import Question, question_from_row, read_rows
+
+Questions = Callable[[], "Iterable[Question | PromptError]"]
+Source = Callable[[PromptSettings, int], "tuple[Questions, Questions]"]
+"""Takes the settings and the run's seed; returns held-out questions and training questions."""
+
+
+def file_source(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
+    """Return the rows of two files, or of one of which at most a fifth is held out by the seed."""
+    path, held_out_path = settings.path, settings.held_out_path
+    assert path is not None
+    if held_out_path is not None:
+        return (
+            lambda: questions_of_file(held_out_path, settings),
+            lambda: questions_of_file(path, settings),
+        )
+    num_rows = sum(1 for _ in read_rows(path))
+    num_held_out = min(settings.num_held_out, num_rows // 5)
+    held_out = set(random.Random(seed).sample(range(num_rows), num_held_out))
+
+    def part(is_held_out: bool) -> Questions:
+        return lambda: (
+            question
+            for position, question in enumerate(questions_of_file(path, settings))
+            if (position in held_out) is is_held_out
+        )
+
+    return part(True), part(False)
+
+
+def questions_of_file(path: Path, settings: PromptSettings) -> Iterator[Question | PromptError]:
+    """Yield a file's questions; for a row that is none, the error that names file and line."""
+    for origin, row in read_rows(path):
+        try:
+            if isinstance(row, PromptError):
+                raise row
+            yield question_from_row(
+                row,
+                origin=origin,
+                question_field=settings.question_field,
+                answer_field=settings.answer_field,
+            )
+        except PromptError as error:
+            yield error
+
+
+SOURCES: dict[str, Source] = {"file": file_source, "arithmetic": arithmetic_source}

@@ -17,11 +17,11 @@ _PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
 
 
 def check_identities(table: pa.Table) -> Iterator[Finding]:
-    """Yield rows whose ids are not those of their submission index and member."""
-    names = ["trajectory_id", "group_id", "submission_index", "member"]
-    for identifier, group, index, member in _tuples(table, names):
-        if identifier != trajectory_id(index, member):
-            yield _finding("trajectory-id", identifier, trajectory_id(index, member), identifier)
+    """Yield rows whose ids are not those of their submission index, member and branch."""
+    names = ["trajectory_id", "group_id", "submission_index", "member", "branch"]
+    for identifier, group, index, member, branch in _tuples(table, names):
+        if identifier != (expected := trajectory_id(index, member, branch)):
+            yield _finding("trajectory-id", identifier, expected, identifier)
         if group != group_id(index):
             yield _finding("group-id", identifier, group_id(index), group)
 

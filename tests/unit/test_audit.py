@@ -91,8 +91,8 @@ def test_empty_log_has_no_rows_and_no_findings() -> None:
 def test_first_commit_of_an_id_wins() -> None:
     part = log_of(log_table(group_table(1).to_pylist()))
     log: Log = join_logs([part, part])
-    assert log.rows["00000001-0001"] == 1
-    assert list(repeated_ids(log)) == ["00000001-0000", "00000001-0001"]
+    assert log.rows["00000001-0001-00"] == 1
+    assert list(repeated_ids(log)) == ["00000001-0000-00", "00000001-0001-00"]
 
 
 def test_ledger_may_end_anywhere_but_misses_nothing_between() -> None:

@@ -134,7 +134,7 @@ def test_tokens_of_a_split_character_come_together() -> None:
 
 def listed(**changes: Any) -> dict[str, Any]:
     return {
-        "trajectory_id": "00000000-0000",
+        "trajectory_id": "00000000-0000-00",
         "difficulty": 3,
         "reward": 1.0,
         "num_tokens": 4,
@@ -185,7 +185,7 @@ def inspected(*tokens: InspectedToken) -> Inspected:
         "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
-    return Inspected("small", row, tokens, "2", (("00000000-0000", 1.0), ("x", None)), batch, 1)
+    return Inspected("small", row, tokens, "2", (("00000000-0000-00", 1.0), ("x", None)), batch, 1)
 
 
 def test_page_marks_versions_and_masked_tokens_without_colours() -> None:

@@ -27,6 +27,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from areal_flow.store.queries import Run
 from areal_flow.store.scans import Piece, scan
+from areal_flow.store.visibility import evaluations_that_count
 from pipelines import stored
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
@@ -190,7 +191,8 @@ class _Audit:
 
     def _evaluations(self) -> None:
         path = self.layout.evaluations
-        for piece in _merged(scan(path)) if path.exists() else ():
+        counted = evaluations_that_count(self.layout.writers)
+        for piece in _merged(scan(path, counted)) if path.exists() else ():
             if piece.rows is None:
                 self.found.add(stored.unreadable(path, piece.error))
                 continue

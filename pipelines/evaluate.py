@@ -1,33 +1,59 @@
-"""A model and held-out prompts in, a pass rate with its interval out; nothing is trained."""
+"""Evaluates a model that need not be a run's: as a run would, through its workflow and rewards.
+
+Workers are told everything by a run directory. So a model is evaluated in one that is made for the
+occasion, with the model's weights published as version 0 and nothing that a log would need.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launchers import local_cluster
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
+from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.intervals import tabulate
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import check_model_directory, copy_model_description
+from areal_flow.models.directory import (
+    check_model_directory,
+    copy_model_description,
+    tokenizer_of,
+)
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
-from areal_flow.types import EvaluationTable
-from areal_flow.weights.directory import publish_model_directory
-from pipelines.held_out import answer_held_out, tabulate
+from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.weights.directory import DirectoryChannel, publish_model_directory
 from pipelines.models import run_of_checkpoint
 
+NO_WRITER = 0
+"""The writer epoch of what no run's driver writes."""
 
-def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int:
-    """Answer held-out prompts once each with a model; print a table and one line of JSON.
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Pass rates, and the answers that they were counted from: rows of the evaluation schema."""
+
+    table: EvaluationTable
+    answers: list[dict[str, Any]]
+
+
+def evaluate_model(
+    directory: Path, *, prompts: Path | None = None, limit: int | None = None
+) -> EvaluationResult:
+    """Answer held-out prompts once each with a model.
+
+    Args:
+        directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
+        prompts: a file, instead of the run's own held-out prompts.
+        limit: answer only the first ones.
 
     Raises:
         ModelError: the directory is not a model's, or nothing says which prompts to use.
@@ -41,16 +67,16 @@ def evaluate(directory: Path, *, prompts: Path | None, limit: int | None) -> int
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))
         copy_model_description(directory, layout.model)
-        publish_model_directory(directory, layout.weights_of(0))
-        if prompts is None:
-            assert run is not None
+        publish_model_directory(directory, layout.weights_of(NO_WRITER))
+        if run is not None and run.rewards.is_dir():
+            shutil.copytree(run.rewards, layout.rewards)
+        if run is not None and prompts is None:
             table = PromptTable(run.held_out_prompts, seed=recipe.seed)
         else:
             prepare_held_out(recipe, layout)
             table = PromptTable(layout.held_out_prompts, seed=recipe.seed)
-        found = asyncio.run(_answer(layout, recipe, table, limit))
-    _print(found, directory)
-    return 0
+        answers = asyncio.run(_answer(layout, recipe, table.rows(limit)))
+    return EvaluationResult(tabulate(answers), answers)
 
 
 def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
@@ -63,27 +89,17 @@ def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
     return build_recipe(settings, source=str(run.config) if run else "defaults")
 
 
-async def _answer(
-    layout: RunLayout, recipe: Recipe, table: PromptTable, limit: int | None
-) -> EvaluationTable:
+async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
-        rows = await cluster.pool.guard(
-            answer_held_out(
-                cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
-            )
+    plugin = RunPlugin(layout.root, NO_WRITER)
+    async with local_cluster(workers, recipe.cluster, plugin) as cluster:
+        channel = DirectoryChannel(layout.weights_of(NO_WRITER))
+        answers = answer_held_out(
+            DaskRollouts(cluster.client, channel),
+            prompts,
+            name="evaluate",
+            seed=recipe.seed,
+            writer_epoch=NO_WRITER,
+            decode=tokenizer_of(layout.model).decode_batch,
         )
-    return tabulate(rows)
-
-
-def _print(found: EvaluationTable, directory: Path) -> None:
-    table = Table(title=f"{directory.name}: held-out prompts, one sample each")
-    for label in ("difficulty", "prompts", "pass rate", "95% interval", "mean length"):
-        table.add_column(label, justify="right")
-    for difficulty, (rate, length) in found.by_difficulty.items():
-        interval = f"[{rate.low:.3f}, {rate.high:.3f}]"
-        table.add_row(
-            str(difficulty), str(rate.n), f"{rate.pass_rate:.3f}", interval, f"{length:.1f}"
-        )
-    Console().print(table, markup=False)
-    print(json.dumps(asdict(found.overall)))
+        return await cluster.pool.guard(answers)

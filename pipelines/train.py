@@ -27,31 +27,33 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.intervals import tabulate
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     copy_model_description,
     resolve_model,
+    tokenizer_of,
 )
 from areal_flow.models.tiny import write_tiny_model
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
-from areal_flow.rewards.loading import load_verifier
-from areal_flow.store.dataset import open_dataset
-from areal_flow.store.evaluations import append_evaluation
+from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.store.unconsumed import read_unconsumed
 from areal_flow.tracking import MlflowTracker, NullTracker
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryChannel
+from areal_flow.workflows.registry import load_workflow
 from pipelines.assembly import CommittedLedger, CommittedLog, RunObserver, make_tracker
 from pipelines.beginning import begin_policy, commit_genesis, restore_policy
 from pipelines.checkpointing import Checkpoints
 from pipelines.cli.progress import Progress, make_progress
-from pipelines.held_out import answer_held_out, tabulate
 from pipelines.run_directory import read_state
 from pipelines.stop_signals import StopSignals
 from pipelines.succession import succeed
@@ -77,7 +79,8 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     Raises:
         PromptError, ModelError, RewardError: nothing was started.
     """
-    load_verifier(recipe.rewards.verifier)
+    WeightedRewards(recipe.rewards, layout.rewards)
+    load_workflow(recipe.workflow)
     if recipe.model == TINY_MODEL:
         write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
@@ -154,6 +157,7 @@ class Session:
         epoch = writer.writer_epoch
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
         self.channel = DirectoryChannel(layout.weights_of(epoch))
+        self.rollouts = DaskRollouts(client, self.channel)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
@@ -269,7 +273,7 @@ class Session:
         )
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
-            rollouts=DaskRollouts(self.client, self.channel),
+            rollouts=self.rollouts,
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,
@@ -288,10 +292,14 @@ class Session:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.client, table.rows(), name=name, seed=self.recipe.seed, version=version
+            self.rollouts,
+            table.rows(),
+            name=name,
+            seed=self.recipe.seed,
+            writer_epoch=self.writer.writer_epoch,
+            decode=tokenizer_of(self.layout.model).decode_batch,
         )
-        self.writer.check_current()
-        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
+        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         found = tabulate(rows)
         self.tracker.log_metrics(version, {"held_out/pass_rate": found.overall.pass_rate})
         return found
@@ -303,10 +311,8 @@ class Session:
         return f"models:/{settings.registered_model}@current" if registered else self.layout.name
 
     def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
-        if not self.layout.evaluations.is_dir():
-            return None
-        rows = open_dataset(self.layout.evaluations).to_table(filter=f"evaluation = '{name}'")
-        return tabulate(rows.to_pylist()) if len(rows) else None
+        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        return tabulate(rows) if rows else None
 
     @contextlib.contextmanager
     def _deadline(self, flow: Flow, began: float) -> Iterator[None]:

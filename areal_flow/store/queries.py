@@ -16,7 +16,12 @@ from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumptio
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.scans import Piece, scan
-from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
+from areal_flow.store.visibility import (
+    both,
+    evaluations_that_count,
+    steps_that_count,
+    trajectories_that_count,
+)
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -77,7 +82,8 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        return self._table(self.layout.evaluations, format, columns, where)
+        counted = evaluations_that_count(self.layout.writers)
+        return self._table(self.layout.evaluations, format, columns, where, counted)
 
     def scan_trajectories(self) -> Iterator[Piece]:
         """Yield all trajectories, some at a time, with their commit order as `_rowid`.
@@ -144,7 +150,9 @@ class Run:
             "steps": self.steps("arrow", where=None if at is None else f"step <= {at}"),
         }
         if self.layout.evaluations.is_dir():
-            tables["evaluations"] = open_dataset(self.layout.evaluations)
+            counted = evaluations_that_count(self.layout.writers)
+            dataset = open_dataset(self.layout.evaluations)
+            tables["evaluations"] = dataset.to_table(filter=counted) if counted else dataset
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))
             tables["prompts"] = pa.ipc.open_file(prompts).read_all()

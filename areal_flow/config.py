@@ -21,6 +21,8 @@ from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
 from areal_flow.algorithms.registry import ALGORITHMS, AlgorithmSettings
 from areal_flow.errors import ConfigError
 from areal_flow.settings import Settings, require
+from areal_flow.workflows.registry import WORKFLOWS, WorkflowSettings
+from areal_flow.workflows.single_turn import SingleTurn
 
 
 def is_loopback(host: str) -> bool:
@@ -183,12 +185,12 @@ class TrainerSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """How completions are graded."""
+    """One of the rewards whose weighted sum is the reward of a completion."""
 
     verifier: str = "numeric"
-    """A built-in verifier, or the import path of one: `package.module:function`."""
-    num_workers: int = Field(1, ge=1)
-    """Worker processes that score."""
+    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    weight: float = 1.0
+    """What this reward is multiplied by in the sum."""
 
 
 class NetworkSettings(Settings):
@@ -254,6 +256,8 @@ class ClusterSettings(Settings):
     """Other machines for the workers."""
     network: NetworkSettings = NetworkSettings()
     """Where the scheduler and the workers listen."""
+    num_reward_workers: int = Field(1, ge=1)
+    """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
     """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
     silent_after_s: float = Field(10.0, ge=1)
@@ -317,8 +321,10 @@ class Recipe(Settings):
     """Advantages and the loss."""
     trainer: TrainerSettings = TrainerSettings()
     """The optimizer and its checkpoints."""
-    rewards: RewardSettings = RewardSettings()
-    """How completions are graded."""
+    workflow: WorkflowSettings = SingleTurn()
+    """What an episode is: a workflow's name and its own settings."""
+    rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), min_length=1, strict=False)
+    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
@@ -326,6 +332,8 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
+        names = [reward.verifier for reward in self.rewards]
+        require(len(set(names)) == len(names), f"rewards: a verifier is named twice in {names}")
         require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
@@ -428,7 +436,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source}: {error.error_count()} setting(s) are wrong; nothing was started"]
     for detail in error.errors():
-        field = ".".join(str(part) for part in detail["loc"] if part not in ALGORITHMS)
+        chosen = {*ALGORITHMS, *WORKFLOWS}  # the tag of a union is no part of a name
+        field = ".".join(str(part) for part in detail["loc"] if part not in chosen)
         rule = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"  {field}: there is no such setting")

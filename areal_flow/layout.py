@@ -6,6 +6,7 @@ runs/NAME/
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too
     sft/                   supervised fine-tuning: tokenised rows, checkpoints
+    rewards/               reward functions that were shipped, with their source
     trajectories.lance     the events
     steps.lance            their order
     evaluations.lance      held-out answers
@@ -58,6 +59,7 @@ class RunLayout:
     sft_rows = _Within("sft", "rows.npz")
     sft_checkpoints = _Within("sft", "checkpoints")
     bad_rows = _Within("prompts", "bad_rows.jsonl")
+    rewards = _Within("rewards")
     trajectories = _Within("trajectories.lance")
     steps = _Within("steps.lance")
     evaluations = _Within("evaluations.lance")

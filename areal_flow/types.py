@@ -6,10 +6,10 @@ versions, and are all that the driver ever sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
 Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error"]
@@ -31,6 +31,8 @@ class Prompt:
     answer: str
     difficulty: int
     tokens: tuple[int, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row that the prompt was made from, for its reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,13 @@ class Completion:
     finish_reason: FinishReason
 
 
+class RewardPart(NamedTuple):
+    """What one of several rewards gave, before its weight; None when it failed."""
+
+    name: str
+    reward: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A verifier's word on one completion; `reward` is None when the verifier itself failed."""
@@ -72,6 +81,9 @@ class Score:
     verdict: Verdict
     extracted: str = ""
     error: str = ""
+    message: str = ""
+    """What the verifier would tell the policy, for workflows of several turns."""
+    parts: tuple[RewardPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +272,9 @@ def group_id(submission_index: int) -> str:
     return f"{submission_index:08d}"
 
 
-def trajectory_id(submission_index: int, member: int) -> str:
-    """Return the id of one member; sorting ids sorts by submission, then member."""
-    return f"{group_id(submission_index)}-{member:04d}"
+def trajectory_id(submission_index: int, member: int, branch: int = 0) -> str:
+    """Return the id of one trajectory; sorting ids sorts by submission, member, then branch."""
+    return f"{group_id(submission_index)}-{member:04d}-{branch:02d}"
 
 
 def submission_index_of(identifier: str) -> int:
@@ -270,12 +282,17 @@ def submission_index_of(identifier: str) -> int:
     return int(identifier.split("-", 1)[0])
 
 
-def version_spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+def version_spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     """Run-length encode one policy version per token."""
-    spans: list[VersionSpan] = []
-    for version in versions:
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].length + 1)
+    return merged_spans(VersionSpan(version, 1) for version in versions)
+
+
+def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Return the spans with neighbours of one version made one."""
+    merged: list[VersionSpan] = []
+    for version, length in spans:
+        if merged and merged[-1].version == version:
+            merged[-1] = VersionSpan(version, merged[-1].length + length)
         else:
-            spans.append(VersionSpan(version, 1))
-    return tuple(spans)
+            merged.append(VersionSpan(version, length))
+    return tuple(merged)

@@ -58,7 +58,7 @@ SETTINGS = {
     "controller.group-size": "8",
     "trainer.checkpoint-every-steps": "3",
     "cluster.silent-after-s": "3",
-    "rewards.verifier": "benchmarks.verifiers:reward_short",
+    "rewards": '[{verifier = "benchmarks.verifiers:reward_short"}]',
     "tracking.enabled": "false",
 }
 PATIENCE_S = 120.0

@@ -46,6 +46,7 @@ from areal_flow.testing import FakePrompts
 from areal_flow.types import (
     NOTHING_TRAINED,
     Completion,
+    EngineStats,
     Episode,
     GroupReceipt,
     LogHead,
@@ -57,6 +58,8 @@ from areal_flow.types import (
     VersionSpan,
     trajectory_id,
 )
+from areal_flow.workflows.group import RolledOutGroup
+from areal_flow.workflows.protocol import TrajectoryDraft
 
 LIMITS = FlowConfig(
     batch_size=8, group_size=4, max_staleness=2, max_running=8, num_steps=0, run_seed=0
@@ -116,11 +119,17 @@ def _templates(randomness: random.Random) -> list[tuple[pa.Table, list[int]]]:
         prompt = FakePrompts().prompt_at(index)
         episode = Episode(index, prompt, seeds, 0, 1, datetime.now(UTC))
         lengths = [randomness.randint(50, 400) for _ in seeds]
-        completions = [_completion(randomness, length) for length in lengths]
+        drafts = [
+            TrajectoryDraft(prompt.tokens).with_completion(_completion(randomness, length))
+            for length in lengths
+        ]
         table = rollout_table(
-            episode, completions, generator="generator-0", started_at=datetime.now(UTC)
+            [(episode, RolledOutGroup(tuple(enumerate(drafts)), ()))],
+            generator="generator-0",
+            started_at=datetime.now(UTC),
+            engine_stats=EngineStats(),
         )
-        scores = [Score(1.0, "right")] * len(completions)
+        scores = [Score(1.0, "right")] * len(drafts)
         templates.append((scored_table(table, scores, verifier="fake@0"), lengths))
     return templates
 

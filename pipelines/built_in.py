@@ -20,7 +20,7 @@ from areal_flow.models.directory import (
     copy_model_description,
     resolve_model,
 )
-from areal_flow.prompts.question import Question
+from areal_flow.prompts.files import Question
 from pipelines.arithmetic.curriculum import curriculum
 from pipelines.arithmetic.sums import arithmetic_questions
 from pipelines.arithmetic.tiny_policy import write_tiny_model

@@ -1,26 +1,40 @@
-"""A model and held-out prompts in, a pass rate with its interval out; nothing is trained."""
+"""Evaluates a model that need not be a run's: as a run would, through its workflow and rewards.
+
+Workers are told everything by a run directory. So a model is evaluated in one that is made for the
+occasion, with the model's weights published as version 0 and nothing that a log would need.
+"""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
+from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.intervals import tabulate
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import check_model_directory, copy_model_description
+from areal_flow.models.directory import (
+    check_model_directory,
+    copy_model_description,
+    tokenizer_of,
+)
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
-from areal_flow.types import EvaluationTable
-from areal_flow.weights.directory import publish_model_directory
-from pipelines.held_out import answer_held_out, tabulate
+from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.jobs import wait_for
 from pipelines.models import run_of_checkpoint
+
+NO_WRITER = 0
+"""The writer epoch of what no run's driver writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +67,15 @@ def evaluate_model(
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))
         copy_model_description(directory, layout.model)
-        publish_model_directory(directory, layout.weights_of(0))
-        if prompts is None:
-            assert run is not None
+        publish_model_directory(directory, layout.weights_of(NO_WRITER))
+        if run is not None and run.rewards.is_dir():
+            shutil.copytree(run.rewards, layout.rewards)
+        if run is not None and prompts is None:
             table = PromptTable(run.held_out_prompts, seed=recipe.seed)
         else:
             prepare_held_out(recipe, layout)
             table = PromptTable(layout.held_out_prompts, seed=recipe.seed)
-        answers = wait_for(lambda: _answer(layout, recipe, table, limit))
+        answers = wait_for(lambda: _answer(layout, recipe, table.rows(limit)))
     return EvaluationResult(tabulate(answers), answers)
 
 
@@ -73,13 +88,17 @@ def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
     return build_recipe(settings, source=str(run.config) if run else "defaults")
 
 
-async def _answer(
-    layout: RunLayout, recipe: Recipe, table: PromptTable, limit: int | None
-) -> list[dict[str, Any]]:
+async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    async with launch_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
-        return await cluster.pool.guard(  # type: ignore[no-any-return]
-            answer_held_out(
-                cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
-            )
+    plugin = RunPlugin(layout.root, NO_WRITER)
+    async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
+        channel = DirectoryReader(layout.weights_of(NO_WRITER))
+        answers = answer_held_out(
+            DaskRollouts(cluster.client, channel),
+            prompts,
+            name="evaluate",
+            seed=recipe.seed,
+            writer_epoch=NO_WRITER,
+            decode=tokenizer_of(layout.model).decode_batch,
         )
+        return await cluster.pool.guard(answers)

@@ -27,8 +27,13 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.intervals import tabulate
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
+from areal_flow.models.directory import (
+    tokenizer_of,
+)
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import commit_genesis, restore_policy
@@ -37,20 +42,19 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
 from areal_flow.recovery.takeover import take_over
-from areal_flow.rewards.loading import load_verifier
+from areal_flow.rewards.weighted import WeightedRewards
 from areal_flow.store.committed import CommittedLedger, CommittedLog
 from areal_flow.store.consumption import read_unconsumed
-from areal_flow.store.dataset import open_dataset
-from areal_flow.store.evaluations import append_evaluation
+from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import EngineStats, EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
-from pipelines.held_out import answer_held_out, tabulate
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import EvaluationPair, print_summary, summarise, write_summary
@@ -67,7 +71,8 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     Raises:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
-    load_verifier(recipe.rewards.verifier)
+    WeightedRewards(recipe.rewards, layout.rewards)
+    load_workflow(recipe.workflow)
     require_engine(recipe.generation.engine)
     place_workers(recipe)
     prepare_model(recipe, layout)
@@ -144,6 +149,7 @@ class Session:
         self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
         self.weights = layout.weights_of(epoch)
         self.channel = DirectoryWriter(self.weights)
+        self.rollouts = DaskRollouts(client, DirectoryReader(self.weights))
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.log = CommittedLog(self.committer)
@@ -267,7 +273,7 @@ class Session:
         )
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
-            rollouts=DaskRollouts(self.client, DirectoryReader(self.weights)),
+            rollouts=self.rollouts,
             log=self.log,
             ledger=self.committed_ledger,
             trainer=self.trainer,
@@ -282,10 +288,14 @@ class Session:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.client, table.rows(), name=name, seed=self.recipe.seed, version=version
+            self.rollouts,
+            table.rows(),
+            name=name,
+            seed=self.recipe.seed,
+            writer_epoch=self.writer.writer_epoch,
+            decode=tokenizer_of(self.layout.model).decode_batch,
         )
-        self.writer.check_current()
-        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows)
+        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
         return tabulate(rows)
 
@@ -302,10 +312,8 @@ class Session:
         return f"models:/{settings.registered_model}@current" if registered else self.layout.name
 
     def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
-        if not self.layout.evaluations.is_dir():
-            return None
-        rows = open_dataset(self.layout.evaluations).to_table(filter=f"evaluation = '{name}'")
-        return tabulate(rows.to_pylist()) if len(rows) else None
+        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        return tabulate(rows) if rows else None
 
     @contextlib.contextmanager
     def _deadline(self, flow: Flow, began: float) -> Iterator[None]:

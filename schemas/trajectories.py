@@ -6,7 +6,7 @@ import pandera.polars as pa
 import polars as pl
 from pandera.api.polars.types import PolarsData
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FINISH_REASONS = ("stop", "length")
 
@@ -18,12 +18,15 @@ class TrajectoryRow(pa.DataFrameModel):
     lengths of `version_spans` add up to the same number.
     """
 
-    trajectory_id: str = pa.Field(unique=True, description="<group_id>-<member>")
+    trajectory_id: str = pa.Field(unique=True, description="<group_id>-<member>-<branch>")
     group_id: str = pa.Field(description="<submission_index, 8 digits>")
     submission_index: pl.Int64 = pa.Field(ge=0, description="fixes prompt, seeds and ids")
     member: pl.Int32 = pa.Field(ge=0, description="position within the group")
+    branch: pl.Int32 = pa.Field(
+        ge=0, description="which of its member's trajectories; 0 unless a conversation branched"
+    )
     attempt: pl.Int32 = pa.Field(ge=0, description="how many earlier tries of the group failed")
-    seed: pl.Int64 = pa.Field(ge=0, description="of the sampler; from run seed, index and member")
+    seed: pl.Int64 = pa.Field(ge=0, description="of the member; a turn's follows from it")
     writer_epoch: pl.Int32 = pa.Field(ge=1, description="which driver wrote it")
     prompt_id: str
     difficulty: pl.Int32 = pa.Field(ge=0)
@@ -39,7 +42,10 @@ class TrajectoryRow(pa.DataFrameModel):
     finish_reason: str = pa.Field(isin=FINISH_REASONS)
     reward: pl.Float64 = pa.Field(nullable=True, description="null when the verifier failed")
     reward_detail: str = pa.Field(description="JSON: verdict, what was extracted, any error")
-    verifier: str = pa.Field(description="name and hash of the code that scored it")
+    reward_parts: pl.List(pl.Struct({"name": pl.String, "reward": pl.Float64})) = pa.Field(
+        description="what each reward of the recipe gave, before weights and discounts"
+    )
+    verifier: str = pa.Field(description="names and hashes of the code that scored it")
     generator: str
     submitted_at: pl.Datetime("us", "UTC")
     started_at: pl.Datetime("us", "UTC")

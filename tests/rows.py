@@ -11,7 +11,17 @@ import pyarrow as pa
 from areal_flow.controller.seeds import group_seeds
 from areal_flow.store.codec import receipts, rollout_table, scored_table
 from areal_flow.store.trajectories import write_group
-from areal_flow.types import Completion, Episode, GroupReceipt, Prompt, Score, VersionSpan
+from areal_flow.types import (
+    Completion,
+    EngineStats,
+    Episode,
+    GroupReceipt,
+    Prompt,
+    Score,
+    VersionSpan,
+)
+from areal_flow.workflows.group import RolledOutGroup
+from areal_flow.workflows.protocol import TrajectoryDraft
 
 
 def group_table(
@@ -26,15 +36,21 @@ def group_table(
     prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, (4, 5))
     seeds = group_seeds(0, index, len(rewards))
     episode = Episode(index, prompt, seeds, 0, writer_epoch, datetime.now(UTC))
-    completions = [
-        Completion((7,) * length, (-0.5,) * length, (VersionSpan(version, length),), "stop")
-        for _ in rewards
-    ]
+    completion = Completion(
+        (7,) * length, (-0.5,) * length, (VersionSpan(version, length),), "stop"
+    )
+    draft = TrajectoryDraft(prompt.tokens).with_completion(completion)
+    group = RolledOutGroup(tuple((member, draft) for member in range(len(rewards))), ())
     scores = [
         Score(reward, "right") if reward is not None else Score(None, "error", error="raised")
         for reward in rewards
     ]
-    table = rollout_table(episode, completions, generator="g-0", started_at=datetime.now(UTC))
+    table = rollout_table(
+        [(episode, group)],
+        generator="g-0",
+        started_at=datetime.now(UTC),
+        engine_stats=EngineStats(),
+    )
     return scored_table(table, scores, verifier="numeric@0")
 
 

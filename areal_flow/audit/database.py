@@ -63,7 +63,7 @@ CREATE MACRO differs(a, b) AS
 """
 
 _KEPT = f"""
-SELECT trajectory_id, group_id, submission_index, member, reward,
+SELECT trajectory_id, group_id, submission_index, member, branch, reward,
        "{COMMIT_ORDER}" AS commit_order,
        len(output_tokens) AS num_tokens,
        coalesce(

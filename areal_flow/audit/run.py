@@ -32,7 +32,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from areal_flow.store.ledger import STEPS, LedgerReader
-from areal_flow.store.visibility import trajectories_that_count
+from areal_flow.store.visibility import evaluations_that_count, trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 KINDS = (
@@ -179,7 +179,8 @@ class _Audit:
 
     def _evaluations(self) -> None:
         path = self.layout.evaluations
-        for piece in scan(path) if path.exists() else ():
+        visible = evaluations_that_count(self.layout.writers)
+        for piece in scan(path, visible) if path.exists() else ():
             if piece.rows is None:
                 self.found.add(files.unreadable(path, piece.error))
                 continue

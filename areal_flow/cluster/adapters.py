@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
+import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
@@ -37,7 +38,7 @@ MAX_RESTORATIONS = 3
 
 
 class DaskRollouts:
-    """Runs each episode as a graph: rollout -> score -> write, the last shared by ready groups."""
+    """Runs episodes as graphs: rollout -> score -> write, the last shared by ready groups."""
 
     def __init__(self, client: Client, weights: WeightsReader) -> None:
         self._client = client
@@ -46,9 +47,27 @@ class DaskRollouts:
 
     async def run(self, episode: Episode) -> GroupReceipt:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
+        async with self._scored((episode,), suffix) as scored:
+            return await self._writes.write(scored)
+
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+        """Return some groups' scored rows, which become no part of the log.
+
+        Args:
+            name: tells these answers from all others of this cluster.
+
+        Raises:
+            ArealFlowError: they could not be rolled out or scored.
+        """
+        async with self._scored(tuple(episodes), f"{name}-{episodes[0].group_id}") as scored:
+            return await result_of(scored)
+
+    @asynccontextmanager
+    async def _scored(self, episodes: tuple[Episode, ...], suffix: str) -> AsyncIterator[Future]:
+        """Roll out and score; what is still going on when the block is cancelled, is cancelled."""
         rolled_out = self._client.submit(
             tasks.rollout,
-            episode,
+            episodes,
             self._weights.newest(),
             key=f"rollout-{suffix}",
             resources={"generator": 1},
@@ -56,7 +75,7 @@ class DaskRollouts:
         scored = self._client.submit(
             tasks.score,
             rolled_out,
-            episode.prompt,
+            episodes,
             key=f"score-{suffix}",
             resources={"reward": 1},
         )
@@ -65,7 +84,7 @@ class DaskRollouts:
                 await wait(scored)
             if scored.status != "finished":
                 await result_of(scored)
-            return await self._writes.write(scored)
+            yield scored
         except asyncio.CancelledError:
             await self._client.cancel([rolled_out, scored])
             raise

@@ -133,7 +133,7 @@ def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
     hidden = {VISIBLE_GPUS: ""} if generator_gpu or trainer_gpu else {}
     rewards = [
         WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1) | hidden)
-        for index in range(recipe.rewards.num_workers)
+        for index in range(cluster.num_reward_workers)
     ]
     return [*trainers, *generators, *rewards]
 

@@ -1,42 +1,44 @@
 """The functions that run as Dask tasks. Small: each finds its worker's part and calls it.
 
 `rollout`, `score` and `write` are the nodes of an episode's graph; a group's rows flow between them
-as an Arrow table whose metadata carries what is not a row.
+as an Arrow table, see `areal_flow.store.codec`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from distributed import Worker, get_worker
 
+from areal_flow.cluster.episodes import EpisodeRole, reward_role
 from areal_flow.cluster.worker_context import WorkerContext, holder
 from areal_flow.cluster.worker_roles import (
     GeneratorRole,
-    RewardRole,
     make_trainer_rank,
     meet,
     recipe_of,
 )
-from areal_flow.controller.seeds import member_seed
-from areal_flow.errors import SchemaError, TrainerLost
+from areal_flow.errors import ArealFlowError, SchemaError, TrainerLost
 from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.codec import member_errors, receipts, rollout_table, scored_table
+from areal_flow.store.codec import (
+    member_errors,
+    receipts,
+    rollout_notes,
+    rollout_table,
+    scored_table,
+)
 from areal_flow.types import (
     EngineStats,
     Episode,
     GroupReceipt,
     PolicyHashes,
-    Prompt,
     Rendezvous,
     StepRequest,
     StepResult,
@@ -45,29 +47,43 @@ from areal_flow.types import (
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
 
-_STATS = b"areal_flow.engine_stats"
 
+async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
+    """Run the workflow for some groups on this generator; what no workflow scored lacks its score.
 
-async def rollout(episode: Episode, version: int) -> pa.Table:
-    """Complete a group on this generator; the rows lack only their score."""
-    host = _generator(holder())
+    Raises:
+        EngineError, WeightsError: the generator cannot serve.
+        ArealFlowError: no member of any group has a trajectory; the message is the last cause.
+    """
+    of = holder()
+    generator = _generator(of)
+    role = of.ensure(EpisodeRole, lambda: EpisodeRole(of.run_directory, generator))
     started_at = datetime.now(UTC)
-    request_id = f"{episode.group_id}.{episode.attempt}"
-    completions = await host.complete(request_id, episode.prompt.tokens, episode.seeds, version)
-    table = rollout_table(episode, completions, generator=host.name, started_at=started_at)
-    return table.replace_schema_metadata({_STATS: json.dumps(asdict(host.stats()))})
+    groups = await role.run_groups(episodes, version)
+    if not any(group.drafts for group in groups):
+        raise ArealFlowError(groups[-1].errors[-1])
+    return rollout_table(
+        list(zip(episodes, groups, strict=True)),
+        generator=generator.name,
+        started_at=started_at,
+        engine_stats=generator.stats(),
+    )
 
 
-def score(table: pa.Table, prompt: Prompt) -> pa.Table:
-    """Score a group on this reward worker."""
-    host = _rewards(holder())
-    scores = host.score(
-        table["output_tokens"].to_pylist(), prompt=prompt.text, answer=prompt.answer
-    )
-    metadata = table.schema.metadata
-    return scored_table(table, scores, verifier=host.verifier_identity).replace_schema_metadata(
-        metadata
-    )
+async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
+    """Score the rows of some groups on this reward worker, those that have no score yet."""
+    role = await reward_role(holder())
+    given = rollout_notes(table).scores
+    prompts = {episode.submission_index: episode.prompt for episode in episodes}
+    rows = table.select(["submission_index", "output_tokens"]).to_pylist()
+    unscored = [
+        (prompts[row["submission_index"]], row["output_tokens"])
+        for row, known in zip(rows, given, strict=True)
+        if known is None
+    ]
+    judged = iter(await role.score(unscored))
+    scores = [known or next(judged) for known in given]
+    return scored_table(table, scores, verifier=role.verifier_identity)
 
 
 def write(tables: list[pa.Table]) -> list[GroupReceipt | SchemaError]:
@@ -100,67 +116,14 @@ def _write(table: pa.Table) -> GroupReceipt:
     from areal_flow.store.trajectories import write_group
 
     fragments = write_group(RunLayout(holder().run_directory).trajectories, table)
+    notes = rollout_notes(table)
     return GroupReceipt(
         submission_index=table["submission_index"][0].as_py(),
         fragments=fragments,
         trajectories=receipts(table),
-        engine_stats=EngineStats(**json.loads(table.schema.metadata[_STATS])),
-        member_errors=member_errors(table),
+        engine_stats=notes.engine_stats,
+        member_errors=(*notes.errors, *member_errors(table)),
     )
-
-
-async def answer(
-    prompts: Sequence[Prompt], first_index: int, seed: int, version: int
-) -> list[dict[str, Any]]:
-    """Answer held-out prompts once each on this generator; returns tokens and finish reasons."""
-    host = _generator(holder())
-    completions = await asyncio.gather(
-        *(
-            host.complete(
-                f"evaluation-{version}-{first_index + offset}",
-                prompt.tokens,
-                (member_seed(seed, first_index + offset, -1),),
-                version,
-            )
-            for offset, prompt in enumerate(prompts)
-        )
-    )
-    return [
-        {
-            "tokens": completion.tokens,
-            "finish_reason": completion.finish_reason,
-            "policy_version": completion.version_spans[-1].version,
-        }
-        for (completion,) in completions
-    ]
-
-
-def grade(
-    answers: Sequence[dict[str, Any]], prompts: Sequence[Prompt], evaluation: str
-) -> list[dict[str, Any]]:
-    """Grade answers on this reward worker; returns rows of the evaluation schema."""
-    host = _rewards(holder())
-    texts = host.texts([answer["tokens"] for answer in answers])
-    rows = []
-    for prompt, answered, text in zip(prompts, answers, texts, strict=True):
-        (score_,) = host.score([answered["tokens"]], prompt=prompt.text, answer=prompt.answer)
-        rows.append(
-            {
-                "evaluation": evaluation,
-                "policy_version": answered["policy_version"],
-                "prompt_id": prompt.prompt_id,
-                "difficulty": prompt.difficulty,
-                "prompt": prompt.text,
-                "completion": text,
-                "answer": prompt.answer,
-                "num_output_tokens": len(answered["tokens"]),
-                "finish_reason": answered["finish_reason"],
-                "reward": score_.reward,
-                "reward_detail": json.dumps({"verdict": score_.verdict, "error": score_.error}),
-                "evaluated_at": datetime.now(UTC),
-            }
-        )
-    return rows
 
 
 async def load_weights(version: int, dask_worker: Worker) -> None:
@@ -239,10 +202,6 @@ def _generator(of: WorkerContext) -> GeneratorRole:
     return of.ensure(
         GeneratorRole, lambda: GeneratorRole(of.run_directory, of.writer_epoch, of.worker_name)
     )
-
-
-def _rewards(of: WorkerContext) -> RewardRole:
-    return of.ensure(RewardRole, lambda: RewardRole(of.run_directory))
 
 
 def trainer_rank() -> TrainerRank:

@@ -14,10 +14,16 @@ from areal_flow.config import Recipe, load_recipe
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import stop_token_ids
-from areal_flow.rewards.loading import load_verifier
-from areal_flow.rewards.scoring import score_completions
-from areal_flow.types import Completion, EngineStats, GroupRequest, Rendezvous, Sampling, Score
+from areal_flow.models.directory import stop_token_ids, tokenizer_of
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.types import (
+    EngineStats,
+    Prompt,
+    Rendezvous,
+    Sampling,
+    Score,
+)
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 
 if TYPE_CHECKING:
@@ -70,13 +76,6 @@ class GeneratorRole:
                 await self._engine.load_weights(self._reader.newest(), self._reader)
             return self._engine
 
-    async def complete(
-        self, request_id: str, prompt_tokens: tuple[int, ...], seeds: tuple[int, ...], version: int
-    ) -> list[Completion]:
-        """Complete one prompt once a seed, with `version` or later."""
-        engine = await self.serve(version)
-        return await engine.generate(GroupRequest(request_id, prompt_tokens, seeds, self.sampling))
-
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
 
@@ -88,33 +87,31 @@ class GeneratorRole:
 
 
 class RewardRole:
-    """A reward worker's tokenizer and verifier."""
+    """A reward worker's tokenizer and rewards: opened when it is made, closed with its worker."""
 
     def __init__(self, run_directory: Path) -> None:
-        from tokenizers import Tokenizer
-
         layout = RunLayout(run_directory)
-        self._tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
-        self._verifier = load_verifier(load_recipe(layout.config).rewards.verifier)
+        self._tokenizer = tokenizer_of(layout.model)
+        self._rewards = WeightedRewards(load_recipe(layout.config).rewards, layout.rewards)
+        self._rewards.open()
 
     @property
     def verifier_identity(self) -> str:
-        return self._verifier.identity
+        return self._rewards.identity
 
-    def texts(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """Decode completions, special tokens left out."""
-        return self._tokenizer.decode_batch([list(tokens) for tokens in completions])
-
-    def score(
-        self, completions: Sequence[Sequence[int]], *, prompt: str, answer: str
-    ) -> list[Score]:
-        """Score completions of one prompt."""
-        return score_completions(
-            self._verifier.verify,
-            prompt=prompt,
-            completions=self.texts(completions),
-            answer=answer,
+    async def score(self, completions: Sequence[tuple[Prompt, Sequence[int]]]) -> Sequence[Score]:
+        """Score completions, each of its prompt, decoded without special tokens."""
+        texts = self._tokenizer.decode_batch([list(tokens) for _, tokens in completions])
+        return await self._rewards.score(
+            [
+                RewardInput(prompt.text, text, prompt.answer, prompt.metadata)
+                for (prompt, _), text in zip(completions, texts, strict=True)
+            ]
         )
+
+    def close(self) -> None:
+        """Close the rewards."""
+        self._rewards.close()
 
 
 def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_COPIED = ("model.safetensors.index.json", "state.json")
@@ -116,6 +119,13 @@ def copy_model_description(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
                 shutil.copy(file, target / file.name)
+
+
+def tokenizer_of(directory: Path) -> Tokenizer:
+    """Return the directory's fast tokenizer."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:

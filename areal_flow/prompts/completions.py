@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.files import question_from_row, read_rows
-from areal_flow.prompts.question import Question
+from areal_flow.prompts.files import Question, question_from_row, read_rows
 
 BATCH_ROWS = 4096
 

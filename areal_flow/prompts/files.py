@@ -1,9 +1,10 @@
-"""JSONL and Parquet files in, questions out, one at a time; errors name file, line and field."""
+"""Questions of JSONL and Parquet files, one at a time; errors name file, line and field."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,11 +12,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.question import Question
 
 MAX_LINE_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 256
 MAX_DIFFICULTY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question as a source gives it, before template and tokeniser.
+
+    `metadata` is JSON: whatever else the source says, for the reward. `origin` is where an error
+    message points: a file and line, or a generator's item.
+    """
+
+    question_id: str
+    text: str
+    answer: str
+    difficulty: int
+    origin: str
+    metadata: str = "{}"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:
@@ -42,6 +58,8 @@ def question_from_row(
 ) -> Question:
     """Build a question from a row's fields; `id` and `difficulty` are optional.
 
+    All other fields are its metadata, those of a field `metadata` among them.
+
     Raises:
         PromptError: a field is missing, empty or of the wrong type.
     """
@@ -51,7 +69,19 @@ def question_from_row(
         answer=_text(row, answer_field, origin),
         difficulty=_difficulty(row, origin),
         origin=origin,
+        metadata=_metadata(row, {question_field, answer_field, *_OWN_FIELDS}),
     )
+
+
+_OWN_FIELDS = ("id", "prompt_id", "difficulty", "metadata")
+
+
+def _metadata(row: dict[str, Any], known: set[str]) -> str:
+    columns = {name: value for name, value in row.items() if name not in known}
+    nested = row.get("metadata")
+    columns |= nested if isinstance(nested, Mapping) else {}
+    # Parquet knows dates, decimals and bytes, JSON does not.
+    return json.dumps(columns, default=str)
 
 
 def _text(row: dict[str, Any], field: str, origin: str) -> str:

@@ -1,4 +1,4 @@
-"""Questions in, two prepared tables out: training and held-out, disjoint by text.
+"""Prepares a run's two prompt tables, training and held-out, disjoint by text.
 
 Rows are rendered, tokenised, checked against the context and validated in batches, so memory does
 not grow with the file. Bad rows end the preparation, unless they are to be skipped: then they are
@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from tokenizers import Tokenizer
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.files import question_from_row, read_rows
-from areal_flow.prompts.question import Question
+from areal_flow.models.directory import tokenizer_of
+from areal_flow.prompts.files import Question
+from areal_flow.prompts.sources import questions_of_file, split_questions
 from areal_flow.rewards.numeric import verify_numeric
 from schemas import PromptRow, arrow_schema, validate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PROMPTS = arrow_schema(PromptRow)
 BATCH_ROWS = 1024
@@ -48,23 +50,16 @@ class _Preparation:
         self._tokenizer = tokenizer
         self.bad_rows: dict[str, None] = {}
 
-    def questions(self, path: Path) -> Iterator[Question]:
-        """Yield a file's good questions; a bad one is skipped and noted, or ends everything."""
-        settings = self._recipe.prompts
-        for origin, row in read_rows(path):
+    def good(self, questions: Iterable[Question | PromptError]) -> Iterator[Question]:
+        """Yield the good questions; a bad one is skipped and noted, or ends everything."""
+        for question in questions:
             try:
-                if isinstance(row, PromptError):
-                    raise row
-                question = question_from_row(
-                    row,
-                    origin=origin,
-                    question_field=settings.question_field,
-                    answer_field=settings.answer_field,
-                )
+                if isinstance(question, PromptError):
+                    raise question
                 self._check_answer(question)
                 self.row(question)
             except PromptError as error:
-                if not settings.skip_bad_rows:
+                if not self._recipe.prompts.skip_bad_rows:
                     raise PromptError(f"{error}. Mend it, or use --skip-bad-rows") from None
                 self.bad_rows[str(error)] = None
                 continue
@@ -91,11 +86,12 @@ class _Preparation:
             "prompt": text,
             "answer": question.answer,
             "difficulty": question.difficulty,
+            "metadata": question.metadata,
             "prompt_tokens": tokens,
         }
 
     def _check_answer(self, question: Question) -> None:
-        if self._recipe.rewards.verifier != "numeric":
+        if all(reward.verifier != "numeric" for reward in self._recipe.rewards):
             return
         check = verify_numeric(prompt="", completion="", answer=question.answer)
         if check.verdict == "bad_answer":
@@ -107,21 +103,22 @@ class _Preparation:
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables.
+    """Write the run's prompt tables from its files of prompts.
 
     Raises:
         PromptError: naming file, line and field of the first bad row, or what else is missing.
     """
-    tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
-    preparation = _Preparation(recipe, tokenizer)
-    held_out, train = _sources(recipe, preparation)
-    layout.train_prompts.parent.mkdir(parents=True, exist_ok=True)
+    preparation = _preparation(recipe, layout)
+    held_out, train = split_questions(recipe.prompts, recipe.seed)
     held_out_texts: set[str] = set()
+    chosen = islice(preparation.good(held_out()), recipe.prompts.num_held_out)
     prepared = Prepared()
     prepared.num_held_out = _write(
-        layout.held_out_prompts, preparation, _distinct(held_out(), held_out_texts)
+        layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts)
     )
-    unseen = (question for question in train() if question.text not in held_out_texts)
+    unseen = (
+        question for question in preparation.good(train()) if question.text not in held_out_texts
+    )
     prepared.num_train = _write(layout.train_prompts, preparation, unseen)
     prepared.bad_rows = list(preparation.bad_rows)
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in prepared.bad_rows))
@@ -131,50 +128,20 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> int:
-    """Write a whole prompt file as the held-out table; return how many prompts it has.
+    """Write the whole prompt file as the held-out table; return how many prompts it has.
 
     Raises:
         PromptError: as `prepare_prompts`.
     """
-    tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
-    preparation = _Preparation(recipe, tokenizer)
+    preparation = _preparation(recipe, layout)
     assert recipe.prompts.path is not None
-    layout.held_out_prompts.parent.mkdir(parents=True, exist_ok=True)
-    return _write(layout.held_out_prompts, preparation, preparation.questions(recipe.prompts.path))
+    questions = preparation.good(questions_of_file(recipe.prompts.path, recipe.prompts))
+    return _write(layout.held_out_prompts, preparation, questions)
 
 
-Source = Callable[[], Iterable[Question]]
-
-
-def _sources(recipe: Recipe, preparation: _Preparation) -> tuple[Source, Source]:
-    settings = recipe.prompts
-    path = settings.path
-    assert path is not None
-    if settings.held_out_path is not None:
-        held_out_path = settings.held_out_path
-        return (
-            lambda: islice(preparation.questions(held_out_path), settings.num_held_out),
-            lambda: preparation.questions(path),
-        )
-    return _split_file(preparation, path, settings.num_held_out, recipe.seed)
-
-
-def _split_file(
-    preparation: _Preparation, path: Path, num_held_out: int, seed: int
-) -> tuple[Source, Source]:
-    """Hold out rows drawn by the run's seed, at most a fifth of the file."""
-    num_rows = sum(1 for _ in preparation.questions(path))
-    held = random.Random(seed).sample(range(num_rows), min(num_held_out, num_rows // 5))
-    chosen = set(held)
-
-    def part(held_out: bool) -> Source:
-        return lambda: (
-            question
-            for position, question in enumerate(preparation.questions(path))
-            if (position in chosen) is held_out
-        )
-
-    return part(True), part(False)
+def _preparation(recipe: Recipe, layout: RunLayout) -> _Preparation:
+    layout.train_prompts.parent.mkdir(parents=True, exist_ok=True)
+    return _Preparation(recipe, tokenizer_of(layout.model))
 
 
 def _distinct(questions: Iterable[Question], seen: set[str]) -> Iterator[Question]:

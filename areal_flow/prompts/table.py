@@ -6,6 +6,7 @@ from the run's seed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +53,7 @@ class PromptTable:
             answer=row["answer"],
             difficulty=row["difficulty"],
             tokens=tuple(row["prompt_tokens"]),
+            metadata=json.loads(row["metadata"]),
         )
 
     def rows(self, limit: int | None = None) -> list[Prompt]:

@@ -49,6 +49,7 @@ class Fence:
     writer_epoch: int
     trajectory_watermark: int
     step: int
+    evaluation_watermark: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,11 @@ def is_sole_writer(writer: Writer) -> bool:
     return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
 
 
-def record_fence(writer: Writer, *, trajectory_watermark: int, step: int) -> None:
+def record_fence(
+    writer: Writer, *, trajectory_watermark: int, step: int, evaluation_watermark: int
+) -> None:
     """Write down, durably, where the logs stand as this writer takes over."""
-    fence = Fence(writer.writer_epoch, trajectory_watermark, step)
+    fence = Fence(writer.writer_epoch, trajectory_watermark, step, evaluation_watermark)
     replace_file_durably(_fence_path(writer.root, writer.writer_epoch), json.dumps(asdict(fence)))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
 from areal_flow.store.dataset import open_dataset
+from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans
 
@@ -31,7 +32,12 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     if not is_sole_writer(writer):
         watermark = open_dataset(layout.trajectories).count_rows()
         head = Ledger(layout.steps, writer).head
-        record_fence(writer, trajectory_watermark=watermark, step=head)
+        record_fence(
+            writer,
+            trajectory_watermark=watermark,
+            step=head,
+            evaluation_watermark=num_evaluation_rows(layout.evaluations),
+        )
         return
     for dataset in (layout.trajectories, layout.steps):
         if num_removed := remove_orphans(dataset, written_before=writer.began_at):

@@ -1,1 +1,1 @@
-"""Completions in, scores out. Runs on reward workers; knows nothing of policies or steps."""
+"""What an answer is worth. Runs on reward workers; knows nothing of policies or steps."""

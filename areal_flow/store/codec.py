@@ -1,23 +1,29 @@
-"""Episodes, completions and scores in, trajectory rows out; rows in, receipts out. No Lance."""
+"""Episodes as trajectory rows, in two halves: rolled out, then scored; rows as receipts. No Lance.
+
+Between the halves a table's metadata carries what is no column: scores that a workflow has given
+already, why members have no trajectory, and what the engine did.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.types import (
-    Completion,
+    EngineStats,
     Episode,
     Score,
     TrajectoryReceipt,
     VersionSpan,
     trajectory_id,
 )
+from areal_flow.workflows.group import RolledOutGroup
 from schemas import TrajectoryRow, arrow_schema, content_hashes
 from schemas.trajectories import SCHEMA_VERSION
 
@@ -26,65 +32,94 @@ TRAJECTORIES = arrow_schema(TrajectoryRow)
 RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
-_SCORED = ("reward", "reward_detail", "verifier", "scored_at", "content_hash")
+_SCORED = ("reward", "reward_detail", "reward_parts", "verifier", "scored_at", "content_hash")
+_NOTES = b"areal_flow.notes"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutNotes:
+    """What is known of rolled-out rows beside the rows; `scores` has one entry a row."""
+
+    engine_stats: EngineStats
+    scores: tuple[Score | None, ...]
+    errors: tuple[str, ...]
 
 
 def rollout_table(
-    episode: Episode, completions: Sequence[Completion], *, generator: str, started_at: datetime
+    groups: Sequence[tuple[Episode, RolledOutGroup]],
+    *,
+    generator: str,
+    started_at: datetime,
+    engine_stats: EngineStats,
 ) -> pa.Table:
-    """Return a group's rows as the generator knows them: everything but the score."""
+    """Return the groups' rows as the generator knows them: everything but the score."""
     finished_at = datetime.now(UTC)
-    prompt = episode.prompt
     rows = [
         {
-            "trajectory_id": trajectory_id(episode.submission_index, member),
+            "trajectory_id": trajectory_id(episode.submission_index, member, draft.branch),
             "group_id": episode.group_id,
             "submission_index": episode.submission_index,
             "member": member,
+            "branch": draft.branch,
             "attempt": episode.attempt,
             "seed": episode.seeds[member],
             "writer_epoch": episode.writer_epoch,
-            "prompt_id": prompt.prompt_id,
-            "difficulty": prompt.difficulty,
-            "prompt_tokens": prompt.tokens,
-            "output_tokens": completion.tokens,
-            "behavior_logprobs": completion.logprobs,
-            "loss_mask": [True] * len(completion.tokens),
-            "version_spans": [span._asdict() for span in completion.version_spans],
-            "finish_reason": completion.finish_reason,
+            "prompt_id": episode.prompt.prompt_id,
+            "difficulty": episode.prompt.difficulty,
+            "prompt_tokens": draft.prompt_tokens,
+            "output_tokens": draft.output_tokens,
+            "behavior_logprobs": draft.behavior_logprobs,
+            "loss_mask": draft.loss_mask,
+            "version_spans": [span._asdict() for span in draft.version_spans],
+            "finish_reason": draft.finish_reason,
             "generator": generator,
             "submitted_at": episode.submitted_at,
             "started_at": started_at,
             "finished_at": finished_at,
             "schema_version": SCHEMA_VERSION,
         }
-        for member, completion in enumerate(completions)
+        for episode, group in groups
+        for member, draft in group.drafts
     ]
+    notes = RolloutNotes(
+        engine_stats,
+        scores=tuple(draft.score for _, group in groups for _, draft in group.drafts),
+        errors=tuple(error for _, group in groups for error in group.errors),
+    )
     unscored = pa.schema([field for field in TRAJECTORIES if field.name not in _SCORED])
-    return pa.Table.from_pylist(rows, schema=unscored)
+    table = pa.Table.from_pylist(rows, schema=unscored)
+    return table.replace_schema_metadata({_NOTES: pickle.dumps(notes)})
+
+
+def rollout_notes(table: pa.Table) -> RolloutNotes:
+    """Return the notes that rolled-out rows carry until they are written."""
+    notes: RolloutNotes = pickle.loads(table.schema.metadata[_NOTES])
+    return notes
 
 
 def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> pa.Table:
-    """Return the rows with their scores, columns in the schema's order."""
+    """Return the rows with their scores, columns in the schema's order, notes as they were."""
     scored_at = datetime.now(UTC)
     columns = {
         "reward": [score.reward for score in scores],
         "reward_detail": [_detail(score) for score in scores],
+        "reward_parts": [[part._asdict() for part in score.parts] for score in scores],
         "verifier": [verifier] * len(scores),
         "scored_at": [scored_at] * len(scores),
     }
+    notes = table.schema.metadata
     for name, values in columns.items():
         field = TRAJECTORIES.field(name)
         table = table.append_column(field, pa.array(values, field.type))
     table = table.append_column(
         TRAJECTORIES.field("content_hash"), pa.array(content_hashes(table), pa.string())
     )
-    return table.select(TRAJECTORIES.names).cast(TRAJECTORIES)
+    return table.select(TRAJECTORIES.names).cast(TRAJECTORIES).replace_schema_metadata(notes)
 
 
 def _detail(score: Score) -> str:
-    fields = {key: value for key, value in asdict(score).items() if value not in ("", None)}
-    return json.dumps({key: value for key, value in fields.items() if key != "reward"})
+    detail = {name: getattr(score, name) for name in ("verdict", "extracted", "error", "message")}
+    return json.dumps({name: text for name, text in detail.items() if text})
 
 
 def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:

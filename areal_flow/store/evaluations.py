@@ -1,4 +1,4 @@
-"""Held-out answers: appended a whole evaluation at a time."""
+"""Held-out answers: appended a whole evaluation at a time, by the driver that holds the run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,38 @@ from typing import Any
 import lance
 import pyarrow as pa
 
-from areal_flow.store.dataset import create_dataset, storage_errors
+from areal_flow.recovery.lease import Writer
+from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.store.visibility import both, evaluations_that_count
 from schemas import EvaluationRow, arrow_schema, validate
 
 EVALUATIONS = arrow_schema(EvaluationRow)
 
 
-def append_evaluation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
     """Validate and append; the dataset is made on first use.
 
     Raises:
+        RunError: another driver took over; this one must end.
         SchemaError, StorageError: nothing was written.
     """
     table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
+    writer.check_current()
     if not path.exists():
-        create_dataset(path, EVALUATIONS)
+        create_dataset(path, EVALUATIONS, stable_row_ids=True)
     with storage_errors(path):
         lance.write_dataset(table, str(path), mode="append")
+
+
+def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows of an evaluation, those that count; none if it was never made."""
+    if not path.is_dir():
+        return []
+    condition = both(f"evaluation = '{name}'", evaluations_that_count(writers))
+    rows: list[dict[str, Any]] = open_dataset(path).to_table(filter=condition).to_pylist()
+    return rows
+
+
+def num_evaluation_rows(path: Path) -> int:
+    """Return how long the dataset is, rows of superseded drivers included: a fence's watermark."""
+    return int(open_dataset(path).count_rows()) if path.is_dir() else 0

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from areal_flow.store.queries import Run, TableFormat
 
 _TRAJECTORY_COLUMNS = """
-    trajectory_id, step, policy_version, submission_index, member, attempt, seed, writer_epoch,
-    prompt_id, difficulty, reward, verdict, verifier, finish_reason, generator, version_spans,
-    num_tokens, num_trained_tokens, num_masked_tokens, staleness
+    trajectory_id, step, policy_version, submission_index, member, branch, attempt, seed,
+    writer_epoch, prompt_id, difficulty, reward, verdict, verifier, finish_reason, generator,
+    version_spans, num_tokens, num_trained_tokens, num_masked_tokens, staleness
 """
 
 _PROMPTS = """

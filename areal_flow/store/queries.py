@@ -17,7 +17,12 @@ from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumptio
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
-from areal_flow.store.visibility import both, steps_that_count, trajectories_that_count
+from areal_flow.store.visibility import (
+    both,
+    evaluations_that_count,
+    steps_that_count,
+    trajectories_that_count,
+)
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -82,7 +87,8 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        return self._table(self.layout.evaluations, format, columns, where)
+        counted = evaluations_that_count(self.layout.writers)
+        return self._table(self.layout.evaluations, format, columns, where, counted)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
@@ -142,7 +148,9 @@ class Run:
             "steps": self.steps("arrow", where=None if at is None else f"step <= {at}"),
         }
         if self.layout.evaluations.is_dir():
-            tables["evaluations"] = open_dataset(self.layout.evaluations)
+            counted = evaluations_that_count(self.layout.writers)
+            dataset = open_dataset(self.layout.evaluations)
+            tables["evaluations"] = dataset.to_table(filter=counted) if counted else dataset
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))
             tables["prompts"] = pa.ipc.open_file(prompts).read_all()

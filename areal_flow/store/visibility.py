@@ -20,6 +20,14 @@ def trajectories_that_count(writers: Path) -> str | None:
     )
 
 
+def evaluations_that_count(writers: Path) -> str | None:
+    """Return the condition on held-out answers, or None where all count."""
+    return _all_of(
+        f"(writer_epoch >= {fence.writer_epoch} OR {COMMIT_ORDER} < {fence.evaluation_watermark})"
+        for fence in read_fences(writers)
+    )
+
+
 def steps_that_count(writers: Path) -> str | None:
     """Return the condition on ledger rows, or None where all count."""
     return _all_of(

@@ -7,16 +7,34 @@ direct              " #### 10"           the answer at once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
+from areal_flow.config import PromptSettings
 from areal_flow.errors import PromptError
-from areal_flow.prompts.question import Question
+from areal_flow.prompts.files import Question
 
 SEED_SPACING = 1_000_000_000
 """Item i of a reasoning-gym dataset is drawn with seed + i: close seeds share their items."""
 
 ANSWER_MARK = " ####"
+
+
+def arithmetic_source(
+    settings: PromptSettings, seed: int
+) -> tuple[Callable[[], Iterator[Question]], Callable[[], Iterator[Question]]]:
+    """Return what makes the held-out and the training sums."""
+
+    def stream(number: int, size: int) -> Callable[[], Iterator[Question]]:
+        return lambda: arithmetic_questions(
+            size=size,
+            seed=seed,
+            min_terms=settings.min_terms,
+            max_terms=settings.max_terms,
+            stream=number,
+        )
+
+    return stream(0, settings.num_held_out), stream(1, settings.num_prompts)
 
 
 def arithmetic_questions(

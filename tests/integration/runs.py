@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "controller": {"batch_size": 32, "group_size": 4},
     "trainer": {"checkpoint_every_steps": 2},
     # With a reward by right answers a policy this raw would get no gradient: nothing to replay.
-    "rewards": {"verifier": "tests.integration.verifiers:reward_length"},
+    "rewards": [{"verifier": "tests.integration.verifiers:reward_length"}],
     "tracking": {"enabled": False},
 }
 
@@ -157,6 +157,9 @@ def small_arguments() -> list[str]:
             for name, setting in value.items():
                 text = str(setting).lower() if isinstance(setting, bool) else str(setting)
                 arguments += [f"--{key}.{name.replace('_', '-')}", text]
+        elif isinstance(value, list):
+            tables = [", ".join(f'{n} = "{v}"' for n, v in item.items()) for item in value]
+            arguments += [f"--{key}", f"[{', '.join(f'{{{table}}}' for table in tables)}]"]
         else:
             arguments += [f"--{key.replace('_', '-')}", str(value)]
     return arguments

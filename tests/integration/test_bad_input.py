@@ -57,7 +57,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["--name", "../outside"], 1, "run name '../outside'"),
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
-        (["--rewards.verifier", "nonsense"], 1, "rewards.verifier = 'nonsense'"),
+        (["--rewards", '[{verifier = "nonsense"}]'], 1, "rewards.verifier = 'nonsense'"),
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
     ],
 )
@@ -104,7 +104,7 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     )
     done = cli(
         "train", "--name", "v", *small_arguments(), "--prompts.num-held-out", "0",
-        "--rewards.verifier", "broken:verify", cwd=tmp_path,
+        "--rewards", '[{verifier = "broken:verify"}]', cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1
     assert "groups in a row failed" in done.stderr

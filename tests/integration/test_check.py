@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
     "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
     "an unknown trajectory": (
         "unknown-trajectory",
-        edit_ledger(adding(4, "trajectory_ids", ["99999999-0000"])),
+        edit_ledger(adding(4, "trajectory_ids", ["99999999-0000-00"])),
     ),
     "a trajectory is gone": ("unknown-trajectory", edit_log(lambda rows: rows.pop(0))),
     "trained before commit": ("consumed-before-commit", edit_log(committed_late)),

@@ -30,7 +30,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     recipe = small_recipe(
         num_steps=6,
         prompts={"num_held_out": 0},
-        rewards={"verifier": "tests.integration.verifiers:numeric_that_raises_at_times"},
+        rewards=[{"verifier": "tests.integration.verifiers:numeric_that_raises_at_times"}],
         tracking={"enabled": True},
     )
     return run_small(tmp_path_factory.mktemp("workspace") / "runs" / "small", recipe)
@@ -201,7 +201,7 @@ def test_export_refuses_what_is_there_and_what_it_does_not_know(ask: Ask, tmp_pa
 def test_run_is_found_by_its_directory_and_unknown_ones_are_named(
     ask: Ask, layout: RunLayout
 ) -> None:
-    assert "00000000-0000" in ask("trajectories", layout.root)
+    assert "00000000-0000-00" in ask("trajectories", layout.root)
     assert "found: small" in ask("trajectories", "large", code=1)
 
 

@@ -29,7 +29,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
         sft={"num_steps": 0},
         controller={"max_staleness": 1},
         trainer={"learning_rate": 2e-3, "num_learning_rate_warmup_steps": 0},
-        rewards={"verifier": "tests.integration.verifiers:reward_length"},
+        rewards=[{"verifier": "tests.integration.verifiers:reward_length"}],
     )
     return run_small(tmp_path_factory.mktemp("runs") / "r", recipe)
 

@@ -17,7 +17,7 @@ def rows(root: Path, **changes: Any) -> list[dict[str, Any]]:
             prompts={"num_held_out": 0},
             controller={"max_staleness": 0},
             trainer={"learning_rate": 1e-3},
-            rewards={"verifier": "tests.integration.verifiers:reward_length"},
+            rewards=[{"verifier": "tests.integration.verifiers:reward_length"}],
             **changes,
         ),
     )

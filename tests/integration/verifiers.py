@@ -16,3 +16,16 @@ def numeric_that_raises_at_times(*, prompt: str, completion: str, answer: str) -
     if len(completion) % 7 == 6:
         raise ValueError("no verdict for this length")
     return verify_numeric(prompt=prompt, completion=completion, answer=answer)
+
+
+def reward_length_and_say_so(*, prompt: str, completion: str, answer: str) -> Score:
+    """The same reward by lengths; all but the longest is wrong, and is told so."""
+    reward = reward_length(prompt=prompt, completion=completion, answer=answer)
+    return Score(reward, "right" if reward == 1.0 else "wrong", message="longer")
+
+
+def count_words(text: str, least: int) -> int:
+    """A tool; refuses what is too short for it."""
+    if len(text) < least:
+        raise ValueError(f"expected {least} characters, found {len(text)}")
+    return len(text.split())

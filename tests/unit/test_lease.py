@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import areal_flow
+from areal_flow.audit.pieces import scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
@@ -29,12 +31,14 @@ from areal_flow.recovery.takeover import take_over
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.dataset import open_dataset
+from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
     TrajectoryCommitter,
     TrajectoryReader,
     create_trajectories,
 )
+from areal_flow.store.visibility import evaluations_that_count
 from areal_flow.types import PolicyHashes
 from tests.rows import written_group
 
@@ -148,12 +152,59 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     assert sorted(relation.fetchall()) == [(0,), (2,)]
     assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
     reader = TrajectoryReader(layout.trajectories, layout.writers)
-    (epoch,) = reader.read(["00000002-0000"], ["writer_epoch"])["writer_epoch"].to_pylist()
+    (epoch,) = reader.read(["00000002-0000-00"], ["writer_epoch"])["writer_epoch"].to_pylist()
     assert epoch == 2
     left, committed = read_unconsumed(layout.trajectories, layout.writers, new_ledger)
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [2]
+
+
+def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
+    answer = {
+        "evaluation": name,
+        "writer_epoch": writer_epoch,
+        "policy_version": 0,
+        "prompt_id": "p",
+        "difficulty": 1,
+        "prompt": "1 + 1 =",
+        "completion": "2",
+        "answer": "2",
+        "num_output_tokens": 1,
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "reward_detail": "{}",
+        "evaluated_at": datetime.now(UTC),
+    }
+    return [answer] * 3
+
+
+@pytest.mark.parametrize("begun_before", [True, False])
+def test_evaluation_after_a_takeover_counts_for_nobody(
+    layout: RunLayout, begun_before: bool
+) -> None:
+    stale = Asleep(layout.writers, 1)
+    with hold_lease(layout.writers) as first:
+        Ledger(layout.steps, stale).append(row(0, 1))
+        if begun_before:
+            append_evaluation(layout.evaluations, answers_of(1, "before"), first)
+        with hold_lease(layout.writers, take_over=True) as writer:
+            take_over(layout, writer)
+            append_evaluation(layout.evaluations, answers_of(1, "after"), stale)
+            with pytest.raises(RunError, match="taken over"):
+                append_evaluation(layout.evaluations, answers_of(1, "after"), first)
+            append_evaluation(layout.evaluations, answers_of(2, "after"), writer)
+            append_evaluation(layout.evaluations, answers_of(1, "after"), stale)
+    expected = [("before", 1)] * 3 * begun_before + [("after", 2)] * 3
+    run = areal_flow.open_run(layout.root)
+    found = run.evaluations("arrow", columns=["evaluation", "writer_epoch"]).to_pydict()
+    assert list(zip(*found.values(), strict=True)) == expected
+    with run.database() as database:
+        counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
+    assert counted == expected
+    assert len(read_evaluation(layout.evaluations, layout.writers, "after")) == 3
+    audited = scan(layout.evaluations, evaluations_that_count(layout.writers))
+    assert sum(len(piece.rows) for piece in audited if piece.rows) == len(expected)
 
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.config import Recipe, build_recipe
+from areal_flow.config import PromptSettings, Recipe, build_recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
+from areal_flow.prompts.files import Question
 from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.sources import Questions
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
 from pipelines.arithmetic.sums import (
@@ -83,6 +86,37 @@ def test_bad_line_17_is_named_or_skipped(
     assert prepared.num_train + prepared.num_held_out == 26
     assert len(prepared.bad_rows) == 1
     assert "line 17" in layout.bad_rows.read_text()
+
+
+def test_other_columns_of_a_row_are_its_metadata(tmp_path: Path, layout: RunLayout) -> None:
+    others = {"tests": ["f(1) == 2", "f(2) == 3"], "entry_point": "f"}
+    rows = [{**good(0), "id": "first", **others}, {**good(1), "metadata": {"level": 3}}]
+    path = write_rows(tmp_path / "p.jsonl", [*rows, *map(good, range(2, 5))])
+    prepare_prompts(recipe(path, num_held_out=0), layout)
+    found = [prompt.metadata for prompt in PromptTable(layout.train_prompts, seed=0).rows()]
+    assert found == [others, {"level": 3}, {}, {}, {}]
+
+
+def test_metadata_of_parquet_is_json_whatever_its_types(tmp_path: Path, layout: RunLayout) -> None:
+    dated = {**good(0), "written": date(2024, 5, 1), "sizes": [1, None]}
+    pq.write_table(pa.Table.from_pylist([dated, good(1)]), tmp_path / "p.parquet")
+    prepare_prompts(recipe(tmp_path / "p.parquet", num_held_out=0), layout)
+    first = PromptTable(layout.train_prompts, seed=0).row(0)
+    assert first.metadata == {"written": "2024-05-01", "sizes": [1, None]}
+
+
+def test_source_of_ones_own_is_passed_by_name(tmp_path: Path, layout: RunLayout) -> None:
+    def counting(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
+        def questions(first: int) -> Questions:
+            return lambda: (
+                Question(f"q{n}", f"{n} =", str(n), 1, f"item {n}") for n in range(first, first + 9)
+            )
+
+        return questions(seed), questions(100)
+
+    prepared = prepare_prompts(recipe(tmp_path / "unread"), layout, sources={"file": counting})
+    assert (prepared.num_train, prepared.num_held_out) == (9, 4)
+    assert PromptTable(layout.held_out_prompts, seed=0).row(0).prompt_id == "q0"
 
 
 def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> None:

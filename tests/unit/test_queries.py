@@ -139,7 +139,7 @@ def test_tokens_of_a_split_character_come_together() -> None:
 
 def listed(**changes: Any) -> dict[str, Any]:
     return {
-        "trajectory_id": "00000000-0000",
+        "trajectory_id": "00000000-0000-00",
         "difficulty": 3,
         "reward": 1.0,
         "num_tokens": 4,
@@ -229,7 +229,7 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
     return ShownTrajectory(
-        "small", row, tokens, "2", (("00000000-0000", 1.0), ("x", None)), batch, 1
+        "small", row, tokens, "2", (("00000000-0000-00", 1.0), ("x", None)), batch, 1
     )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from areal_flow.weights.hashing import HashingStage
-from pipelines.assembly import step_metrics
 
 from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
@@ -23,8 +21,10 @@ from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
+from areal_flow.tracking.projection import step_metrics
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest, StepResult
+from areal_flow.weights.channel import HashingWriter
 from schemas import StepRow, validate
 from tests.policies import small_policy
 from tests.rows import group_table
@@ -52,7 +52,9 @@ def rank(path: Path, **arguments: Any) -> TrainerRank:
     def read(identifiers: Sequence[str]) -> list[dict[str, Any]]:
         return [stored[identifier] for identifier in identifiers]
 
-    made = TrainerRank(RunLayout(path), RECIPE, channel=HashingStage(), read_rows=read, **arguments)
+    made = TrainerRank(
+        RunLayout(path), RECIPE, channel=HashingWriter(), read_rows=read, **arguments
+    )
     made.adopt(small_policy())
     made.genesis()
     return made

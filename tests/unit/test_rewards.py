@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal_flow.config import RewardSettings
 from areal_flow.errors import RewardError
-from areal_flow.rewards.loading import load_verifier
+from areal_flow.rewards.function import FunctionReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
-from areal_flow.rewards.scoring import score_completions
-from areal_flow.types import Score
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.registry import code_hash, load_reward
+from areal_flow.rewards.shipping import ship_function
+from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.types import RewardPart, Score
+
+NOWHERE = Path("nowhere")
 
 
 @pytest.mark.parametrize(
@@ -57,25 +67,53 @@ def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
     assert verify_exact(prompt="", completion=completion, answer=answer).verdict == verdict
 
 
+def scores_of(
+    function: Callable[..., Any], *completions: str, answer: str = "a", **metadata: Any
+) -> Sequence[Score]:
+    inputs = [RewardInput("p", completion, answer, metadata) for completion in completions]
+    return asyncio.run(FunctionReward(function).score(inputs))
+
+
 def test_verifier_that_raises_costs_only_its_own_completion() -> None:
     def fragile(*, prompt: str, completion: str, answer: str) -> float:
         if completion == "bad":
             raise ZeroDivisionError("on purpose")
         return float(completion == answer)
 
-    found = score_completions(fragile, prompt="", completions=["a", "bad", "b"], answer="a")
-    assert [score.reward for score in found] == [1.0, None, 0.0]
-    assert found[1].verdict == "error"
-    assert "ZeroDivisionError: on purpose (at fragile, line" in found[1].error
+    async def fragile_and_awaited(completion: str, answer: str) -> float:
+        return fragile(prompt="", completion=completion, answer=answer)
+
+    for function in (fragile, fragile_and_awaited):
+        found = scores_of(function, "a", "bad", "b")
+        assert [score.reward for score in found] == [1.0, None, 0.0]
+        assert found[1].verdict == "error"
+        assert "ZeroDivisionError: on purpose (at fragile, line" in found[1].error
 
 
 def test_reward_that_is_not_finite_is_an_error() -> None:
-    def strange(*, prompt: str, completion: str, answer: str) -> float:
-        return float("nan")
-
-    (score,) = score_completions(strange, prompt="", completions=["a"], answer="a")
+    (score,) = scores_of(lambda prompt, completion, answer: float("nan"), "a")
     assert score.reward is None
     assert "finite" in score.error
+
+
+def test_function_gets_what_it_names_and_all_columns_if_it_takes_them() -> None:
+    row = {"tests": ["t"], "entry": "f"}
+    given: list[Any] = []
+    functions: list[Callable[..., Any]] = [
+        lambda completion: given.append(completion) or 1,
+        lambda completion, metadata: given.append(metadata) or 1,
+        lambda completion, tests: given.append(tests) or 1,
+        lambda answer, **columns: given.append(columns) or 1,
+    ]
+    for function in functions:
+        (score,) = scores_of(function, "x", **row)
+        assert score.reward == 1.0, score.error
+    assert given == ["x", row, ["t"], row]
+
+
+def test_score_may_be_returned_whole() -> None:
+    (score,) = scores_of(lambda completion: Score(0.5, "right", extracted=completion), "x")
+    assert score == Score(0.5, "right", extracted="x")
 
 
 def test_verifier_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,21 +122,143 @@ def test_verifier_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "    return float(completion.startswith(answer))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    loaded = load_verifier("my_verifier:starts")
-    assert loaded.verify(prompt="", completion="abc", answer="ab") == 1.0
+    loaded = load_reward("my_verifier:starts", NOWHERE)
+    (score,) = asyncio.run(loaded.reward.score([RewardInput("", "abc", "ab")]))
+    assert score.reward == 1.0
     assert loaded.identity.startswith("my_verifier:starts@")
     del sys.modules["my_verifier"]
 
 
-@pytest.mark.parametrize("name", ["nonsense", "json:nothing", "no_such_module:f", "json:__name__"])
+@pytest.mark.parametrize(
+    "name", ["nonsense", "json:nothing", "no_such_module:f", "json:__name__", "shipped:f@0"]
+)
 def test_unknown_verifier_is_refused_by_name(name: str) -> None:
-    with pytest.raises(RewardError, match=r"rewards\.verifier"):
-        load_verifier(name)
+    with pytest.raises(RewardError, match=rf"rewards\.verifier|{name}"):
+        load_reward(name, NOWHERE)
 
 
-def test_score_may_be_returned_whole() -> None:
-    def detailed(*, prompt: str, completion: str, answer: str) -> Score:
-        return Score(0.5, "right", extracted=completion)
+def identity_elsewhere(name: str, directory: Path) -> str:
+    code = (
+        "import sys, pathlib; from areal_flow.rewards.registry import load_reward;"
+        "print(load_reward(sys.argv[1], pathlib.Path(sys.argv[2])).identity)"
+    )
+    arguments = [sys.executable, "-c", code, name, str(directory)]
+    return subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip()
 
-    (score,) = score_completions(detailed, prompt="", completions=["x"], answer="")
-    assert score == Score(0.5, "right", extracted="x")
+
+def test_identity_is_the_same_in_every_process(tmp_path: Path) -> None:
+    shipped = ship_function(lambda completion: len(completion) / 9, tmp_path)
+    for name in ("numeric", "exact", "operator:eq", shipped):
+        assert load_reward(name, tmp_path).identity == identity_elsewhere(name, tmp_path)
+
+
+def test_function_without_source_is_told_from_another_by_its_code() -> None:
+    def compiled(text: str) -> Any:
+        names: dict[str, Any] = {"__name__": "nowhere"}
+        exec(compile(f"def reward(completion):\n    return {text}", "nowhere", "exec"), names)
+        return names["reward"]
+
+    assert code_hash(compiled("1.0")) == code_hash(compiled("1.0")) != code_hash(compiled("2.0"))
+
+
+def settings(**weights: float) -> list[RewardSettings]:
+    return [RewardSettings(verifier=name, weight=weight) for name, weight in weights.items()]
+
+
+def test_rewards_are_summed_by_their_weights_and_each_part_is_kept() -> None:
+    rewards = WeightedRewards(settings(numeric=2.0, exact=-0.5), NOWHERE)
+    inputs = [RewardInput("", completion, "2") for completion in ("2", "so 2", "3")]
+    scores = asyncio.run(rewards.score(inputs))
+    assert [score.reward for score in scores] == [1.5, 2.0, 0.0]
+    assert scores[1].parts == (RewardPart("numeric", 1.0), RewardPart("exact", 0.0))
+    assert [score.verdict for score in scores] == ["right", "right", "wrong"]
+    first, second = rewards.identity.split(" + ")
+    assert first.startswith("2*numeric@")
+    assert second.startswith("-0.5*exact@")
+    assert WeightedRewards(settings(numeric=1.0), NOWHERE).identity.startswith("numeric@")
+
+
+def test_sum_with_a_part_that_failed_is_no_reward(tmp_path: Path) -> None:
+    def fails_at_three(completion: str) -> float:
+        return 1 / (float(completion) - 3)
+
+    name = ship_function(fails_at_three, tmp_path)
+    rewards = WeightedRewards(settings(**{"numeric": 1.0, name: 1.0}), tmp_path)
+    right, failed = asyncio.run(rewards.score([RewardInput("", c, "2") for c in ("2", "3")]))
+    assert right.reward == 0.0
+    assert failed.reward is None
+    assert "ZeroDivisionError" in failed.error
+    assert failed.parts == (RewardPart("numeric", 0.0), RewardPart(name, None))
+
+
+class TooFew:
+    """A reward that forgets one of its inputs; notes when it is opened and closed."""
+
+    events: list[str] = []  # noqa: RUF012
+
+    def open(self) -> None:
+        self.events.append("open")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        return [Score(1.0, "right")] * (len(inputs) - 1)
+
+
+class NeverOpens(TooFew):
+    def open(self) -> None:
+        raise OSError("no connection")
+
+
+def test_reward_that_returns_too_few_scores_scores_none() -> None:
+    rewards = WeightedRewards([RewardSettings(verifier=f"{__name__}:TooFew")], NOWHERE)
+    scores = asyncio.run(rewards.score([RewardInput("", "", "")] * 2))
+    assert [score.reward for score in scores] == [None, None]
+    assert "returned 1 scores, expected 2" in scores[0].error
+
+
+def test_rewards_are_opened_and_closed_together() -> None:
+    both = [RewardSettings(verifier=f"{__name__}:{name}") for name in ("TooFew", "NeverOpens")]
+    TooFew.events.clear()
+    rewards = WeightedRewards(both[:1], NOWHERE)
+    rewards.open()
+    rewards.close()
+    rewards.close()
+    assert TooFew.events == ["open", "close"]
+    with pytest.raises(OSError, match="no connection"):
+        WeightedRewards(both, NOWHERE).open()
+    assert TooFew.events == ["open", "close", "open", "close"]
+
+
+def test_function_of_a_notebook_is_shipped_with_its_closure_and_its_source(tmp_path: Path) -> None:
+    scale = 4.0
+
+    def by_length(completion: str) -> float:
+        return len(completion) / scale
+
+    name = ship_function(by_length, tmp_path)
+    assert name.startswith("shipped:by_length@")
+    loaded = load_reward(name, tmp_path)
+    assert loaded.identity == name.removeprefix("shipped:")
+    scores = asyncio.run(loaded.reward.score([RewardInput("", "abc", "")]))
+    assert [score.reward for score in scores] == [0.75]
+    (source,) = tmp_path.glob("*.py")
+    assert source.read_text().startswith("def by_length(completion: str)")
+
+
+@pytest.mark.parametrize("suffix", ["py", "pickle"])
+def test_shipped_function_that_was_changed_is_refused(tmp_path: Path, suffix: str) -> None:
+    name = ship_function(lambda completion: 1.0, tmp_path)
+    (file,) = tmp_path.glob(f"*.{suffix}")
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(RewardError, match="expected the function that was shipped"):
+        load_reward(name, tmp_path)
+
+
+def test_function_that_cannot_be_shipped_is_refused_with_the_cause(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "open.txt").open("w") as file,
+        pytest.raises(RewardError, match=r"cannot be shipped.*pickle"),
+    ):
+        ship_function(lambda completion: file.write(completion), tmp_path)

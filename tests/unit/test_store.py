@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
-    request = StepRequest(step, parent, step - 1, ("00000000-0000",), "digest", 2)
+    request = StepRequest(step, parent, step - 1, ("00000000-0000-00",), "digest", 2)
     metrics = StepMetrics(
         loss=0.5,
         grad_norm=1.0,
@@ -67,7 +67,7 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         seconds_stage=0.1,
         metrics={"clip_fraction": 0.0, "importance_weight_max": 1.5},
     )
-    entries = StepEntries(6, [Discard("00000001-0000", 3, "stale")], [4], 0.2)
+    entries = StepEntries(6, [Discard("00000001-0000-00", 3, "stale")], [4], 0.2)
     return step_row(
         request,
         StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
@@ -112,13 +112,13 @@ def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
     committer.commit([written_group(path, index) for index in range(6)])
     reader = TrajectoryReader(path, NOBODY)
     committer.commit([written_group(path, index) for index in range(6, 9)])
-    wanted = [f"{index:08d}-{member:04d}" for index in (7, 2, 5) for member in (1, 0)]
+    wanted = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
     random.Random(0).shuffle(wanted)
     found = reader.read(wanted, ["reward", "output_tokens"])
     assert found["trajectory_id"].to_pylist() == wanted
-    assert found["reward"].to_pylist() == [0.0 if w.endswith("1") else 1.0 for w in wanted]
-    with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000"):
-        reader.read([*wanted, "00000042-0000"], ["reward"])
+    assert found["reward"].to_pylist() == [0.0 if w.endswith("1-00") else 1.0 for w in wanted]
+    with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000-00"):
+        reader.read([*wanted, "00000042-0000-00"], ["reward"])
 
 
 def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_reading_survives_compaction(path: Path) -> None:
     committer.maintenance.run()
     committer.commit([written_group(path, 20)])
     assert len(open_dataset(path).get_fragments()) <= 2
-    wanted = ["00000020-0000", "00000003-0001"]
+    wanted = ["00000020-0000-00", "00000003-0001-00"]
     assert reader.read(wanted, ["reward"])["trajectory_id"].to_pylist() == wanted
     assert committer.head.trajectory_watermark == 42
 
@@ -213,7 +213,7 @@ def test_invalid_groups_are_refused_without_printing_tokens() -> None:
 def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
     table = group_table(3, version=5, rewards=(1.0, None))
     found = receipts(table)
-    assert [r.trajectory_id for r in found] == ["00000003-0000", "00000003-0001"]
+    assert [r.trajectory_id for r in found] == ["00000003-0000-00", "00000003-0001-00"]
     assert [r.num_tokens for r in found] == [3, 3]
     assert [r.newest_version for r in found] == [5, 5]
     assert [r.reward for r in found] == [1.0, None]
@@ -230,7 +230,7 @@ def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -
         ledger.append(row)
     assert [row["weights_hash"] for row in ledger.rows()] == ["w0", "w1", "w2"]
     stored = Ledger(tmp_path / "steps.lance", WRITER).rows()[1]
-    assert stored["discarded"] == [{"trajectory_id": "00000001-0000", "reason": "stale"}]
+    assert stored["discarded"] == [{"trajectory_id": "00000001-0000-00", "reason": "stale"}]
     assert stored["failed_submissions"] == [4]
 
 

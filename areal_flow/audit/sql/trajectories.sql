@@ -6,7 +6,7 @@ QUALIFY row_number() OVER (PARTITION BY trajectory_id) > 1;
 
 -- rule trajectory-id: log
 SELECT trajectory_id, right_id, trajectory_id
-FROM (SELECT *, printf('%08d-%04d', submission_index, member) AS right_id FROM log)
+FROM (SELECT *, printf('%08d-%04d-%02d', submission_index, member, branch) AS right_id FROM log)
 WHERE trajectory_id <> right_id;
 
 -- rule group-id: log

@@ -1,0 +1,1 @@
+"""How good a policy is on prompts that training never sees."""

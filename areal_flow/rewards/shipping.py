@@ -1,0 +1,98 @@
+"""Reward functions that no worker can import: of a notebook, of a script. Shipped by value.
+
+    rewards/length@1f0c2a9b77d3.pickle     the function
+    rewards/length@1f0c2a9b77d3.py         its source, for readers
+
+To load one executes it: as much as a run directory may be trusted, so may its rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import pickle
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_flow.errors import RewardError
+
+SHIPPED = "shipped:"
+
+
+def ship_function(function: Callable[..., Any], directory: Path) -> str:
+    """Write a function with all that it refers to in its module; return its name for a recipe.
+
+    Args:
+        directory: a run's `RunLayout.rewards`; made if need be.
+
+    Raises:
+        RewardError: it refers to something that cannot be pickled, such as an open file.
+    """
+    pickled, source = _pickled_by_value(function), _source_of(function)
+    name = re.sub(r"\W+", "", getattr(function, "__name__", "")) or "function"
+    stem = f"{name}@{_hash(pickled, source)}"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{stem}.py").write_text(source)
+    (directory / f"{stem}.pickle").write_bytes(pickled)
+    return f"{SHIPPED}{stem}"
+
+
+def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
+    """Return the function that was shipped under a recipe's name.
+
+    Raises:
+        RewardError: it is not there, or not what was shipped.
+    """
+    stem = name.removeprefix(SHIPPED)
+    try:
+        pickled = (directory / f"{stem}.pickle").read_bytes()
+        source = (directory / f"{stem}.py").read_text()
+    except OSError as error:
+        raise RewardError(f"reward {name!r} is not in {directory}: {error}") from None
+    if (found := _hash(pickled, source)) != stem.rpartition("@")[2]:
+        raise RewardError(
+            f"reward {name!r}: expected the function that was shipped, found another with hash "
+            f"{found} in {directory}: restore it from a copy"
+        )
+    try:
+        function: Callable[..., Any] = pickle.loads(pickled)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}. What it imports "
+            "must be installed where reward workers run"
+        ) from error
+    return function
+
+
+def _pickled_by_value(function: Callable[..., Any]) -> bytes:
+    import cloudpickle
+
+    module = sys.modules.get(function.__module__)
+    by_reference = module is not None and module.__name__ != "__main__"
+    if by_reference:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled: bytes = cloudpickle.dumps(function)
+        return pickled
+    except Exception as error:
+        raise RewardError(
+            f"reward function {function!r} cannot be shipped to the workers: {error}"
+        ) from error
+    finally:
+        if by_reference:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return "# The source is not known: the function was typed into an interpreter.\n"
+
+
+def _hash(pickled: bytes, source: str) -> str:
+    return hashlib.sha256(pickled + source.encode()).hexdigest()[:12]

@@ -1,0 +1,83 @@
+"""Runs a workflow for all members of a group: a member that fails for good costs only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from areal_flow.errors import ArealFlowError, EngineError, WeightsError
+from areal_flow.types import Episode
+from areal_flow.workflows.context import EpisodeContext, EpisodeServices, GroupRequests
+from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOutGroup:
+    """A group's trajectories with their members, and why members have none."""
+
+    drafts: tuple[tuple[int, TrajectoryDraft], ...]
+    errors: tuple[str, ...]
+
+
+async def run_group(
+    workflow: Workflow, episode: Episode, services: EpisodeServices
+) -> RolledOutGroup:
+    """Run the workflow once a member, side by side.
+
+    Raises:
+        EngineError, WeightsError: the generator cannot serve; another attempt may succeed.
+    """
+    requests = GroupRequests(f"{episode.group_id}.{episode.attempt}", episode.prompt, services)
+    outcomes = await all_of(
+        _run_member(workflow, episode, EpisodeContext(requests, seed=seed))
+        for seed in episode.seeds
+    )
+    return RolledOutGroup(
+        drafts=tuple(
+            (member, draft)
+            for member, outcome in enumerate(outcomes)
+            if not isinstance(outcome, str)
+            for draft in outcome
+        ),
+        errors=tuple(outcome for outcome in outcomes if isinstance(outcome, str)),
+    )
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Await all side by side; the first that raises ends the others, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _run_member(
+    workflow: Workflow, episode: Episode, context: EpisodeContext
+) -> Sequence[TrajectoryDraft] | str:
+    """Return a member's trajectories, or the root cause of its failure."""
+    try:
+        drafts = await workflow.run(episode.prompt, context)
+        branches = [draft.branch for draft in drafts]
+        if not branches or len(set(branches)) != len(branches):
+            raise ArealFlowError(
+                f"expected trajectories of different branches, found branches {branches}"
+            )
+        if not all(any(draft.loss_mask) for draft in drafts):
+            raise ArealFlowError("expected a completion in each trajectory, found none in one")
+        return drafts
+    except (EngineError, WeightsError):
+        raise
+    except Exception as error:
+        logger.exception("a member of group %s failed", episode.group_id)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} (at {frame.name}, line {frame.lineno})"

@@ -1,0 +1,88 @@
+"""A conversation with the verifier: what it says of a wrong answer is the next user turn.
+
+The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
+the environment are context: the loss mask leaves them out, and they are appended, never tokenised
+again together with what stands before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from areal_flow.settings import Settings, require
+from areal_flow.types import Prompt, Score
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.group import all_of
+from areal_flow.workflows.protocol import TrajectoryDraft
+
+
+class MultiTurn(Settings):
+    """Answers, and tries again after the verifier's message, up to `max_turns` times in all."""
+
+    name: Literal["multi_turn"] = "multi_turn"
+    """This workflow's name."""
+    max_turns: int = Field(2, ge=1)
+    """How many answers a conversation has at most."""
+    turn_discount: float = Field(0.9, gt=0, le=1)
+    """What each turn after the first multiplies the reward with."""
+    message_template: str = "\n{message}\n"
+    """How a message becomes the next user turn; a chat model needs its template's marks here."""
+    wrong_answer_message: str = "That is wrong. Try again."
+    """The message where the verifier has none of its own."""
+    num_branches: int = Field(1, ge=1)
+    """How many second answers are tried after a wrong first one, each in a trajectory of its own
+    that shares the first answer."""
+
+    @field_validator("message_template")
+    @classmethod
+    def _has_a_place(cls, template: str) -> str:
+        require("{message}" in template, "workflow.message_template must contain {message}")
+        return template
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory, or one a branch if the first answer is wrong."""
+        draft = await self._answered(TrajectoryDraft(prompt.tokens), context, turn=0)
+        if self._asked_again(draft, context, turn=1) is None:
+            return [draft]
+        branches = [draft.as_branch(branch) for branch in range(self.num_branches)]
+        return await all_of(self._converse(branch, context) for branch in branches)
+
+    async def _converse(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
+        """Go on from a wrong first answer to the end of the conversation."""
+        turn = 1
+        while (asked := self._asked_again(draft, context, turn)) is not None:
+            draft = await self._answered(asked, context, turn)
+            turn += 1
+        return draft
+
+    async def _answered(
+        self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
+    ) -> TrajectoryDraft:
+        """Append the policy's next answer with what it is worth at this turn."""
+        completion = await context.generate(draft.tokens, turn, branch=draft.branch)
+        score = await context.score(completion.tokens)
+        if score.reward is not None:
+            score = replace(score, reward=score.reward * self.turn_discount**turn)
+        return draft.with_completion(completion).scored(score)
+
+    def _asked_again(
+        self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
+    ) -> TrajectoryDraft | None:
+        """Append the verifier's message; None when the conversation is over."""
+        score = draft.score
+        assert score is not None
+        if turn == self.max_turns or draft.finish_reason != "stop" or not _is_wrong(score):
+            return None
+        message = score.message or self.wrong_answer_message
+        text = self.message_template.replace("{message}", message)
+        asked = draft.with_environment(context.encode(text))
+        return asked if context.num_tokens_left(asked.tokens) > 0 else None
+
+
+def _is_wrong(score: Score) -> bool:
+    """Return whether another answer may help; not where the verifier itself failed."""
+    return score.reward is not None and score.verdict != "right"

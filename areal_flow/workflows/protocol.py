@@ -1,0 +1,102 @@
+"""What every workflow promises, and the trajectories that it drafts, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from areal_flow.types import Completion, FinishReason, Prompt, Score, VersionSpan, merged_spans
+from areal_flow.workflows.context import EpisodeContext
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryDraft:
+    """A trajectory as a workflow makes it: it only ever grows at its end.
+
+    `output_tokens`, `loss_mask` and `behavior_logprobs` are aligned token by token, and
+    `version_spans` cover as many tokens. A draft without a score is scored by the recipe's rewards,
+    which read all of its output.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+    behavior_logprobs: tuple[float, ...] = ()
+    version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = "length"
+    score: Score | None = None
+    branch: int = 0
+
+    def __post_init__(self) -> None:
+        spanned = sum(span.length for span in self.version_spans)
+        lengths = {len(self.loss_mask), len(self.behavior_logprobs), spanned}
+        if lengths != {len(self.output_tokens)}:
+            raise ValueError(
+                f"expected mask, log-probabilities and version spans of {len(self.output_tokens)} "
+                f"output tokens, found lengths {sorted(lengths)}"
+            )
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the policy reads when it goes on."""
+        return self.prompt_tokens + self.output_tokens
+
+    def with_completion(self, completion: Completion) -> TrajectoryDraft:
+        """Append tokens that the policy chose."""
+        longer = self._with(completion.tokens, True, completion.logprobs, completion.version_spans)
+        return replace(longer, finish_reason=completion.finish_reason)
+
+    def with_environment(self, tokens: tuple[int, ...]) -> TrajectoryDraft:
+        """Append tokens that the policy did not choose: context, and never trained.
+
+        They are labelled with the version that sampled the token before them, which was current
+        when they came.
+        """
+        if not self.version_spans:
+            raise ValueError("expected a completion before the environment's tokens, found none")
+        version = self.version_spans[-1].version
+        spans = (VersionSpan(version, len(tokens)),)
+        return self._with(tokens, False, (0.0,) * len(tokens), spans)
+
+    def as_branch(self, branch: int) -> TrajectoryDraft:
+        """Return the same conversation as the beginning of another trajectory of this member.
+
+        What is there so far belongs to branch 0 and is trained there only.
+        """
+        mask = self.loss_mask if branch == 0 else (False,) * len(self.loss_mask)
+        return replace(self, branch=branch, loss_mask=mask)
+
+    def scored(self, score: Score) -> TrajectoryDraft:
+        """Return the trajectory with the score that it will be trained with."""
+        return replace(self, score=score)
+
+    def _with(
+        self,
+        tokens: tuple[int, ...],
+        chosen: bool,
+        logprobs: tuple[float, ...],
+        spans: tuple[VersionSpan, ...],
+    ) -> TrajectoryDraft:
+        return replace(
+            self,
+            output_tokens=self.output_tokens + tokens,
+            loss_mask=self.loss_mask + (chosen,) * len(tokens),
+            behavior_logprobs=self.behavior_logprobs + logprobs,
+            version_spans=merged_spans(self.version_spans + spans),
+        )
+
+
+class Workflow(Protocol):
+    """Turns a prompt into trajectories, for one member of its group.
+
+    It runs on the generator's event loop beside many others: it awaits, and computes little.
+    """
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return this member's trajectories: one, or one a branch.
+
+        Raises:
+            Exception: recorded as this member's failure; the other members of its group go on.
+        """
+        ...

@@ -1,0 +1,57 @@
+"""The workflows, by the name that recipes use. The next is a file, a name here and its tests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from areal_flow.errors import ConfigError
+from areal_flow.import_path import import_function
+from areal_flow.settings import Settings
+from areal_flow.workflows.multi_turn import MultiTurn
+from areal_flow.workflows.protocol import Workflow
+from areal_flow.workflows.single_turn import SingleTurn
+
+
+class ImportedWorkflow(Settings):
+    """A workflow of one's own, beside the package."""
+
+    name: Literal["imported"] = "imported"
+    """Says that the workflow is found by its import path."""
+    path: str
+    """`package.module:Class`, or a function that returns a `Workflow`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of it."""
+
+
+AnyWorkflow = SingleTurn | MultiTurn | ImportedWorkflow
+
+WORKFLOWS = {workflow.model_fields["name"].default: workflow for workflow in get_args(AnyWorkflow)}
+
+
+def _with_name(value: Any) -> Any:
+    """Return the settings of a recipe that names no workflow as those of single turns."""
+    return {"name": "single_turn", **value} if isinstance(value, dict) else value
+
+
+WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), BeforeValidator(_with_name)]
+"""What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""
+
+
+def load_workflow(settings: WorkflowSettings) -> Workflow:
+    """Return the workflow of a recipe.
+
+    Raises:
+        ConfigError: there is none at the import path, or it refuses its settings.
+    """
+    if not isinstance(settings, ImportedWorkflow):
+        return settings
+    make = import_function(settings.path, setting="workflow.path", error=ConfigError)
+    try:
+        workflow: Workflow = make(**settings.settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"workflow.settings = {settings.settings}: {error}") from error
+    if not callable(getattr(workflow, "run", None)):
+        raise ConfigError(f"workflow.path = {settings.path!r} makes no workflow: it has no `run`")
+    return workflow

@@ -1,0 +1,23 @@
+"""One completion a member, scored when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from areal_flow.settings import Settings
+from areal_flow.types import Prompt
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.protocol import TrajectoryDraft
+
+
+class SingleTurn(Settings):
+    """Question and answer."""
+
+    name: Literal["single_turn"] = "single_turn"
+    """This workflow's name."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory: the completion of the prompt."""
+        completion = await context.generate(prompt.tokens, turn=0)
+        return [TrajectoryDraft(prompt.tokens).with_completion(completion)]

@@ -1,0 +1,93 @@
+"""What every reward promises, held against the shipped ones and a fake with a life of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from areal_flow.rewards.function import FunctionReward
+from areal_flow.rewards.protocol import Reward, RewardInput
+from areal_flow.rewards.registry import REWARDS, load_reward
+from areal_flow.rewards.shipping import ship_function
+from areal_flow.types import Score
+
+
+class CountingReward:
+    """A reward that scores only while it is open, by a count that it keeps."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        if not self.is_open:
+            raise RuntimeError("the reward is not open")
+        return [Score(float(given.completion == given.answer), "right") for given in inputs]
+
+
+async def judged_in_time(*, completion: str, answer: str) -> float:
+    await asyncio.sleep(0.001 * len(completion))
+    return float(completion == answer)
+
+
+def shipped(directory: Path) -> Reward:
+    name = ship_function(lambda completion, answer: completion == answer, directory)
+    return load_reward(name, directory).reward
+
+
+SUBJECTS: dict[str, Callable[[Path], Reward]] = {
+    **{name: lambda path, name=name: load_reward(name, path).reward for name in REWARDS},
+    "class": lambda _: CountingReward(),
+    "async function": lambda _: FunctionReward(judged_in_time),
+    "shipped": shipped,
+}
+
+
+@pytest.fixture(params=SUBJECTS)
+def reward(request: pytest.FixtureRequest, tmp_path: Path) -> Reward:
+    return SUBJECTS[request.param](tmp_path)
+
+
+def inputs_of(*completions: str) -> list[RewardInput]:
+    return [RewardInput("1 + 1 =", completion, "2") for completion in completions]
+
+
+def test_scores_come_in_the_order_of_the_inputs(reward: Reward) -> None:
+    reward.open()
+    found = asyncio.run(reward.score(inputs_of("3", "2", "44444", "2", "5")))
+    reward.close()
+    assert [score.reward for score in found] == [0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_batches_that_overlap_do_not_disturb_each_other(reward: Reward) -> None:
+    async def both() -> list[Sequence[Score]]:
+        return await asyncio.gather(
+            reward.score(inputs_of("2", "3")), reward.score(inputs_of("4", "2", "2"))
+        )
+
+    reward.open()
+    found = asyncio.run(both())
+    reward.close()
+    assert [[score.reward for score in batch] for batch in found] == [[1.0, 0.0], [0.0, 1.0, 1.0]]
+
+
+def test_no_input_is_no_score(reward: Reward) -> None:
+    reward.open()
+    assert list(asyncio.run(reward.score([]))) == []
+    reward.close()
+
+
+def test_reward_can_be_opened_again_after_it_was_closed(reward: Reward) -> None:
+    for _ in range(2):
+        reward.open()
+        (score,) = asyncio.run(reward.score(inputs_of("2")))
+        assert score.reward == 1.0
+        reward.close()

@@ -1,0 +1,132 @@
+"""What every workflow promises of its trajectories, whatever their shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import pytest
+
+from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
+from areal_flow.types import EngineStats, Prompt, Score
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.group import RolledOutGroup, run_group
+from areal_flow.workflows.multi_turn import MultiTurn
+from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
+from areal_flow.workflows.registry import ImportedWorkflow, load_workflow
+from areal_flow.workflows.single_turn import SingleTurn
+from schemas import TrajectoryRow, validate
+from tests.episodes import PROMPT, FakeServices, episode_of, exact_logprob
+
+
+class AsksACalculator:
+    """A workflow of somebody's: a tool's result between two completions, scored by the recipe."""
+
+    def __init__(self, mark: str = "=") -> None:
+        self.mark = mark
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        draft = TrajectoryDraft(prompt.tokens).with_completion(
+            await context.generate(prompt.tokens, turn=0)
+        )
+        result = await context.call_tool("tools:add", context.decode(draft.output_tokens))
+        asked = draft.with_environment(context.encode(f"{self.mark}{result}"))
+        return [asked.with_completion(await context.generate(asked.tokens, turn=1))]
+
+
+SUBJECTS: dict[str, Workflow] = {
+    "single_turn": SingleTurn(),
+    "multi_turn": MultiTurn(max_turns=4),
+    "multi_turn, branching": MultiTurn(max_turns=3, num_branches=3),
+    "imported": load_workflow(
+        ImportedWorkflow(
+            name="imported", path=f"{__name__}:AsksACalculator", settings={"mark": "#"}
+        )
+    ),
+}
+
+
+@pytest.fixture(params=SUBJECTS)
+def workflow(request: pytest.FixtureRequest) -> Workflow:
+    return SUBJECTS[request.param]
+
+
+def roll_out(workflow: Workflow, services: FakeServices, *, attempt: int = 0) -> RolledOutGroup:
+    return asyncio.run(run_group(workflow, episode_of(attempt=attempt), services))
+
+
+def test_tokens_are_appended_and_carry_the_log_probability_they_were_drawn_with(
+    workflow: Workflow,
+) -> None:
+    group = roll_out(workflow, FakeServices(tokens_per_version=5))
+    assert {member for member, _ in group.drafts} == set(range(6))
+    for _, draft in group.drafts:
+        assert draft.prompt_tokens == PROMPT.tokens
+        assert any(draft.loss_mask)
+        position = len(draft.prompt_tokens)
+        for token, chosen, logprob in zip(
+            draft.output_tokens, draft.loss_mask, draft.behavior_logprobs, strict=True
+        ):
+            exact = exact_logprob(draft.tokens[position - 1], token)
+            assert logprob == pytest.approx(exact) or (logprob == 0.0 and not chosen)
+            position += 1
+
+
+def test_versions_cover_every_token_and_never_decrease(workflow: Workflow) -> None:
+    for _, draft in roll_out(workflow, FakeServices(tokens_per_version=3)).drafts:
+        versions = [span.version for span in draft.version_spans]
+        assert versions == sorted(set(versions))
+        assert sum(span.length for span in draft.version_spans) == len(draft.output_tokens)
+
+
+def test_another_attempt_makes_the_same_trajectories(workflow: Workflow) -> None:
+    first, second = (roll_out(workflow, FakeServices(), attempt=attempt) for attempt in (0, 1))
+    assert first == second
+    assert len({draft.output_tokens for _, draft in first.drafts}) > 2
+
+
+def test_no_two_completions_share_a_seed(workflow: Workflow) -> None:
+    services = FakeServices()
+    roll_out(workflow, services)
+    seeds = [seed for request in services.requests for seed in request.seeds]
+    assert len(set(seeds)) == len(seeds)
+    assert len({request.request_id for request in services.requests}) == len(services.requests)
+
+
+def test_members_first_turn_is_one_request(workflow: Workflow) -> None:
+    services = FakeServices()
+    roll_out(workflow, services)
+    assert services.requests[0].prompt_tokens == PROMPT.tokens
+    assert services.requests[0].seeds == episode_of().seeds
+    assert all(request.prompt_tokens != PROMPT.tokens for request in services.requests[1:])
+
+
+def test_each_sampled_token_is_trained_once(workflow: Workflow) -> None:
+    services = FakeServices()
+    group = roll_out(workflow, services)
+    num_trained = sum(sum(draft.loss_mask) for _, draft in group.drafts)
+    sampled = [
+        len(completion.tokens)
+        for request in list(services.requests)
+        for completion in asyncio.run(services.generate(request))
+    ]
+    assert num_trained == sum(sampled)
+
+
+def test_trajectories_are_rows_of_the_schema(workflow: Workflow) -> None:
+    episode, group = episode_of(), roll_out(workflow, FakeServices())
+    table = rollout_table(
+        [(episode, group)],
+        generator="g",
+        started_at=datetime.now(UTC),
+        engine_stats=EngineStats("i", 5, 0.1),
+    )
+    given = rollout_notes(table).scores
+    assert given == tuple(draft.score for _, draft in group.drafts)
+    scores = [score or Score(0.5, "wrong") for score in given]
+    scored = scored_table(table, scores, verifier="v@0")
+    validate(scored.replace_schema_metadata(None), TrajectoryRow)
+    assert scored["reward"].to_pylist() == [score.reward for score in scores]
+    assert scored["loss_mask"].to_pylist() == [list(draft.loss_mask) for _, draft in group.drafts]
+    assert rollout_notes(scored) == rollout_notes(table)

@@ -1,0 +1,87 @@
+"""Episodes without a cluster: an exact engine, a judge as told, and what was asked of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from areal_flow.controller.seeds import group_seeds
+from areal_flow.testing import BigramEngine
+from areal_flow.types import Completion, Episode, GroupRequest, Prompt, Sampling, Score
+
+STOP = 0
+LOGITS = [[math.sin(3 * a + b * b) for b in range(8)] for a in range(8)]
+PROMPT = Prompt("p", "a question", "7", 1, (3, 5))
+
+Judge = Callable[[tuple[int, ...]], Score]
+
+
+def wrong(_: tuple[int, ...]) -> Score:
+    return Score(0.0, "wrong", message="no")
+
+
+def judged_by_length(tokens: tuple[int, ...]) -> Score:
+    """Right or wrong, by something that differs from completion to completion."""
+    return Score(1.0, "right") if len(tokens) % 2 else Score(0.0, "wrong", message="no")
+
+
+class FakeServices:
+    """`EpisodeServices` over a bigram engine whose version may grow while it decodes."""
+
+    def __init__(
+        self,
+        judge: Judge = judged_by_length,
+        *,
+        max_model_len: int = 64,
+        max_new_tokens: int = 12,
+        tokens_per_version: int | None = None,
+    ) -> None:
+        self.sampling = Sampling(max_new_tokens, stop_token_ids=(STOP,))
+        self.max_model_len = max_model_len
+        self.requests: list[GroupRequest] = []
+        self.scored: list[Sequence[tuple[int, ...]]] = []
+        self.tool_calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._judge = judge
+        self._tokens_per_version = tokens_per_version
+        self._num_steps = 0
+        self._version = 0
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        self.requests.append(request)
+        engine = BigramEngine(LOGITS, version=self._version, max_num_seqs=64)
+        engine.add(request)
+        while True:
+            if finished := engine.step():
+                return finished[0][1]
+            self._num_steps += 1
+            if self._tokens_per_version and self._num_steps % self._tokens_per_version == 0:
+                self._version += 1
+            engine.version = self._version
+
+    async def score(
+        self, prompt: Prompt, completions: Sequence[tuple[int, ...]]
+    ) -> Sequence[Score]:
+        self.scored.append(completions)
+        return [self._judge(tokens) for tokens in completions]
+
+    async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
+        self.tool_calls.append((path, arguments))
+        return len(self.tool_calls)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(character) % 7 + 1 for character in text)
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def episode_of(group_size: int = 6, *, index: int = 4, attempt: int = 0) -> Episode:
+    """Return an episode of `PROMPT`."""
+    return Episode(index, PROMPT, group_seeds(0, index, group_size), attempt, 1, datetime.now(UTC))
+
+
+def exact_logprob(before: int, token: int) -> float:
+    """Return what the bigram policy gives a token after another."""
+    return LOGITS[before][token] - math.log(sum(math.exp(value) for value in LOGITS[before]))

@@ -1,0 +1,123 @@
+"""Episodes of several turns, trained end to end: tools and rewards in their midst are tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import areal_flow
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.replay import replay_to
+from areal_flow.types import submission_index_of
+from tests.integration.runs import (
+    check_accounting,
+    run_small,
+    small_recipe,
+    step_reached,
+    worker_pid,
+)
+
+VERIFIERS = "tests.integration.verifiers"
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """A run of conversations that branch, whose workers were killed in the midst of some."""
+    root = tmp_path_factory.mktemp("runs") / "conversations"
+    layout = RunLayout(root.resolve())
+
+    async def kill_in_turn() -> None:
+        for step, role in ((1, "generator"), (3, "reward")):
+            await step_reached(layout, step)
+            os.kill(await worker_pid(role), signal.SIGKILL)
+            await asyncio.sleep(0.5)
+
+    recipe = small_recipe(
+        num_steps=6,
+        prompts={"num_held_out": 16},
+        generation={"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16},
+        workflow={"name": "multi_turn", "max_turns": 3, "num_branches": 2, "turn_discount": 0.5},
+        rewards=[
+            {"verifier": f"{VERIFIERS}:reward_length_and_say_so"},
+            {"verifier": "numeric", "weight": 0.5},
+        ],
+    )
+    return run_small(root, recipe, kill_in_turn)
+
+
+def test_conversations_are_trained_and_the_books_balance(conversations: RunLayout) -> None:
+    check_accounting(conversations)
+    steps = areal_flow.open_run(conversations.root).steps("arrow")
+    assert sorted(steps["step"].to_pylist()) == list(range(7))
+    assert all(n > 0 for n in steps.sort_by("step")["num_trained_tokens"].to_pylist()[1:])
+
+
+def test_log_has_turns_branches_and_the_parts_of_rewards(conversations: RunLayout) -> None:
+    rows = areal_flow.open_run(conversations.root).trajectories("arrow").to_pylist()
+    assert {row["branch"] for row in rows} == {0, 1}
+    asked_again = [row for row in rows if not all(row["loss_mask"])]
+    assert asked_again
+    for row in rows:
+        length, numeric = row["reward_parts"]
+        assert length["name"].endswith("reward_length_and_say_so")
+        assert numeric["name"] == "numeric"
+        total = length["reward"] + 0.5 * numeric["reward"]
+        assert row["reward"] in {total, total * 0.5, total * 0.25}
+        assert " + 0.5*numeric@" in row["verifier"]
+    members = {(row["submission_index"], row["member"]) for row in rows}
+    indices = {submission_index_of(row["trajectory_id"]) for row in rows}
+    assert members == {(index, member) for index in indices for member in range(4)}
+
+
+def test_parts_of_rewards_can_be_queried(conversations: RunLayout) -> None:
+    with areal_flow.open_run(conversations.root).database() as database:
+        ((mean,),) = database.sql(
+            "SELECT avg(list_filter(reward_parts, lambda part: part.name = 'numeric')[1].reward) "
+            "FROM trajectories"
+        ).fetchall()
+    assert 0 <= mean <= 1
+
+
+def test_conversations_are_replayed_bit_for_bit(conversations: RunLayout) -> None:
+    walked = replay_to(conversations, from_checkpoint=0)
+    assert [compared.equal for compared in walked] == [True] * 6
+
+
+def test_conversations_are_evaluated_as_they_are_trained(conversations: RunLayout) -> None:
+    answers = areal_flow.open_run(conversations.root).evaluations()
+    assert set(answers.evaluation) == {"before", "after"}
+    assert len(answers) == 32
+    assert set(answers.writer_epoch) == {1}
+    assert answers.completion.str.contains("longer").any()
+
+
+def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
+    tmp_path: Path,
+) -> None:
+    recipe = small_recipe(
+        num_steps=2,
+        prompts={"num_held_out": 8},
+        generation={"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16},
+        workflow={
+            "name": "imported",
+            "path": "tests.integration.workflows:CountsWords",
+            "settings": {"least": 12},
+        },
+    )
+    layout = run_small(tmp_path / "tools", recipe)
+    check_accounting(layout)
+    run = areal_flow.open_run(layout.root)
+    rows = run.trajectories("arrow").to_pylist()
+    sizes = [sum(row["submission_index"] == index for row in rows) for index in range(16)]
+    assert 0 < min(sizes) < 4
+    assert all(row["loss_mask"].count(False) >= 1 for row in rows)
+    assert sum(run.steps("arrow")["num_failed_members"].to_pylist()) > 0
+    answers = run.evaluations()
+    failed = answers[answers.finish_reason == "error"]
+    assert len(answers) == 16
+    assert failed.reward.isna().all()
+    assert failed.reward_detail.str.contains("ValueError: expected 12 characters").all()

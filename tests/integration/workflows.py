@@ -1,0 +1,28 @@
+"""A workflow for tests, named by import path in recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_flow.types import Prompt
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.protocol import TrajectoryDraft
+
+
+class CountsWords:
+    """Has a tool count the words of an answer, and the policy go on after the count."""
+
+    def __init__(self, *, least: int) -> None:
+        self.least = least
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory; fail where the tool refuses the answer."""
+        draft = TrajectoryDraft(prompt.tokens).with_completion(
+            await context.generate(prompt.tokens, turn=0)
+        )
+        text = context.decode(draft.output_tokens)
+        number = await context.call_tool(
+            "tests.integration.verifiers:count_words", text, self.least
+        )
+        asked = draft.with_environment(context.encode(f" {number}"))
+        return [asked.with_completion(await context.generate(asked.tokens, turn=1))]

@@ -1,0 +1,122 @@
+"""The tasks of an episode's graph, one after the other in this process: engine, rewards, rows."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_flow.cluster import episodes, tasks
+from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker_roles import RewardRole
+from areal_flow.config import dump_recipe
+from areal_flow.controller.seeds import group_seeds
+from areal_flow.errors import ArealFlowError
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import copy_model_description, tokenizer_of
+from areal_flow.store.codec import receipts
+from areal_flow.store.trajectories import validate_groups
+from areal_flow.types import Episode, Prompt
+from areal_flow.weights.directory import publish_model_directory
+from tests.integration.runs import small_recipe
+from tests.policies import write_model_directory
+
+LENGTHS = "tests.integration.verifiers:reward_length_and_say_so"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture
+def layout(tmp_path: Path, model: Path) -> RunLayout:
+    made = RunLayout(tmp_path)
+    copy_model_description(model, made.model)
+    publish_model_directory(model, made.weights_of(1))
+    return made
+
+
+@pytest.fixture
+def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContext]:
+    """One worker that is a generator and a reward worker at once."""
+    context = WorkerContext(layout.root, 1, "both-0")
+
+    async def here(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = function(*arguments)
+        return await found if inspect.isawaitable(found) else found
+
+    for module in (tasks, episodes):
+        monkeypatch.setattr(module, "holder", lambda: context)
+    monkeypatch.setattr(episodes, "_on_reward_worker", here)
+    yield context
+    if (rewards := context.get(RewardRole)) is not None:
+        rewards.close()
+
+
+def settings(layout: RunLayout, workflow: dict[str, Any]) -> None:
+    recipe = small_recipe(
+        workflow=workflow,
+        generation={"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16},
+        rewards=[{"verifier": LENGTHS}, {"verifier": "numeric", "weight": 0.5}],
+    )
+    layout.config.write_text(dump_recipe(recipe))
+
+
+def group_of(layout: RunLayout, index: int, *, group_size: int = 4) -> Episode:
+    text = f"{index} + 4 ="
+    tokens = tuple(tokenizer_of(layout.model).encode(text, add_special_tokens=False).ids)
+    prompt = Prompt(f"p{index}", text, str(index + 4), 1, tokens)
+    return Episode(index, prompt, group_seeds(0, index, group_size), 0, 1, datetime.now(UTC))
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [
+        {"name": "single_turn"},
+        {"name": "multi_turn", "max_turns": 3, "num_branches": 2},
+        {
+            "name": "imported",
+            "path": "tests.integration.workflows:CountsWords",
+            "settings": {"least": 0},
+        },
+    ],
+    ids=lambda workflow: workflow["name"],
+)
+def test_groups_are_rolled_out_scored_and_valid(
+    layout: RunLayout, worker: WorkerContext, workflow: dict[str, Any]
+) -> None:
+    settings(layout, workflow)
+    groups = tuple(group_of(layout, index) for index in range(6))
+
+    async def graph() -> Any:
+        return await tasks.score(await tasks.rollout(groups, 0), groups)
+
+    scored = asyncio.run(graph())
+    validate_groups([scored])
+    rows = scored.to_pylist()
+    assert {(row["submission_index"], row["member"]) for row in rows} == {
+        (index, member) for index in range(6) for member in range(4)
+    }
+    for row in rows:
+        length, numeric = (part["reward"] for part in row["reward_parts"])
+        assert row["reward"] in {(length + 0.5 * numeric) * 0.9**turn for turn in range(3)}
+        assert row["verifier"].startswith(f"{LENGTHS}@")
+    has_environment = any(not all(row["loss_mask"]) for row in rows)
+    assert has_environment == (workflow["name"] != "single_turn")
+    assert {row["branch"] for row in rows} == set(range(workflow.get("num_branches", 1)))
+    assert len(receipts(scored)) == len(rows) >= 24
+
+
+def test_group_without_a_trajectory_fails_with_the_cause(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    path = "tests.integration.workflows:CountsWords"
+    settings(layout, {"name": "imported", "path": path, "settings": {"least": 999}})
+    with pytest.raises(ArealFlowError, match="ValueError: expected 999 characters"):
+        asyncio.run(tasks.rollout((group_of(layout, 0),), 0))

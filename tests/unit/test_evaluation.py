@@ -1,0 +1,113 @@
+"""An evaluation is a rollout of held-out prompts: one answer a prompt, whatever the workflow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from areal_flow.controller.seeds import member_seed
+from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.intervals import tabulate, wilson_interval
+from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
+from areal_flow.types import EngineStats, Episode, Prompt, Score
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.group import run_group
+from areal_flow.workflows.multi_turn import MultiTurn
+from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
+from areal_flow.workflows.single_turn import SingleTurn
+from schemas import EvaluationRow, arrow_schema, validate
+from tests.episodes import PROMPT, FakeServices
+
+PROMPTS = [replace(PROMPT, prompt_id=f"p{index}", difficulty=1 + index % 3) for index in range(150)]
+
+
+class Answering:
+    """`Answers` without a cluster."""
+
+    def __init__(self, workflow: Workflow) -> None:
+        self.workflow = workflow
+        self.episodes: list[Sequence[Episode]] = []
+
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+        self.episodes.append(episodes)
+        services = FakeServices(max_model_len=200)
+        groups = [await run_group(self.workflow, episode, services) for episode in episodes]
+        table = rollout_table(
+            list(zip(episodes, groups, strict=True)),
+            generator="g",
+            started_at=datetime.now(UTC),
+            engine_stats=EngineStats(),
+        )
+        scores = [
+            score or Score(float(len(tokens) % 2), "wrong")
+            for score, tokens in zip(
+                rollout_notes(table).scores, table["output_tokens"].to_pylist(), strict=True
+            )
+        ]
+        return scored_table(table, scores, verifier="v@0")
+
+
+def answers_of(answering: Answering, *, seed: int = 0) -> list[dict[str, Any]]:
+    return asyncio.run(
+        answer_held_out(
+            answering,
+            PROMPTS,
+            name="before",
+            seed=seed,
+            writer_epoch=3,
+            decode=lambda lists: [" ".join(map(str, tokens)) for tokens in lists],
+        )
+    )
+
+
+@pytest.mark.parametrize("workflow", [SingleTurn(), MultiTurn(num_branches=3)])
+def test_each_prompt_has_one_answer_in_the_order_asked(workflow: Workflow) -> None:
+    answering = Answering(workflow)
+    rows = answers_of(answering)
+    assert [row["prompt_id"] for row in rows] == [prompt.prompt_id for prompt in PROMPTS]
+    assert [len(episodes) for episodes in answering.episodes] == [64, 64, 22]
+    assert all(len(row["completion"].split()) == row["num_output_tokens"] for row in rows)
+    assert {(row["evaluation"], row["writer_epoch"]) for row in rows} == {("before", 3)}
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+
+
+def test_seeds_are_the_runs_and_none_of_trainings() -> None:
+    answering = Answering(SingleTurn())
+    answers_of(answering, seed=5)
+    seeds = [episode.seeds for episodes in answering.episodes for episode in episodes]
+    assert seeds == [(member_seed(5, index, -1),) for index in range(150)]
+
+
+class FailsAtTimes(SingleTurn):
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        if prompt.difficulty == 2:
+            raise ValueError("no tool for this")
+        return await super().run(prompt, context)
+
+
+def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
+    rows = answers_of(Answering(FailsAtTimes()))
+    failed = [row for row in rows if row["finish_reason"] == "error"]
+    assert len(rows) == 150
+    assert [row["difficulty"] for row in failed] == [2] * 50
+    assert all("no tool for this" in json.loads(row["reward_detail"])["error"] for row in failed)
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+    table = tabulate(rows)
+    assert table.overall.n == 150
+    assert table.by_difficulty[2][0].pass_rate == 0.0
+    assert table.by_difficulty[1][0].pass_rate > 0.0
+
+
+def test_intervals_are_wilsons() -> None:
+    half = wilson_interval(50, 100)
+    assert (half.low, half.high) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)
+    none = wilson_interval(0, 10)
+    assert (none.low, none.high) == pytest.approx((0.0, 0.2775328), abs=1e-6)
+    assert wilson_interval(0, 0).n == 0

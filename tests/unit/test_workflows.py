@@ -1,0 +1,289 @@
+"""Conversations: what is discounted, what ends them, what a failure costs, what becomes one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from areal_flow.errors import ConfigError, EngineError
+from areal_flow.types import Completion, GroupRequest, Prompt, RewardPart, Score, VersionSpan
+from areal_flow.workflows.coalescing import Coalescer
+from areal_flow.workflows.context import EpisodeContext, turn_seed
+from areal_flow.workflows.group import run_group
+from areal_flow.workflows.multi_turn import MultiTurn
+from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.registry import ImportedWorkflow, load_workflow
+from areal_flow.workflows.single_turn import SingleTurn
+from tests.episodes import PROMPT, STOP, FakeServices, episode_of, wrong
+
+
+def conversation(services: FakeServices, **settings: object) -> TrajectoryDraft:
+    """Return what the first member that stopped by itself did."""
+    workflow = MultiTurn.model_validate(settings)
+    group = asyncio.run(run_group(workflow, episode_of(), services))
+    return next(d for _, d in group.drafts if d.branch == 0 and STOP in d.output_tokens)
+
+
+def right_at_turn(turn: int) -> FakeServices:
+    """Return services whose judge is content with the answers of one turn."""
+
+    def judge(_: tuple[int, ...]) -> Score:
+        right = len(services.scored) == turn + 1
+        parts = (RewardPart("numeric", float(right)),)
+        return Score(float(right), "right" if right else "wrong", message="no", parts=parts)
+
+    services = FakeServices(judge, max_model_len=500, max_new_tokens=200)
+    return services
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_reward_is_discounted_by_its_turn(turn: int) -> None:
+    services = right_at_turn(turn)
+    draft = conversation(services, max_turns=4, turn_discount=0.5)
+    assert draft.score is not None
+    assert draft.score.reward == 0.5**turn
+    assert draft.score.parts == (RewardPart("numeric", 1.0),)
+    assert draft.output_tokens.count(STOP) == turn + 1 == len(services.scored)
+
+
+def test_message_of_the_verifier_is_the_next_user_turn_and_carries_no_gradient() -> None:
+    services = right_at_turn(1)
+    draft = conversation(services, max_turns=3, message_template="<{message}>")
+    message = services.encode("<no>")
+    begins = draft.output_tokens.index(STOP) + 1
+    assert draft.output_tokens[begins : begins + len(message)] == message
+    environment = slice(begins, begins + len(message))
+    assert draft.loss_mask[environment] == (False,) * 4
+    assert draft.behavior_logprobs[environment] == (0.0,) * 4
+    assert sum(draft.loss_mask) == len(draft.output_tokens) - 4
+
+
+def test_verifier_without_a_message_leaves_it_to_the_recipe() -> None:
+    services = FakeServices(lambda tokens: Score(0.0, "wrong"), max_model_len=500)
+    draft = conversation(services, message_template="{message}", wrong_answer_message="again")
+    assert services.encode("again")[0] == draft.output_tokens[draft.output_tokens.index(STOP) + 1]
+
+
+@pytest.mark.parametrize(
+    ("services", "settings", "num_answers"),
+    [
+        (FakeServices(wrong, max_model_len=500), {"max_turns": 3}, 3),
+        (FakeServices(wrong, max_model_len=500), {"max_turns": 1}, 1),
+        (FakeServices(lambda _: Score(None, "error", error="it broke")), {"max_turns": 3}, 1),
+        (
+            FakeServices(lambda _: Score(0.0, "wrong"), max_model_len=14, max_new_tokens=12),
+            {"max_turns": 3},
+            1,
+        ),
+    ],
+    ids=["all turns", "one turn", "the verifier failed", "no room"],
+)
+def test_conversation_ends(
+    services: FakeServices, settings: dict[str, int], num_answers: int
+) -> None:
+    template = {"message_template": "{message}", "wrong_answer_message": "x" * 12}
+    episode = episode_of(group_size=24)
+    group = asyncio.run(run_group(MultiTurn(**template, **settings), episode, services))
+    answers = [draft.output_tokens.count(STOP) for _, draft in group.drafts]
+    assert max(answers) == num_answers
+    assert all(len(draft.tokens) <= services.max_model_len for _, draft in group.drafts)
+    assert all(draft.loss_mask[-1] for _, draft in group.drafts), "it ends with a completion"
+
+
+def test_answer_that_was_cut_off_is_not_asked_again() -> None:
+    services = FakeServices(wrong, max_new_tokens=1)
+    group = asyncio.run(run_group(MultiTurn(), episode_of(group_size=40), services))
+    cut_off = [draft for _, draft in group.drafts if draft.finish_reason == "length"]
+    assert any(len(draft.output_tokens) == 1 for draft in cut_off)
+    assert all(draft.output_tokens[0] == STOP or len(draft.output_tokens) == 1 for draft in cut_off)
+
+
+def test_environment_is_labelled_with_the_version_before_it() -> None:
+    draft = TrajectoryDraft((1,)).with_completion(
+        Completion((2, 0), (-1.0, -2.0), (VersionSpan(3, 1), VersionSpan(4, 1)), "stop")
+    )
+    asked = draft.with_environment((5, 6, 7))
+    assert asked.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4))
+    answered = asked.with_completion(Completion((8,), (-3.0,), (VersionSpan(6, 1),), "length"))
+    assert answered.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4), VersionSpan(6, 1))
+    assert answered.behavior_logprobs == (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0)
+    assert answered.loss_mask == (True, True, False, False, False, True)
+    assert answered.finish_reason == "length"
+    with pytest.raises(ValueError, match="expected a completion before"):
+        TrajectoryDraft((1,)).with_environment((5,))
+
+
+def test_draft_whose_columns_do_not_align_is_refused() -> None:
+    with pytest.raises(ValueError, match="of 2 output tokens"):
+        TrajectoryDraft((1,), (2, 3), (True, True), (-1.0,), (VersionSpan(0, 2),))
+
+
+def test_branches_share_the_first_answer_and_train_it_once() -> None:
+    services = FakeServices(wrong, max_model_len=500, max_new_tokens=200)
+    workflow = MultiTurn(max_turns=2, num_branches=3)
+    group = asyncio.run(run_group(workflow, episode_of(group_size=1), services))
+    assert [draft.branch for _, draft in group.drafts] == [0, 1, 2]
+    first, *others = [draft for _, draft in group.drafts]
+    shared = first.output_tokens.index(STOP) + 1
+    for other in others:
+        assert other.output_tokens[:shared] == first.output_tokens[:shared]
+        assert other.behavior_logprobs[:shared] == first.behavior_logprobs[:shared]
+        assert not any(other.loss_mask[:shared])
+    assert all(first.loss_mask[:shared])
+    assert len({draft.output_tokens for _, draft in group.drafts}) == 3
+    assert len(services.requests) == 2, "the second answers are one request, too"
+    assert len(services.scored) == 2
+
+
+class FailsFor(SingleTurn):
+    """Single turns, but for some members."""
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        drafts = await super().run(prompt, context)
+        if len(drafts[0].output_tokens) % 2:
+            raise KeyError("what a tool returned")
+        return drafts
+
+
+def test_member_that_fails_for_good_is_recorded_and_the_group_goes_on() -> None:
+    expected = asyncio.run(run_group(SingleTurn(), episode_of(), FakeServices()))
+    even = [(m, d) for m, d in expected.drafts if len(d.output_tokens) % 2 == 0]
+    group = asyncio.run(run_group(FailsFor(), episode_of(), FakeServices()))
+    assert group.drafts == tuple(even)
+    assert 0 < len(even) < 6
+    assert len(group.errors) == 6 - len(even)
+    assert all(e.startswith("KeyError: 'what a tool returned' (at run, line") for e in group.errors)
+
+
+class MakesNothing(SingleTurn):
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        return []
+
+
+class RepeatsABranch(SingleTurn):
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        return [*await super().run(prompt, context)] * 2
+
+
+class SaysNothing(SingleTurn):
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        return [TrajectoryDraft(prompt.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "cause"),
+    [
+        (MakesNothing(), "found branches []"),
+        (RepeatsABranch(), "found branches [0, 0]"),
+        (SaysNothing(), "expected a completion"),
+    ],
+)
+def test_workflow_that_breaks_its_promise_has_failed(workflow: SingleTurn, cause: str) -> None:
+    group = asyncio.run(run_group(workflow, episode_of(), FakeServices()))
+    assert group.drafts == ()
+    assert len(group.errors) == 6
+    assert cause in group.errors[0]
+
+
+class DownAfterOneTurn(FakeServices):
+    """A generator that breaks, with one of its requests still open."""
+
+    def __init__(self) -> None:
+        super().__init__(wrong, max_model_len=500)
+        self.num_open = 0
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        if len(self.requests) == 2:
+            raise EngineError("the engine is down")
+        if len(self.requests) == 1:
+            self.requests.append(request)
+            self.num_open += 1
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.num_open -= 1
+        return await super().generate(request)
+
+
+def test_generator_that_is_down_fails_the_group_and_leaves_nothing_running() -> None:
+    services = DownAfterOneTurn()
+
+    async def fail() -> int:
+        with pytest.raises(EngineError, match="the engine is down"):
+            await run_group(MultiTurn(), episode_of(), services)
+        await asyncio.sleep(0)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(fail()) == 1
+    assert services.num_open == 0
+
+
+def test_equal_questions_of_one_turn_become_one_request_and_later_ones_another() -> None:
+    sent: list[tuple[str, list[int]]] = []
+
+    async def send(key: str, items: list[int]) -> list[int]:
+        sent.append((key, items))
+        return [item * 10 for item in items]
+
+    async def ask_all() -> list[int]:
+        coalescer = Coalescer(send)
+        first = await asyncio.gather(*(coalescer.ask("a" if i < 3 else "b", i) for i in range(5)))
+        return [*first, await coalescer.ask("a", 7)]
+
+    assert asyncio.run(ask_all()) == [0, 10, 20, 30, 40, 70]
+    assert sent == [("a", [0, 1, 2]), ("b", [3, 4]), ("a", [7])]
+
+
+def test_request_ends_when_nobody_waits_for_it_and_not_before() -> None:
+    ended: list[str] = []
+
+    async def send(key: str, items: list[int]) -> list[int]:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            ended.append(key)
+            raise
+        return items
+
+    async def cancel_some() -> list[int]:
+        coalescer = Coalescer(send)
+        asked = (("a", 1), ("a", 2), ("b", 3))
+        kept, given_up, alone = (asyncio.create_task(coalescer.ask(*one)) for one in asked)
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        alone.cancel()
+        await asyncio.sleep(0.01)
+        return [await kept]
+
+    assert asyncio.run(cancel_some()) == [1]
+    assert ended == ["b"]
+
+
+def test_seeds_follow_from_member_turn_and_branch() -> None:
+    assert turn_seed(12345, 0) == 12345
+    assert turn_seed(12345, 1) == turn_seed(12345, 1, 0) == 5716958070147783288
+    seeds = {turn_seed(m, t, b) for m in range(9) for t in range(9) for b in range(9)}
+    assert len(seeds) == 9**3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_context_that_is_full_fails_the_member() -> None:
+    services = FakeServices(max_model_len=len(PROMPT.tokens))
+    group = asyncio.run(run_group(SingleTurn(), episode_of(group_size=1), services))
+    assert "expected fewer than generation.max_model_len (2)" in group.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "cause"),
+    [
+        ("nowhere:Flow", {}, "workflow.path = 'nowhere:Flow' cannot be imported"),
+        ("json:dumps", {}, "workflow.settings = {}"),
+        ("builtins:dict", {"a": 1}, "it has no `run`"),
+    ],
+)
+def test_workflow_that_is_none_is_refused(path: str, settings: dict[str, int], cause: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_workflow(ImportedWorkflow(name="imported", path=path, settings=settings))
+    assert cause in str(raised.value)

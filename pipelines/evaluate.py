@@ -19,8 +19,8 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import publish_model_directory
 from pipelines.held_out import answer_held_out, tabulate
-from pipelines.jobs import wait_for
 from pipelines.models import run_of_checkpoint
+from pipelines.stop_signals import wait_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,21 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 @dataclass(frozen=True, slots=True)
+class Folders:
+    """What all commands share, given before or after their name: where runs and models are."""
+
+    runs: Path
+    registry: str | None
+    began: float
+    """`monotonic()` when the program began."""
+
+
+Given = Annotated[Folders, Parameter(parse=False)]
+Flag = Annotated[bool, Parameter(negative="")]
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One field of a recipe or of one of its sections."""
 
@@ -105,16 +120,17 @@ def _option(setting: Setting, group: Group) -> Any:
         group=group,
         allow_leading_hyphen=True,
         n_tokens=1,
+        allow_repeating=True,
     )
     return Annotated[Any, parameter]
 
 
 def _parse_text(hint: Any, tokens: Sequence[Any]) -> str:
-    return str(tokens[0].value)
+    return str(tokens[-1].value)
 
 
 def _parse_toml(hint: Any, tokens: Sequence[Any]) -> Any:
-    return parse_value(tokens[0].value)
+    return parse_value(tokens[-1].value)
 
 
 def _overrides_type() -> Any:

@@ -72,7 +72,8 @@ def test_settings_reach_the_recipe_over_the_file(
     (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nbeta1 = 0.5\n")
     arguments = [
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
-        *("--seed", "2", "--trainer.learning-rate", "1e-5", "--tracking.enabled", "false"),
+        *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
+        *("--tracking.enabled", "true", "--tracking.enabled", "false"),
         *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
         *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
     ]

@@ -130,6 +130,21 @@ def test_wrong_usage_says_what_was_expected(
     assert "Traceback" not in said
 
 
+def test_ui_and_track_find_what_they_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["ui", "--runs", str(tmp_path)]) == 1
+    assert "mlflow.db, found none" in capsys.readouterr().err
+    tracked: list[tuple[Path, str]] = []
+    monkeypatch.setattr(
+        "areal_flow.tracking.track", lambda *given: tracked.append(given), raising=False
+    )
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text("")
+    assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
+    assert tracked == [((tmp_path / "r").resolve(), "http://there")]
+
+
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.toml").write_text("num_steps = 3\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
 from cyclopts import Group, Parameter
@@ -55,7 +56,7 @@ def sections(annotation: Any) -> tuple[type[BaseModel], ...]:
     """Return the models that a field holds one of; a field that holds a plain value has none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
-    if get_origin(annotation) in (Annotated, Union):
+    if get_origin(annotation) in (Annotated, Union, UnionType):
         return tuple(model for part in get_args(annotation) for model in sections(part))
     return ()
 
@@ -102,12 +103,13 @@ def _setting(name: str, field: FieldInfo) -> Setting:
         rule=", ".join(bounds),
         choices=tuple(map(str, options)) if literal else (),
         default="none" if default is None else "empty" if default == "" else _text(default),
-        meaning=field.description or "",
+        meaning=" ".join((field.description or "").split()),
     )
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text.replace("\n", "\\n")
 
 
 def _option(setting: Setting, group: Group) -> Any:

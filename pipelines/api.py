@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -53,8 +54,10 @@ def train(
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
     """
     source = recipe if recipe is not None or prompts is not None else DEFAULT_RECIPE
-    files = {} if prompts is None else {"prompts": {"source": "file", "path": prompts}}
-    return open_run(_start(TRAINING, source, settings, files, rewards, name, Path(runs)).root)
+    if prompts is not None:
+        settings = merge(settings, {"prompts.source": "file"})
+    brought = Brought("prompts", prompts, rewards)
+    return open_run(_start(TRAINING, source, settings, brought, name=name, runs=Path(runs)).root)
 
 
 def evaluate(
@@ -107,48 +110,60 @@ def sft(
     Raises:
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
-    files = {} if rows is None else {"sft": {"path": rows}}
-    return newest_checkpoint(_start(SFT, recipe, settings, files, (), name, Path(runs)))
+    brought = Brought("sft", rows)
+    return newest_checkpoint(_start(SFT, recipe, settings, brought, name=name, runs=Path(runs)))
 
 
 def _start(
     job: Job,
     recipe: Recipe | Path | str | None,
-    settings: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Any]],
-    rewards: Sequence[Callable[..., Any] | str],
+    settings: dict[str, Any],
+    brought: Brought,
+    *,
     name: str | None,
     runs: Path,
 ) -> RunLayout:
-    """Make a run of a recipe, settings over it, and rows that become files in its directory."""
+    """Make a run of a recipe, with settings over it, and drive it to its end."""
     began = monotonic()
     over = nest({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()})
-    given = {
-        section: {**table, "path": str(rows) if isinstance(rows, Path | str) else "given.jsonl"}
-        for section, table in files.items()
-        for rows in (table["path"],)
-    }
-    over = merge(over, given)
-    stem = Path(recipe).stem if isinstance(recipe, Path | str) else "python"
+    over = merge(over, brought.settings())
     if isinstance(recipe, Path | str):
-        chosen = load_recipe(Path(recipe), over)
+        stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
     else:
         table = recipe.model_dump(mode="json") if recipe else {}
-        chosen = build_recipe(merge(table, over), source=stem)
-
-    def fill(layout: RunLayout, chosen: Recipe) -> Recipe:
-        brought: dict[str, Any] = {}
-        for section, table in files.items():
-            path = file_of(table["path"], layout.root / f"{section}.jsonl")
-            brought[section] = {"path": str(path.resolve())}
-        if rewards:
-            brought["rewards"] = [{"verifier": _shipped(reward, layout)} for reward in rewards]
-        return build_recipe(merge(chosen.model_dump(mode="json"), brought), source=stem)
-
+        stem, chosen = "python", build_recipe(merge(table, over), source="the settings given")
     layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
     with _main_module_hidden():
-        start(job, layout, chosen, began=began, fill=fill)
+        start(job, layout, chosen, began=began, fill=brought.fill)
     return layout
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a caller has in memory and a run must have in files: rows and reward functions."""
+
+    section: str = ""
+    """Whose `path` the rows are."""
+    rows: Rows = None
+    rewards: Sequence[Callable[..., Any] | str] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is to be said of the rows before they are written, for validation."""
+        if self.rows is None:
+            return {}
+        path = str(self.rows) if isinstance(self.rows, Path | str) else "given.jsonl"
+        return {self.section: {"path": path}}
+
+    def fill(self, layout: RunLayout, recipe: Recipe) -> Recipe:
+        """Write files into the run's directory; return the recipe that names them."""
+        table = recipe.model_dump(mode="json")
+        if self.rows is not None:
+            path = file_of(self.rows, layout.root / f"{self.section}.jsonl")
+            table[self.section]["path"] = str(path.resolve())
+        if self.rewards:
+            names = [_shipped(reward, layout) for reward in self.rewards]
+            table["rewards"] = [{"verifier": name} for name in names]
+        return build_recipe(table, source=str(layout.config))
 
 
 def file_of(rows: Rows, path: Path) -> Path:

@@ -78,7 +78,7 @@ async def _answer(
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     async with local_cluster(workers, recipe.cluster, RunPlugin(layout.root, 0)) as cluster:
-        return await cluster.pool.guard(  # type: ignore[no-any-return]
+        return await cluster.pool.guard(
             answer_held_out(
                 cluster.client, table.rows(limit), name="evaluate", seed=recipe.seed, version=0
             )

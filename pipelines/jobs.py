@@ -118,10 +118,12 @@ def _drive(
         outcome = wait_for(
             lambda: job.drive(layout, recipe, writer=writer, resume=resume, began=began)
         )
-        state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
+        state = "finished" if outcome.finished else "stopped"
+        reason = outcome.stopped_by
     except BaseException as error:
         forced = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        state, reason = "stopped" if forced else "failed", str(error)[:500]
+        state = "stopped" if forced else "failed"
+        reason = str(error)[:500]
         raise
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)

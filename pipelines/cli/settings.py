@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from areal_flow.config import Recipe, parse_value
 
-_TYPES = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
+_TYPES: dict[Any, str] = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -137,14 +137,15 @@ def _parse_toml(hint: Any, tokens: Sequence[Any]) -> Any:
 
 def _overrides_type() -> Any:
     """Return the type of a nested table of settings, as the command line's grammar reads it."""
+    make: Any = TypedDict
     fields: dict[str, Any] = {}
     for section, _, settings in all_settings():
         if section.startswith("[["):
             continue  # given as one value, an array of tables
         group = Group.create_ordered(section or "Settings of the run")
         options = {setting.name.rpartition(".")[2]: _option(setting, group) for setting in settings}
-        fields |= {section: TypedDict(section, options, total=False)} if section else options  # type: ignore[operator]
-    return TypedDict("Overrides", fields, total=False)  # type: ignore[operator]
+        fields |= {section: make(section, options, total=False)} if section else options
+    return make("Overrides", fields, total=False)
 
 
 if TYPE_CHECKING:

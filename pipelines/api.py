@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +20,10 @@ from areal_flow.layout import RunLayout, run_layout
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model
-from pipelines.jobs import SFT, TRAINING, start
+from pipelines.jobs import SFT, TRAINING, Job, start
 from pipelines.models import find_model, newest_checkpoint
 
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "arithmetic.toml"
 Rows = Any
 """A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
 
@@ -51,26 +53,11 @@ def train(
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
     """
-    began = monotonic()
-    default = None if prompts is not None else _RECIPES / "arithmetic.toml"
-    table, stem = _table(recipe or default, settings)
+    source = recipe if recipe is not None or prompts is not None else DEFAULT_RECIPE
     if prompts is not None:
-        table = merge(table, {"prompts": {"source": "file", "path": _path_of(prompts)}})
-    chosen = build_recipe(table, source=stem)
-
-    def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
-        given: dict[str, Any] = {}
-        if prompts is not None and not _is_path(prompts):
-            path = write_jsonl(layout.train_prompts.with_name("given.jsonl"), rows_of(prompts))
-            given["prompts"] = {"path": str(path)}
-        if rewards:
-            given["rewards"] = [{"verifier": _shipped(reward, layout)} for reward in rewards]
-        return build_recipe(merge(recipe.model_dump(mode="json"), given), source=stem)
-
-    layout = run_layout(Path(runs), name or _new_name(stem))
-    with _main_module_hidden():
-        start(TRAINING, layout, chosen, began=began, fill=fill)
-    return open_run(layout.root)
+        settings = merge(settings, {"prompts.source": "file"})
+    brought = Brought("prompts", prompts, rewards)
+    return open_run(_start(TRAINING, source, settings, brought, name=name, runs=Path(runs)).root)
 
 
 def evaluate(
@@ -98,13 +85,9 @@ def evaluate(
     else:
         directory = find_model(Path(runs), str(model), registry=registry)
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
-        path = Path(scratch) / "given.jsonl"
-        if prompts is not None:
-            path = Path(prompts) if _is_path(prompts) else write_jsonl(path, rows_of(prompts))
+        path = None if prompts is None else file_of(prompts, Path(scratch) / "given.jsonl")
         with _main_module_hidden():
-            return evaluate_model(
-                directory, prompts=None if prompts is None else path, limit=num_prompts
-            )
+            return evaluate_model(directory, prompts=path, limit=num_prompts)
 
 
 def sft(
@@ -127,26 +110,65 @@ def sft(
     Raises:
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
+    brought = Brought("sft", rows)
+    return newest_checkpoint(_start(SFT, recipe, settings, brought, name=name, runs=Path(runs)))
+
+
+def _start(
+    job: Job,
+    recipe: Recipe | Path | str | None,
+    settings: dict[str, Any],
+    brought: Brought,
+    *,
+    name: str | None,
+    runs: Path,
+) -> RunLayout:
+    """Make a run of a recipe, with settings over it, and drive it to its end."""
     began = monotonic()
-    table, stem = _table(recipe, settings)
-    if rows is not None:
-        table = merge(table, {"sft": {"path": _path_of(rows)}})
-    chosen = build_recipe(table, source=stem)
-
-    def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
-        if rows is None or _is_path(rows):
-            return recipe
-        path = write_jsonl(layout.sft_rows.with_name("given.jsonl"), rows_of(rows))
-        given = {"sft": {"path": str(path)}}
-        return build_recipe(merge(recipe.model_dump(mode="json"), given), source=stem)
-
-    layout = run_layout(Path(runs), name or _new_name(stem))
+    over = nest({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()})
+    over = merge(over, brought.settings())
+    if isinstance(recipe, Path | str):
+        stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
+    else:
+        table = recipe.model_dump(mode="json") if recipe else {}
+        stem, chosen = "python", build_recipe(merge(table, over), source="the settings given")
+    layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
     with _main_module_hidden():
-        start(SFT, layout, chosen, began=began, fill=fill)
-    return newest_checkpoint(layout)
+        start(job, layout, chosen, began=began, fill=brought.fill)
+    return layout
 
 
-_RECIPES = Path(__file__).parent / "recipes"
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a caller has in memory and a run must have in files: rows and reward functions."""
+
+    section: str = ""
+    """Whose `path` the rows are."""
+    rows: Rows = None
+    rewards: Sequence[Callable[..., Any] | str] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is to be said of the rows before they are written, for validation."""
+        if self.rows is None:
+            return {}
+        path = str(self.rows) if isinstance(self.rows, Path | str) else "given.jsonl"
+        return {self.section: {"path": path}}
+
+    def fill(self, layout: RunLayout, recipe: Recipe) -> Recipe:
+        """Write files into the run's directory; return the recipe that names them."""
+        table = recipe.model_dump(mode="json")
+        if self.rows is not None:
+            path = file_of(self.rows, layout.root / f"{self.section}.jsonl")
+            table[self.section]["path"] = str(path.resolve())
+        if self.rewards:
+            names = [_shipped(reward, layout) for reward in self.rewards]
+            table["rewards"] = [{"verifier": name} for name in names]
+        return build_recipe(table, source=str(layout.config))
+
+
+def file_of(rows: Rows, path: Path) -> Path:
+    """Return the file that rows are in already, or the one at `path` that they are written to."""
+    return Path(rows) if isinstance(rows, Path | str) else write_jsonl(path, rows_of(rows))
 
 
 def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
@@ -183,35 +205,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _table(
-    recipe: Recipe | Path | str | None, settings: Mapping[str, Any]
-) -> tuple[dict[str, Any], str]:
-    """Return the settings as a nested table, and what to call them."""
-    settings = {key: str(v) if isinstance(v, Path) else v for key, v in settings.items()}
-    if isinstance(recipe, Path | str):
-        path = Path(recipe)
-        return load_recipe(path, nest(settings)).model_dump(mode="json"), path.stem
-    table = recipe.model_dump(mode="json") if recipe else {}
-    return merge(table, nest(settings)), "python"
-
-
-def _is_path(rows: Rows) -> bool:
-    return isinstance(rows, Path | str)
-
-
-def _path_of(rows: Rows) -> str:
-    return str(Path(rows).resolve()) if _is_path(rows) else "given.jsonl"
-
-
-def _new_name(stem: str) -> str:
-    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def _shipped(reward: Callable[..., Any] | str, layout: RunLayout) -> str:
     if isinstance(reward, str):
         return reward
     shipping = import_module("areal_flow.rewards.shipping")
-    return str(shipping.ship_function(reward, layout.rewards))  # type: ignore[attr-defined]
+    return str(shipping.ship_function(reward, layout.rewards))
 
 
 @contextmanager

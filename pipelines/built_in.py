@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,9 @@ def _without_rows(recipe: Recipe) -> Recipe:
 
 
 def _rows(questions: Iterable[Question]) -> Iterable[dict[str, Any]]:
-    for question in questions:
-        row = asdict(question)
-        yield {"id": row["question_id"], "question": row["text"]} | {
-            name: row[name] for name in ("answer", "difficulty")
-        }
+    for of in questions:
+        row = {"id": of.question_id, "question": of.text}
+        yield {**row, "answer": of.answer, "difficulty": of.difficulty}
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -30,8 +30,8 @@ from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
-from pipelines.jobs import wait_for
 from pipelines.models import run_of_checkpoint
+from pipelines.stop_signals import wait_for
 
 NO_WRITER = 0
 """The writer epoch of what no run's driver writes."""

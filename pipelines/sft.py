@@ -6,14 +6,13 @@ It is what `areal-flow sft` does, and what `areal-flow train` does first when a 
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers, trainer_name
-from areal_flow.cluster.sft import sft_checkpoint, sft_chunk, sft_result
+from areal_flow.cluster.sft import sft_checkpoint, sft_chunk
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe
@@ -21,6 +20,7 @@ from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.lease import Writer
 from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
@@ -30,16 +30,6 @@ MAX_LOST_TRAINERS = 3
 """So many in a row that die without having come further end the run."""
 
 logger = logging.getLogger(__name__)
-
-
-class StopRequest:
-    """Remembers that somebody asked for a stop."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def request_stop(self) -> None:
-        self.requested = True
 
 
 def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
@@ -76,7 +66,7 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> int:
     return num_rows
 
 
-async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer) -> Outcome:
+async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: object) -> Outcome:
     """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
     workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
@@ -115,24 +105,20 @@ async def first_policy(
     num_steps = recipe.sft.num_steps if layout.sft_rows.is_file() else 0
     if not num_steps and any(source.glob("*.safetensors")):
         return source
-    stop, taken, num_lost = StopRequest(), -1, 0
-    signals.training(stop)
-    try:
+    taken, num_lost = -1, 0
+    with signals.finishing_steps() as stop:
         while taken < num_steps and not stop.requested:
             try:
                 taken, loss = await replicas.lead(sft_chunk, source)
+                if num_steps:
+                    progress.update(f"supervised fine-tuning {taken}/{num_steps}, loss {loss:.3f}")
                 num_lost = 0
             except TrainerLost as error:
                 num_lost += 1
                 if num_lost == MAX_LOST_TRAINERS:
                     raise
                 logger.warning("%s: going on from the newest checkpoint", error)
-                continue
-            if not math.isnan(loss):
-                progress.update(f"supervised fine-tuning {taken}/{num_steps}, loss {loss:.3f}")
         if taken < num_steps:
             await replicas.lead(sft_checkpoint)
             return None
-    finally:
-        signals.training(None)
-    return sft_result(layout, num_steps)
+    return checkpoint_path(layout.sft_checkpoints, num_steps)

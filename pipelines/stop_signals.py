@@ -1,4 +1,4 @@
-"""Ends a run on SIGINT or SIGTERM: the first lets the step finish, the second does not."""
+"""How a driver is run and stopped: the first signal lets the step finish, the second ends all."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import logging
 import signal
 import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,6 +31,15 @@ class Stoppable(Protocol):
     """What can end after its current step."""
 
     def request_stop(self) -> None: ...
+
+
+class StopRequest:
+    """Remembers that somebody asked for a stop."""
+
+    requested = False
+
+    def request_stop(self) -> None:
+        self.requested = True
 
 
 class StopSignals:
@@ -57,6 +70,16 @@ class StopSignals:
         for number in STOPPING if self._in_main_thread else ():
             self._loop.remove_signal_handler(number)
 
+    @contextmanager
+    def finishing_steps(self) -> Iterator[StopRequest]:
+        """Let the first signal only ask for a stop, while it is entered."""
+        request = StopRequest()
+        self.training(request)
+        try:
+            yield request
+        finally:
+            self.training(None)
+
     def training(self, flow: Stoppable | None) -> None:
         """Say what is training, or that nothing is any more."""
         self._flow = flow
@@ -71,3 +94,30 @@ class StopSignals:
             # What is dropped in mid-air now has nothing to tell anybody.
             self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)
+
+
+def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run a coroutine to its end, in a thread of its own where an event loop runs already.
+
+    A notebook's cell is on a running loop. An interrupt of the cell ends the work, too.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    cancel: list[Callable[[], Any]] = []
+
+    async def cancellable() -> Result:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel, "SIGINT"))
+        return await work()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        running = thread.submit(asyncio.run, cancellable())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            for ask in cancel:
+                ask()
+            raise

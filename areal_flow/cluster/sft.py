@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from areal_flow.cluster.worker_context import WorkerContext, holder
 from areal_flow.cluster.worker_roles import recipe_of
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
+from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ def _save(of: WorkerContext, trainer: SftTrainer) -> None:
     if trainer.step not in list_checkpoints(layout.sft_checkpoints):
         layout.sft_checkpoints.mkdir(parents=True, exist_ok=True)
         trainer.save(layout.sft_checkpoints, layout.model, Writer(layout.writers, of.writer_epoch))
-
-
-def sft_result(layout: RunLayout, num_steps: int) -> Path:
-    """Return the model directory that supervised fine-tuning of so many steps leaves."""
-    return checkpoint_path(layout.sft_checkpoints, num_steps)
 
 
 def _make_trainer(run_directory: Path, source: Path) -> SftTrainer:

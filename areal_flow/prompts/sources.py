@@ -18,7 +18,7 @@ Questions = Callable[[], "Iterable[Question | PromptError]"]
 
 
 def split_questions(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
-    """Return held-out and training rows: of two files, or of one, of which at most a fifth is held out."""
+    """Return held-out and training rows of two files, or of one whose fifth at most is held out."""
     path, held_out_path = settings.path, settings.held_out_path
     assert path is not None
     if held_out_path is not None:

@@ -8,10 +8,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from areal_flow.errors import ConfigError
-from pipelines.cli.folders import Given
+from pipelines.cli.settings import Flag, Given
 
 DEFAULT_LIMIT = 20
-Flag = Annotated[bool, Parameter(negative="")]
 
 
 def add_to(app: App) -> None:

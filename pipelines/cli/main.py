@@ -20,7 +20,7 @@ from cyclopts import App, CycloptsError, Parameter
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, training, workers
-from pipelines.cli.folders import EXIT_CODES, Folders
+from pipelines.cli.settings import EXIT_CODES, Folders
 
 app = App(
     name="areal-flow",

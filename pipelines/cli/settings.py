@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
 from cyclopts import Group, Parameter
@@ -19,8 +20,23 @@ from pydantic.fields import FieldInfo
 
 from areal_flow.config import Recipe, parse_value
 
-_TYPES = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
+_TYPES: dict[Any, str] = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """What all commands share, given before or after their name: where runs and models are."""
+
+    runs: Path
+    registry: str | None
+    began: float
+    """`monotonic()` when the program began."""
+
+
+Given = Annotated[Folders, Parameter(parse=False)]
+Flag = Annotated[bool, Parameter(negative="")]
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +56,7 @@ def sections(annotation: Any) -> tuple[type[BaseModel], ...]:
     """Return the models that a field holds one of; a field that holds a plain value has none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
-    if get_origin(annotation) in (Annotated, Union):
+    if get_origin(annotation) in (Annotated, Union, UnionType):
         return tuple(model for part in get_args(annotation) for model in sections(part))
     return ()
 
@@ -87,12 +103,13 @@ def _setting(name: str, field: FieldInfo) -> Setting:
         rule=", ".join(bounds),
         choices=tuple(map(str, options)) if literal else (),
         default="none" if default is None else "empty" if default == "" else _text(default),
-        meaning=field.description or "",
+        meaning=" ".join((field.description or "").split()),
     )
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text.replace("\n", "\\n")
 
 
 def _option(setting: Setting, group: Group) -> Any:
@@ -105,28 +122,30 @@ def _option(setting: Setting, group: Group) -> Any:
         group=group,
         allow_leading_hyphen=True,
         n_tokens=1,
+        allow_repeating=True,
     )
     return Annotated[Any, parameter]
 
 
 def _parse_text(hint: Any, tokens: Sequence[Any]) -> str:
-    return str(tokens[0].value)
+    return str(tokens[-1].value)
 
 
 def _parse_toml(hint: Any, tokens: Sequence[Any]) -> Any:
-    return parse_value(tokens[0].value)
+    return parse_value(tokens[-1].value)
 
 
 def _overrides_type() -> Any:
     """Return the type of a nested table of settings, as the command line's grammar reads it."""
+    make: Any = TypedDict
     fields: dict[str, Any] = {}
     for section, _, settings in all_settings():
         if section.startswith("[["):
             continue  # given as one value, an array of tables
         group = Group.create_ordered(section or "Settings of the run")
         options = {setting.name.rpartition(".")[2]: _option(setting, group) for setting in settings}
-        fields |= {section: TypedDict(section, options, total=False)} if section else options  # type: ignore[operator]
-    return TypedDict("Overrides", fields, total=False)  # type: ignore[operator]
+        fields |= {section: make(section, options, total=False)} if section else options
+    return make("Overrides", fields, total=False)
 
 
 if TYPE_CHECKING:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, Parameter
 
-from areal_flow.config import Recipe, build_recipe, load_recipe, merge
+from areal_flow.config import build_recipe, load_recipe, merge
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
-from pipelines.cli.folders import EXIT_CODES, Given
-from pipelines.cli.settings import Overrides
+from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
+
+if TYPE_CHECKING:
+    from pipelines.jobs import Job
 
 DEFAULT_RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
 MAY_CHANGE = {"num_steps", "max_minutes"}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Which:
+    """Which run to make or to go on with."""
+
+    name: str | None = None
+    """Of the run's directory; recipe and time by default."""
+    resume: str | None = None
+    """The run to continue; only --num-steps and --max-minutes may change."""
+    take_over: Flag = False
+    """With --resume: even if its driver hangs."""
 
 
 def add_to(app: App) -> None:
@@ -28,11 +44,9 @@ def train(
     recipe: Path | None = None,
     /,
     *,
-    name: str | None = None,
-    resume: str | None = None,
-    take_over: Annotated[bool, Parameter(negative="")] = False,
+    which: Which | None = None,
     prompts: Path | None = None,
-    skip_bad_rows: Annotated[bool, Parameter(negative="")] = False,
+    skip_bad_rows: Flag = False,
     settings: Overrides | None = None,
     folders: Given,
 ) -> int:
@@ -40,36 +54,25 @@ def train(
 
     Args:
         recipe: A TOML recipe; the arithmetic one by default.
-        name: Of the run's directory; recipe and time by default.
-        resume: The run to continue from its log; only --num-steps and --max-minutes may change.
-        take_over: With --resume: even if its driver hangs.
         prompts: JSONL or Parquet, instead of the recipe's.
         skip_bad_rows: Leave out and list rows that are wrong.
     """
-    from pipelines.jobs import TRAINING, start
-    from pipelines.jobs import resume as go_on
+    from pipelines.jobs import TRAINING
 
-    overrides = dict(settings or {})
+    given: dict[str, Any] = {}
     if prompts is not None:
-        overrides = merge(overrides, {"prompts": {"source": "file", "path": str(prompts)}})
+        given |= {"source": "file", "path": str(prompts)}
     if skip_bad_rows:
-        overrides = merge(overrides, {"prompts": {"skip_bad_rows": True}})
-    if resume is not None:
-        layout, changed = _resumed(folders, resume, (recipe, name), overrides)
-        outcome = go_on(TRAINING, layout, changed, take_over=take_over, began=folders.began)
-    else:
-        layout, chosen = _new(folders, recipe, name, overrides)
-        outcome = start(TRAINING, layout, chosen, began=folders.began)
-    return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
+        given["skip_bad_rows"] = True
+    overrides = merge(dict(settings or {}), {"prompts": given} if given else {})
+    return _drive(TRAINING, recipe, which or Which(), overrides, folders)[1]
 
 
 def sft(
     recipe: Path | None = None,
     /,
     *,
-    name: str | None = None,
-    resume: str | None = None,
-    take_over: Annotated[bool, Parameter(negative="")] = False,
+    which: Which | None = None,
     settings: Overrides | None = None,
     folders: Given,
 ) -> int:
@@ -77,46 +80,36 @@ def sft(
 
     Args:
         recipe: A TOML recipe with a section [sft]; the arithmetic one by default.
-        name: Of the run's directory; recipe and time by default.
-        resume: The run to continue from its newest checkpoint.
-        take_over: With --resume: even if its driver hangs.
     """
-    from pipelines.jobs import SFT, start
-    from pipelines.jobs import resume as go_on
+    from pipelines.jobs import SFT
     from pipelines.models import newest_checkpoint
 
-    overrides = dict(settings or {})
-    if resume is not None:
-        layout, changed = _resumed(folders, resume, (recipe, name), overrides)
-        outcome = go_on(SFT, layout, changed, take_over=take_over, began=folders.began)
-    else:
-        layout, chosen = _new(folders, recipe, name, overrides)
-        outcome = start(SFT, layout, chosen, began=folders.began)
-    if not outcome.finished:
-        return EXIT_CODES[outcome.stopped_by]
-    print(f"Export it with: areal-flow export {layout.name} DIRECTORY")
-    print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
-    return 0
+    layout, code = _drive(SFT, recipe, which or Which(), dict(settings or {}), folders)
+    if code == 0:
+        print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
+        print(f"Export it with: areal-flow export {layout.name} DIRECTORY")
+    return code
 
 
-def _new(
-    folders: Given, path: Path | None, name: str | None, overrides: dict[str, Any]
-) -> tuple[RunLayout, Recipe]:
-    path = path or DEFAULT_RECIPE
-    recipe = load_recipe(path, overrides)
-    return run_layout(folders.runs, name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"), recipe
-
-
-def _resumed(
-    folders: Given, name: str, given: tuple[object, ...], overrides: dict[str, Any]
-) -> tuple[RunLayout, Recipe]:
+def _drive(
+    job: Job, path: Path | None, which: Which, overrides: dict[str, Any], folders: Given
+) -> tuple[RunLayout, int]:
     from areal_flow.recovery.run_directory import existing_run
+    from pipelines import jobs
 
-    layout = existing_run(folders.runs, name)
-    if any(given) or set(overrides) - MAY_CHANGE:
-        raise ConfigError(
-            "a resumed run keeps its recipe; only --num-steps and --max-minutes may change"
-        )
-    recipe = load_recipe(layout.config)
-    table = merge(recipe.model_dump(mode="json"), overrides)
-    return layout, build_recipe(table, source=str(layout.config))
+    if which.resume is None:
+        path = path or DEFAULT_RECIPE
+        recipe = load_recipe(path, overrides)
+        name = which.name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        layout = run_layout(folders.runs, name)
+        outcome = jobs.start(job, layout, recipe, began=folders.began)
+    else:
+        layout = existing_run(folders.runs, which.resume)
+        if path or which.name or set(overrides) - MAY_CHANGE:
+            raise ConfigError(
+                "a resumed run keeps its recipe; only --num-steps and --max-minutes may change"
+            )
+        table = merge(load_recipe(layout.config).model_dump(mode="json"), overrides)
+        recipe = build_recipe(table, source=str(layout.config))
+        outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
+    return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pipelines.cli.folders import Given
+from pipelines.cli.settings import Given
 
 
 def add_to(app: App) -> None:

@@ -14,11 +14,11 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints, read_checkpoint_state
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
 
-NUM_STEPS = 1200
+NUM_STEPS = 600
 ROWS = [{"prompt": f"{n} + {n} =", "completion": f" #### {2 * n}"} for n in range(50)]
 ARGUMENTS = [
-    *("--sft.path", "rows.jsonl", "--sft.num-steps", str(NUM_STEPS), "--sft.batch-size", "32"),
-    *("--sft.learning-rate", "1e-3", "--sft.checkpoint-every-steps", "150"),
+    *("--sft.path", "rows.jsonl", "--sft.num-steps", str(NUM_STEPS), "--sft.batch-size", "16"),
+    *("--sft.learning-rate", "1e-3", "--sft.checkpoint-every-steps", "100"),
 ]
 
 

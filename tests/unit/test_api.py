@@ -19,8 +19,8 @@ from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
 from pipelines.api import rows_of
-from pipelines.jobs import Job, wait_for
-from pipelines.stop_signals import Outcome, StopSignals
+from pipelines.jobs import Job
+from pipelines.stop_signals import Outcome, StopSignals, wait_for
 
 ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n} for n in range(3)]
 

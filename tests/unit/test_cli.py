@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def test_help_shows_every_setting_with_type_default_and_meaning(
     monkeypatch.setenv("COLUMNS", "400")
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for setting in SETTINGS:
+    tables = [settings for name, _, settings in all_settings() if not name.startswith("[[")]
+    for setting in chain.from_iterable(tables):
         option = f"--{setting.name.replace('_', '-')} {setting.kind.upper()}"
         (line,) = [line for line in lines if option in line]
         for part in (setting.meaning.replace("`", ""), f"[default: {setting.default}]"):
@@ -72,7 +74,8 @@ def test_settings_reach_the_recipe_over_the_file(
     (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nbeta1 = 0.5\n")
     arguments = [
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
-        *("--seed", "2", "--trainer.learning-rate", "1e-5", "--tracking.enabled", "false"),
+        *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
+        *("--tracking.enabled", "true", "--tracking.enabled", "false"),
         *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
         *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
     ]
@@ -127,6 +130,21 @@ def test_wrong_usage_says_what_was_expected(
     assert said.startswith("areal-flow: ")
     assert expected in said
     assert "Traceback" not in said
+
+
+def test_ui_and_track_find_what_they_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["ui", "--runs", str(tmp_path)]) == 1
+    assert "mlflow.db, found none" in capsys.readouterr().err
+    tracked: list[tuple[Path, str]] = []
+    monkeypatch.setattr(
+        "areal_flow.tracking.track", lambda *given: tracked.append(given), raising=False
+    )
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text("")
+    assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
+    assert tracked == [((tmp_path / "r").resolve(), "http://there")]
 
 
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ import pyarrow as pa
 from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.consumption import CONSUMED
 from areal_flow.store.database import TOKEN_MACROS
 from areal_flow.store.dataset import COMMIT_ORDER
 
@@ -93,7 +94,8 @@ class AuditDatabase:
     def add_ledger(self, rows: pa.Table) -> None:
         """Take the ledger, of `StepRow`'s schema."""
         position = pa.array(range(len(rows)), pa.int64())
-        self._with("stored_ledger", rows.append_column("position", position), _sql("tables"))
+        tables = _sql("tables").format(consumed=CONSUMED)
+        self._with("stored_ledger", rows.append_column("position", position), tables)
 
     def add_trajectories(self, rows: pa.Table) -> None:
         """Keep what rules ask for of trajectories, in `TrajectoryRow`'s schema and commit order."""

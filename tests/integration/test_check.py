@@ -196,6 +196,10 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "tokens discarded": ("discarded-tokens", edit_ledger(add(2, "num_discarded_tokens", 1))),
     "more tokens waiting": ("waiting-tokens", edit_ledger(add(2, "num_waiting_tokens", 7))),
     "masked, not trained": ("staleness-counts", edit_ledger(add(2, "num_masked_tokens", 1))),
+    "numbers that cannot be added": (
+        "unreadable",
+        edit_ledger(put(2, num_trained_tokens=2**63 - 1, num_masked_tokens=1)),
+    ),
     "another mean reward": ("reward-mean", edit_ledger(add(2, "reward_mean", 0.5))),
     "a version from the future": (
         "newer-version",

@@ -26,6 +26,7 @@ import pyarrow as pa
 from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.consumption import CONSUMED
 from areal_flow.store.database import TOKEN_MACROS
 from areal_flow.store.dataset import COMMIT_ORDER
 
@@ -55,6 +56,7 @@ CHECKPOINTS = _schema(
 PUBLISHED = _schema("place recorded_hash tensors_hash", "step")
 """Published weights: the hash beside the tensors, and theirs."""
 
+RULE_FILES = ("ledger", "trajectories", "log", "files")
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
 
 _DIFFERS = """
@@ -92,7 +94,8 @@ class AuditDatabase:
     def add_ledger(self, rows: pa.Table) -> None:
         """Take the ledger, of `StepRow`'s schema."""
         position = pa.array(range(len(rows)), pa.int64())
-        self._with("stored_ledger", rows.append_column("position", position), _sql("tables"))
+        tables = _sql("tables").format(consumed=CONSUMED)
+        self._with("stored_ledger", rows.append_column("position", position), tables)
 
     def add_trajectories(self, rows: pa.Table) -> None:
         """Keep what rules ask for of trajectories, in `TrajectoryRow`'s schema and commit order."""
@@ -118,8 +121,7 @@ class AuditDatabase:
         Yields:
             At most `MAX_PER_RULE` findings of each rule, and how many more there are after it.
         """
-        _, *parts = _RULE.split(_sql(name).replace(";", ""))
-        for rule, advice, query in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        for rule, advice, query in _rules(name):
             found = self._connection.execute(
                 f"SELECT *, count(*) OVER () FROM (\n{query}) LIMIT {MAX_PER_RULE}"
             ).fetchall()
@@ -131,6 +133,17 @@ class AuditDatabase:
         self._connection.register(name, table)
         self._connection.execute(statements)
         self._connection.unregister(name)
+
+
+def rule_names(name: str) -> list[str]:
+    """Return the rules of one file in `sql/`."""
+    return [rule for rule, _, _ in _rules(name)]
+
+
+def _rules(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, advice and query of each rule of a file."""
+    _, *parts = _RULE.split(_sql(name).replace(";", ""))
+    yield from zip(parts[::3], parts[1::3], parts[2::3], strict=True)
 
 
 def _sql(name: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
+
 from areal_flow import __version__
 from areal_flow.audit import files, rows
 from areal_flow.audit.database import (
@@ -54,8 +56,12 @@ def check_run(layout: RunLayout) -> Report:
     elif files.not_prepared(layout):
         found.add(_NOT_PREPARED)
     else:
-        with closing(AuditDatabase()) as database:
-            _Audit(layout, database, found, checked).read()
+        try:
+            with closing(AuditDatabase()) as database:
+                _Audit(layout, database, found, checked).read()
+        except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
+            damaged = files.unreadable(layout.steps, error, ADVICE["both"])
+            found.add(damaged._replace(expected="numbers that can be counted again"))
     return Report(layout.name, dict(checked), found.all())
 
 

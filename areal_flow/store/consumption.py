@@ -24,7 +24,25 @@ LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
 LOG_COLUMNS = ("trajectory_id", "writer_epoch")
 """All of the log that `consumption_table` needs to be read."""
 
-_STATUSES = ("status", "step", "policy_version", "reason")
+CONSUMED = """
+SELECT step, policy_version, unnest(trajectory_ids) AS trajectory_id, 'trained' AS status,
+       NULL::VARCHAR AS reason
+FROM steps
+UNION ALL
+SELECT step, policy_version, discard.trajectory_id, 'discarded', discard.reason
+FROM (SELECT step, policy_version, unnest(discarded) AS discard FROM steps)
+"""
+"""What consumed means, in SQL: a row for each time that a row of `steps` names a trajectory."""
+
+_STATUSES = f"""
+SELECT log.trajectory_id, log.writer_epoch, coalesce(status, 'waiting') AS status, step,
+       policy_version, reason
+FROM log LEFT JOIN (
+    FROM ({CONSUMED})
+    QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY status DESC, step) = 1
+) USING (trajectory_id)
+ORDER BY log.position
+"""
 
 
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
@@ -39,12 +57,13 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
         says so; null while it waits), `policy_version` (that this step started from) and `reason`
         (null unless discarded).
     """
-    steps = steps.combine_chunks()
-    statuses = pa.concat_tables([_trained(steps), _discarded(steps)])
-    rows = pc.index_in(log["trajectory_id"], value_set=statuses["trajectory_id"].combine_chunks())
-    columns = {name: statuses[name].take(rows) for name in _STATUSES}
-    columns["status"] = pc.fill_null(columns["status"], "waiting")
-    return pa.table({**{name: log[name] for name in LOG_COLUMNS}, **columns})
+    import duckdb
+
+    log = log.select(LOG_COLUMNS).append_column("position", pa.array(range(len(log)), pa.int64()))
+    with duckdb.connect() as connection:
+        connection.register("steps", steps.select(LEDGER_COLUMNS))
+        connection.register("log", log)
+        return connection.sql(_STATUSES).to_arrow_table()
 
 
 def read_unconsumed(
@@ -62,32 +81,3 @@ def read_unconsumed(
         num_tokens=pc.sum(lengths).as_py() or 0,
     )
     return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed
-
-
-def _trained(steps: pa.Table) -> pa.Table:
-    parents = pc.list_parent_indices(steps["trajectory_ids"])
-    identifiers = pc.list_flatten(steps["trajectory_ids"])
-    return _with_status(
-        steps, parents, identifiers, "trained", pa.nulls(len(identifiers), pa.string())
-    )
-
-
-def _discarded(steps: pa.Table) -> pa.Table:
-    parents = pc.list_parent_indices(steps["discarded"])
-    discards = pc.list_flatten(steps["discarded"])
-    identifiers, reasons = (pc.struct_field(discards, name) for name in ("trajectory_id", "reason"))
-    return _with_status(steps, parents, identifiers, "discarded", reasons)
-
-
-def _with_status(
-    steps: pa.Table, parents: pa.ChunkedArray, identifiers: pa.Array, status: str, reasons: pa.Array
-) -> pa.Table:
-    return pa.table(
-        {
-            "trajectory_id": identifiers,
-            "status": pa.repeat(pa.scalar(status, pa.string()), len(identifiers)),
-            "step": steps["step"].take(parents),
-            "policy_version": steps["policy_version"].take(parents),
-            "reason": reasons,
-        }
-    )

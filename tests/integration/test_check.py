@@ -11,6 +11,7 @@ from typing import Any
 import lance
 import pytest
 
+from areal_flow.audit.database import RULE_FILES, rule_names
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.store.codec import TRAJECTORIES
@@ -21,6 +22,8 @@ from tests.integration.runs import run_small, small_recipe
 from tests.rows import written_group
 
 Rows = list[dict[str, Any]]
+Change = Callable[[Rows], object]
+Damage = Callable[[RunLayout], object]
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +49,30 @@ def rules(report: dict[str, Any], severity: str) -> set[str]:
     return {f["rule"] for f in report["findings"] if f["severity"] == severity}
 
 
-def edit_ledger(change: Callable[[Rows], object]) -> Callable[[RunLayout], None]:
+def edit_ledger(change: Change) -> Damage:
     """Write the ledger again, with its rows changed in place."""
-
-    def damage(layout: RunLayout) -> None:
-        _edit(layout.steps, STEPS, change)
-
-    return damage
+    return lambda run: _edit(run.steps, STEPS, change)
 
 
-def edit_log(change: Callable[[Rows], object]) -> Callable[[RunLayout], None]:
+def edit_log(change: Change) -> Damage:
     """Write the trajectories again, in commit order, with their rows changed in place."""
+    return lambda run: _edit(run.trajectories, TRAJECTORIES, change)
 
-    def damage(layout: RunLayout) -> None:
-        _edit(layout.trajectories, TRAJECTORIES, change)
+
+def edit_trained(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change a trajectory that step 1 trained."""
+
+    def damage(run: RunLayout) -> None:
+        ledger = lance.dataset(str(run.steps)).to_table(filter="step = 1")
+        identifier = ledger["trajectory_ids"][0].as_py()[0]
+        edit_log(
+            lambda rows: change(next(row for row in rows if row["trajectory_id"] == identifier))
+        )(run)
 
     return damage
 
 
-def _edit(path: Path, schema: Any, change: Callable[[Rows], object]) -> None:
+def _edit(path: Path, schema: Any, change: Change) -> None:
     table = lance.dataset(str(path)).to_table(columns=[*schema.names, "_rowid"])
     rows: Rows = table.sort_by("_rowid").drop_columns(["_rowid"]).to_pylist()
     change(rows)
@@ -73,17 +81,13 @@ def _edit(path: Path, schema: Any, change: Callable[[Rows], object]) -> None:
     lance.write_dataset(type(table).from_pylist(rows, schema=schema), str(path), mode="append")
 
 
-def setting(at: int, **values: Any) -> Callable[[Rows], None]:
+def put(at: int, **values: Any) -> Change:
     return lambda rows: rows[at].update(values)
 
 
-def adding(at: int, column: str, change: Any) -> Callable[[Rows], None]:
+def add(at: int, column: str, change: Any) -> Change:
     """Add to a number or to a list."""
-
-    def add(rows: Rows) -> None:
-        rows[at][column] = rows[at][column] + change
-
-    return add
+    return lambda rows: rows[at].update({column: rows[at][column] + change})
 
 
 def trained_again(rows: Rows) -> None:
@@ -95,44 +99,13 @@ def discard_trained(rows: Rows) -> None:
     rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": "stale"}]
 
 
-def trained_in_first_step(change: Callable[[dict[str, Any]], None]) -> Callable[[RunLayout], None]:
-    """Change a trajectory that step 1 trained."""
-
-    def damage(layout: RunLayout) -> None:
-        ledger = lance.dataset(str(layout.steps)).to_table(filter="step = 1")
-        identifier = ledger["trajectory_ids"][0].as_py()[0]
-
-        def change_it(rows: Rows) -> None:
-            change(next(row for row in rows if row["trajectory_id"] == identifier))
-
-        edit_log(change_it)(layout)
-
-    return damage
-
-
-def newer_version(row: dict[str, Any]) -> None:
-    row["version_spans"][-1]["version"] = 3
+def discard_again(rows: Rows) -> None:
+    rows[3]["discarded"] = rows[4]["discarded"] = [{"trajectory_id": "a", "reason": "stale"}]
 
 
 def older_tokens_last(row: dict[str, Any]) -> None:
     tokens = len(row["output_tokens"])
     row["version_spans"] = [{"version": 1, "length": 1}, {"version": 0, "length": tokens - 1}]
-
-
-def not_finite(row: dict[str, Any]) -> None:
-    row["behavior_logprobs"][0] = float("nan")
-
-
-def another_token(row: dict[str, Any]) -> None:
-    row["output_tokens"][0] = row["output_tokens"][0] + 1
-
-
-def misaligned(row: dict[str, Any]) -> None:
-    row["behavior_logprobs"] = row["behavior_logprobs"][:-1]
-
-
-def committed_late(rows: Rows) -> None:
-    rows.append(rows.pop(0))
 
 
 def flip_a_byte(path: Path) -> None:
@@ -147,154 +120,164 @@ def cut_a_data_file(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-50])
 
 
-def edit_state(layout: RunLayout, **values: Any) -> None:
-    file = checkpoint_path(layout.checkpoints, 2) / "state.json"
+def checkpoint(run: RunLayout, step: int = 2) -> Path:
+    return checkpoint_path(run.checkpoints, step)
+
+
+def edit_state(run: RunLayout, **values: Any) -> None:
+    file = checkpoint(run) / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def rename_checkpoint(layout: RunLayout) -> None:
-    checkpoint_path(layout.checkpoints, 4).rename(checkpoint_path(layout.checkpoints, 9))
+def edit_recipe(old: str, new: str) -> Damage:
+    return lambda run: run.config.write_text(run.config.read_text().replace(old, new, 1))
 
 
-def change_recipe(layout: RunLayout) -> None:
-    text = layout.config.read_text()
-    layout.config.write_text(text.replace("max_staleness = 2", "max_staleness = 1"))
+def newest_weights(run: RunLayout) -> Path:
+    return max(run.weights.rglob("model.safetensors"))
 
 
-def change_prompts_seed(layout: RunLayout) -> None:
-    layout.config.write_text(layout.config.read_text().replace("seed = 0", "seed = 1", 1))
-
-
-def swap_prompts(layout: RunLayout) -> None:
-    layout.held_out_prompts.replace(layout.train_prompts)
-
-
-def newest_weights(layout: RunLayout) -> Path:
-    return max(layout.weights.rglob("model.safetensors"))
-
-
-def publish_other_weights(layout: RunLayout) -> None:
-    newest, other = sorted(layout.weights.rglob("model.safetensors"))[-1:-3:-1]
+def publish_other_weights(run: RunLayout) -> None:
+    newest, other = sorted(run.weights.rglob("model.safetensors"))[-1:-3:-1]
     for name in ("model.safetensors", "hash"):
         shutil.copy(other.parent / name, newest.parent / name)
 
 
-def break_evaluation(layout: RunLayout) -> None:
-    dataset = lance.dataset(str(layout.evaluations))
-    dataset.update({"difficulty": "-1"}, where="evaluation = 'before'")
+def break_evaluation(run: RunLayout) -> None:
+    lance.dataset(str(run.evaluations)).update({"difficulty": "-1"}, where="evaluation = 'before'")
 
 
-DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
+def other_fork(run: RunLayout) -> None:
+    hashes = {"weights_hash": "no", "served_hash": "no"}
+    run.forks.write_text(json.dumps({"step": 2, "recorded": hashes, "replayed": hashes}))
+
+
+DAMAGES: dict[str, tuple[str, Damage]] = {
+    # the ledger alone
     "a step is gone": ("step-missing", edit_ledger(lambda rows: rows.pop(2))),
     "the genesis is gone": ("step-missing", edit_ledger(lambda rows: rows.pop(0))),
     "a step is there twice": ("step-twice", edit_ledger(lambda rows: rows.append(rows[2]))),
-    "another parent": ("parent-hash", edit_ledger(setting(3, parent_hash="0"))),
-    "another policy version": ("policy-version", edit_ledger(setting(3, policy_version=1))),
+    "another parent": ("parent-hash", edit_ledger(put(3, parent_hash="0"))),
+    "another policy version": ("policy-version", edit_ledger(put(3, policy_version=1))),
+    "another batch": ("batch-digest", edit_ledger(put(2, batch_digest="0"))),
+    "another order": ("batch-order", edit_ledger(lambda r: r[2]["trajectory_ids"].reverse())),
+    "a genesis with a parent": ("genesis", edit_ledger(put(0, parent_hash="0"))),
+    "a group too few": ("batch-size", edit_ledger(lambda r: r[2]["trajectory_ids"].clear())),
     "trained twice": ("trained-twice", edit_ledger(trained_again)),
     "discarded after training": ("trained-and-discarded", edit_ledger(discard_trained)),
+    "discarded twice": ("discarded-twice", edit_ledger(discard_again)),
+    "given up twice": ("given-up-twice", edit_ledger(put(3, failed_submissions=[70_000, 70_000]))),
+    "too old": ("staleness-bound", edit_ledger(put(2, staleness_max=3))),
+    "the watermark goes back": ("watermark-order", edit_ledger(put(4, trajectory_watermark=1))),
+    "the cursor goes back": ("cursor-order", edit_ledger(put(4, next_submission_index=1))),
+    "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
+    "another recipe": ("config-hash", edit_recipe("max_staleness = 2", "max_staleness = 1")),
+    "a fork of another ledger": ("fork-recorded", other_fork),
+    "a row breaks its schema": ("schema", edit_ledger(put(2, clip_fraction=2.0))),
+    # the ledger and the log
     "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
     "an unknown trajectory": (
         "unknown-trajectory",
-        edit_ledger(adding(4, "trajectory_ids", ["99999999-0000-00"])),
+        edit_ledger(add(4, "trajectory_ids", ["99999999-0000-00"])),
     ),
     "a trajectory is gone": ("unknown-trajectory", edit_log(lambda rows: rows.pop(0))),
-    "trained before commit": ("consumed-before-commit", edit_log(committed_late)),
-    "another batch": ("batch-digest", edit_ledger(setting(2, batch_digest="0"))),
-    "a group too few": ("batch-size", edit_ledger(lambda r: r[2]["trajectory_ids"].clear())),
-    "more tokens trained": ("step-tokens", edit_ledger(adding(2, "num_trained_tokens", 1))),
-    "more tokens generated": (
-        "generated-tokens",
-        edit_ledger(adding(2, "num_generated_tokens", 1)),
+    "trained before commit": (
+        "consumed-before-commit",
+        edit_log(lambda rows: rows.append(rows.pop(0))),
     ),
-    "tokens discarded": ("discarded-tokens", edit_ledger(adding(2, "num_discarded_tokens", 1))),
-    "more tokens waiting": ("waiting-tokens", edit_ledger(adding(2, "num_waiting_tokens", 7))),
-    "masked, not trained": ("staleness-counts", edit_ledger(adding(2, "num_masked_tokens", 1))),
-    "too old": ("staleness-bound", edit_ledger(setting(2, staleness_max=3))),
-    "another mean reward": ("reward-mean", edit_ledger(adding(2, "reward_mean", 0.5))),
-    "a version from the future": ("newer-version", trained_in_first_step(newer_version)),
-    "versions go back": ("versions-decrease", trained_in_first_step(older_tokens_last)),
+    "given up, yet committed": ("given-up-committed", edit_ledger(put(3, failed_submissions=[0]))),
+    "rows of the log are gone": (
+        "watermark-beyond-log",
+        edit_ledger(put(4, trajectory_watermark=9999)),
+    ),
+    "the cursor is behind": ("cursor-behind-log", edit_ledger(put(4, next_submission_index=1))),
+    "more tokens trained": ("step-tokens", edit_ledger(add(2, "num_trained_tokens", 1))),
+    "more tokens generated": ("generated-tokens", edit_ledger(add(2, "num_generated_tokens", 1))),
+    "tokens discarded": ("discarded-tokens", edit_ledger(add(2, "num_discarded_tokens", 1))),
+    "more tokens waiting": ("waiting-tokens", edit_ledger(add(2, "num_waiting_tokens", 7))),
+    "masked, not trained": ("staleness-counts", edit_ledger(add(2, "num_masked_tokens", 1))),
+    "numbers that cannot be added": (
+        "unreadable",
+        edit_ledger(put(2, num_trained_tokens=2**63 - 1, num_masked_tokens=1)),
+    ),
+    "another mean reward": ("reward-mean", edit_ledger(add(2, "reward_mean", 0.5))),
+    "a version from the future": (
+        "newer-version",
+        edit_trained(lambda row: row["version_spans"][-1].update(version=3)),
+    ),
     "trained without a reward": (
         "trained-unscored",
-        trained_in_first_step(lambda row: row.update(reward=None)),
+        edit_trained(lambda row: row.update(reward=None)),
     ),
+    "no mean of rewards": ("reward-mean", edit_trained(lambda row: row.update(reward=None))),
     "log-probabilities are not numbers": (
         "trained-not-finite",
-        trained_in_first_step(not_finite),
+        edit_trained(lambda row: row["behavior_logprobs"].__setitem__(0, float("nan"))),
     ),
-    "another token": ("content-hash", trained_in_first_step(another_token)),
+    # trajectories
+    "versions go back": ("versions-decrease", edit_trained(older_tokens_last)),
+    "another token": (
+        "content-hash",
+        edit_trained(lambda row: row["output_tokens"].__setitem__(0, row["output_tokens"][0] + 1)),
+    ),
     "another log-probability": (
         "content-hash",
         edit_log(lambda rows: rows[-1]["behavior_logprobs"].__setitem__(0, -0.125)),
     ),
-    "token columns differ in length": ("schema", trained_in_first_step(misaligned)),
+    "token columns differ in length": (
+        "schema",
+        edit_trained(lambda row: row["behavior_logprobs"].pop()),
+    ),
     "an id twice": ("trajectory-twice", edit_log(lambda rows: rows.append(rows[0]))),
-    "another id": ("trajectory-id", edit_log(adding(-1, "trajectory_id", "0"))),
-    "another group": ("group-id", edit_log(setting(-1, group_id="0"))),
-    "another seed": ("seed", edit_log(adding(5, "seed", 1))),
-    "another run seed": ("prompt", change_prompts_seed),
-    "another prompt": ("prompt", edit_log(adding(5, "prompt_tokens", [1]))),
-    "other prompts": ("prompt", swap_prompts),
-    "no prompts": ("unreadable", lambda run: run.train_prompts.unlink()),
-    "another recipe": ("config-hash", change_recipe),
-    "no recipe": ("unreadable", lambda run: run.config.unlink()),
-    "an unknown setting": ("unreadable", lambda run: run.config.write_text("a = 1")),
-    "a row breaks its schema": ("schema", edit_ledger(setting(2, clip_fraction=2.0))),
-    "the watermark goes back": (
-        "watermark-order",
-        edit_ledger(setting(4, trajectory_watermark=1)),
-    ),
-    "the cursor goes back": ("cursor-order", edit_ledger(setting(4, next_submission_index=1))),
-    "the cursor is behind": (
-        "cursor-behind-log",
-        edit_ledger(setting(4, next_submission_index=1)),
-    ),
-    "an older writer": ("epoch-order", edit_ledger(setting(1, writer_epoch=2))),
-    "rows of the log are gone": (
-        "watermark-beyond-log",
-        edit_ledger(setting(4, trajectory_watermark=9999)),
-    ),
-    "given up twice": (
-        "given-up-twice",
-        edit_ledger(setting(3, failed_submissions=[70_000, 70_000])),
-    ),
-    "given up, yet committed": (
-        "given-up-committed",
-        edit_ledger(setting(3, failed_submissions=[0])),
-    ),
+    "another id": ("trajectory-id", edit_log(add(-1, "trajectory_id", "0"))),
+    "another group": ("group-id", edit_log(put(-1, group_id="0"))),
+    "a member too many": ("group-size", edit_log(put(-1, member=4))),
+    "another seed": ("seed", edit_log(add(5, "seed", 1))),
+    "another run seed": ("prompt", edit_recipe("seed = 0", "seed = 1")),
+    "another prompt": ("prompt", edit_log(add(5, "prompt_tokens", [1]))),
+    "other prompts": ("prompt", lambda run: run.held_out_prompts.replace(run.train_prompts)),
+    # checkpoints and published weights
     "checkpoint weights changed": (
         "checkpoint-weights",
-        lambda run: flip_a_byte(checkpoint_path(run.checkpoints, 2) / "model.safetensors"),
+        lambda run: flip_a_byte(checkpoint(run) / "model.safetensors"),
     ),
     "checkpoint optimizer changed": (
         "checkpoint-optimizer",
-        lambda run: flip_a_byte(checkpoint_path(run.checkpoints, 2) / "optimizer.safetensors"),
+        lambda run: flip_a_byte(checkpoint(run) / "optimizer.safetensors"),
     ),
     "a checkpoint of another ledger": (
         "checkpoint-ledger",
         lambda run: edit_state(run, next_submission_index=0),
     ),
+    "a checkpoint of another step": ("checkpoint-step", lambda run: edit_state(run, step=1)),
     "a checkpoint's file is cut": (
         "checkpoint-unreadable",
-        lambda run: (checkpoint_path(run.checkpoints, 2) / "model.safetensors").write_bytes(b"0"),
+        lambda run: (checkpoint(run) / "model.safetensors").write_bytes(b"0"),
     ),
     "a checkpoint without state": (
         "checkpoint-unreadable",
-        lambda run: (checkpoint_path(run.checkpoints, 2) / "state.json").unlink(),
+        lambda run: (checkpoint(run) / "state.json").unlink(),
     ),
-    "a checkpoint of no step": ("checkpoint-beyond-ledger", rename_checkpoint),
-    "no first checkpoint": (
-        "checkpoint-missing",
-        lambda run: shutil.rmtree(checkpoint_path(run.checkpoints, 0)),
+    "a checkpoint of no step": (
+        "checkpoint-beyond-ledger",
+        lambda run: checkpoint(run, 4).rename(checkpoint(run, 9)),
     ),
-    "published weights changed": (
-        "weights-hash",
-        lambda run: flip_a_byte(newest_weights(run)),
+    "no first checkpoint": ("checkpoint-missing", lambda run: shutil.rmtree(checkpoint(run, 0))),
+    "a checkpoint of another model": (
+        "checkpoint-model",
+        lambda run: (checkpoint(run) / "config.json").write_text("{}"),
     ),
+    "published weights changed": ("weights-hash", lambda run: flip_a_byte(newest_weights(run))),
     "another version published": ("weights-ledger", publish_other_weights),
-    "half a published version": (
-        "weights-unreadable",
-        lambda run: newest_weights(run).unlink(),
+    "half a published version": ("weights-unreadable", lambda run: newest_weights(run).unlink()),
+    "weights of no step": (
+        "weights-beyond-ledger",
+        lambda run: newest_weights(run).parent.rename(newest_weights(run).parents[1] / "00000009"),
     ),
+    # files
+    "no prompts": ("unreadable", lambda run: run.train_prompts.unlink()),
+    "no recipe": ("unreadable", lambda run: run.config.unlink()),
+    "an unknown setting": ("unreadable", lambda run: run.config.write_text("a = 1")),
     "a fragment is cut": ("unreadable", lambda run: cut_a_data_file(run.trajectories)),
     "no trajectories": ("unreadable", lambda run: shutil.rmtree(run.trajectories)),
     "the ledger is cut": ("unreadable", lambda run: cut_a_data_file(run.steps)),
@@ -304,16 +287,14 @@ DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
     "no held-out prompts": ("unreadable", lambda run: run.held_out_prompts.unlink()),
     "no state": ("unreadable", lambda run: run.state.unlink()),
     "no tokenizer": ("unreadable", lambda run: (run.model / "tokenizer.json").unlink()),
-    "a checkpoint of another model": (
-        "checkpoint-model",
-        lambda run: (checkpoint_path(run.checkpoints, 2) / "config.json").write_text("{}"),
-    ),
-    "weights of no step": (
-        "weights-beyond-ledger",
-        lambda run: newest_weights(run).parent.rename(newest_weights(run).parents[1] / "00000009"),
-    ),
     "forks are not JSON": ("unreadable", lambda run: run.forks.write_text("{")),
 }
+
+
+def test_every_rule_has_its_damage() -> None:
+    """Notes on what a crash left behind have a test of their own."""
+    asked = {rule for rule, _ in DAMAGES.values()}
+    assert {rule for file in RULE_FILES for rule in rule_names(file)} <= asked
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -376,7 +357,7 @@ def test_more_trajectories_than_the_ledger_knows_are_no_damage(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_ledger(lambda rows: rows.pop())(layout)
-    shutil.rmtree(checkpoint_path(layout.checkpoints, 4))
+    shutil.rmtree(checkpoint(layout, 4))
     shutil.rmtree(newest_weights(layout).parent)
     code, report = check(layout, capsys)
     assert code == 0, report["findings"]
@@ -388,7 +369,7 @@ def test_recorded_fork_explains_another_parent_and_other_weights(
     rows: Rows = []
     edit_ledger(rows.extend)(layout)
     before, served = rows[3]["weights_hash"], rows[3]["served_hash"]
-    edit_ledger(setting(3, weights_hash="recorded", served_hash="elsewhere"))(layout)
+    edit_ledger(put(3, weights_hash="recorded", served_hash="elsewhere"))(layout)
     assert rules(check(layout, capsys)[1], "error") == {"parent-hash", "weights-ledger"}
     fork = {
         "step": 3,

@@ -128,9 +128,13 @@ def test_wrong_question_is_one_clear_message(ask: Ask, arguments: list[str], sai
 
 
 def test_shown_trajectory_has_everything(ask: Ask, run: areal_flow.Run) -> None:
-    row = next(iter(run.trajectories("arrow", where="reward = 1").to_pylist()))
+    plain = run.database().sql(
+        "SELECT trajectory_id FROM trajectories WHERE status = 'trained' "
+        "AND len(version_spans) = 1 AND regexp_full_match(completion, '[ -~]+') "
+        "ORDER BY reward DESC, trajectory_id LIMIT 1"
+    )
+    trajectory = row = run.trajectory(plain.fetchall()[0][0])
     page = ask("trajectories", "small", "--show", row["trajectory_id"], "--tokens")
-    trajectory = run.trajectory(row["trajectory_id"])
     for said in (trajectory["prompt"], trajectory["completion"], "numeric_that_raises", "seed"):
         assert said in page
     assert f"version {trajectory['token_versions'][0]}: " in page

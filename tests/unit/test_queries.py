@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from areal_flow.store.browsing import (
     TrainedBatch,
     token_texts,
 )
+from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.consumption import consumption_table
 from areal_flow.store.database import connect
 from areal_flow.store.ledger import STEPS
@@ -32,6 +34,7 @@ from pipelines.cli.tables import print_table
 from pipelines.cli.terminal import one_line, printable
 from pipelines.cli.trajectory_report import print_listing, print_page
 from tests.rows import group_table
+from tests.unit.test_audit import random_row, trained_ages
 
 
 def steps_table(*rows: tuple[int, list[str], list[tuple[str, str]]]) -> pa.Table:
@@ -113,6 +116,22 @@ def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:
     ]
     oldest = database(rows, steps, max_staleness=2).sql(query).fetchall()[0]
     assert oldest[2:5] == (4, 1, (2 + 2 + 0 + 0) / 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_view_trains_the_tokens_that_the_trainer_trains(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [random_row(rng, index) for index in range(20)]
+    identifiers = [row["trajectory_id"] for row in rows]
+    table = pa.Table.from_pylist(rows, schema=TRAJECTORIES)
+    found = database(table, steps_table((4, identifiers, [])), max_staleness=1).sql(
+        "SELECT num_trained_tokens, num_masked_tokens, staleness FROM trajectories "
+        "ORDER BY trajectory_id"
+    )
+    for row, (num_trained, num_masked, staleness) in zip(rows, found.fetchall(), strict=True):
+        ages = trained_ages(row, policy_version=3, max_staleness=1)
+        assert (num_trained, num_masked) == (len(ages), len(row["loss_mask"]) - len(ages))
+        assert staleness == (pytest.approx(sum(ages) / len(ages)) if ages else None)
 
 
 @given(st.text(), st.integers(2, 60))

@@ -1,4 +1,5 @@
--- Tables of the ledger, from what was read of it: the view `stored_ledger`.
+-- Tables of the ledger, from what was read of it (`stored_ledger`), and of what every reader of a run
+-- means by consumed.
 
 CREATE TABLE ledger AS SELECT *, 'step ' || step AS place FROM stored_ledger;
 
@@ -7,13 +8,8 @@ SELECT * EXCLUDE (position) FROM ledger
 QUALIFY row_number() OVER (PARTITION BY step ORDER BY position) = 1;
 
 CREATE VIEW consumed AS
-SELECT place, step, policy_version, trajectory_watermark,
-       'trained' AS status, unnest(trajectory_ids) AS trajectory_id, NULL AS reason
-FROM steps
-UNION ALL
-SELECT place, step, policy_version, trajectory_watermark,
-       'discarded', discard.trajectory_id, discard.reason
-FROM (SELECT *, unnest(discarded) AS discard FROM steps);
+SELECT said.*, steps.place, steps.trajectory_watermark
+FROM ({consumed}) AS said JOIN steps USING (step);
 
 CREATE VIEW repeated AS
 WITH said AS (

@@ -45,7 +45,7 @@ def running_sshd(directory: Path) -> Iterator[tuple[str, ...]]:
     configuration = directory / "sshd_config"
     configuration.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
     public = (directory / "host.pub").read_text()
-    (directory / "known_hosts").write_text(f"[{HOST}]:{port} {public}")
+    (directory / "known_hosts").write_text(f"[{HOST}]:{port},[localhost]:{port} {public}")
     log = directory / "sshd.log"
     with log.open("w") as output:
         server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(configuration)], stderr=output)

@@ -1,1 +1,1 @@
-"""Dask: worker processes, what lives in them, and the controller's protocols over tasks."""
+"""Dask: the worker processes of a run, what they hold, and the controller's protocols over tasks."""

@@ -1,4 +1,4 @@
-"""The controller's protocols over Dask: rollouts, trainer, weights. They translate only."""
+"""Implements the controller's protocols for rollouts, trainer and weights with Dask tasks."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class LiveGenerators(Protocol):
         ...
 
     async def replace(self, address: str, *, why: str) -> None:
-        """Give one up and start another in its place."""
+        """End one and start another in its place."""
         ...
 
 
@@ -223,7 +223,7 @@ class DaskWeights:
     async def load_everywhere(self, version: int) -> None:
         """Return when all have loaded but those that are silent; see `LiveGenerators`.
 
-        A silent one is the watch's to replace. It loads what is newest before its next rollout.
+        The health monitor replaces a silent one. It loads what is newest before its next rollout.
         """
         loads = {
             address: asyncio.ensure_future(

@@ -1,10 +1,10 @@
-"""Signs of life in, the workers that hang out. Pure: a state machine without a clock of its own.
+"""Decides from signs of life which workers hang. A pure state machine without a clock of its own.
 
 Heartbeats come from a worker's event loop, which an import of a large library or a long call into C
 can hold up for seconds. So a silent worker counts as hung only when its process uses no processor
 time either (it is stopped, or deadlocked), or when it is silent for so long that it does not matter
 why. Silence is measured in time that the observer was awake: after a stop of the driver, or a night
-of the machine, everybody looks silent, and nobody is.
+of the machine, every worker looks silent, and none is.
 """
 
 from __future__ import annotations

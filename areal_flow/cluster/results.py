@@ -1,4 +1,4 @@
-"""A Dask future in, its result or one of our errors out."""
+"""Turns the failure of a Dask task into one of our errors."""
 
 from __future__ import annotations
 

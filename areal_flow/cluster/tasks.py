@@ -180,21 +180,22 @@ async def write_snapshot(step: int, dask_worker: Worker) -> Path:
     """Write this trainer's snapshot as a checkpoint while it trains on; for `client.run`."""
     from areal_flow.trainer.rank import TrainerRank
 
-    of = holder(dask_worker)
-    rank = of.get(TrainerRank)
+    context = holder(dask_worker)
+    rank = context.get(TrainerRank)
     if rank is None:
         raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
-    writer = Writer(RunLayout(of.run_directory).writers, of.writer_epoch)
+    writer = Writer(RunLayout(context.run_directory).writers, context.writer_epoch)
     return await asyncio.to_thread(rank.write_snapshot, step, writer)
 
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
-    """Meet the other ranks, if there are any, and load a checkpoint into this one."""
+    """Join the other ranks, if there are any, and load a checkpoint into this one."""
     rank = trainer_rank()
     rank.leave()
     if rendezvous.num_ranks > 1:
-        of = holder()
-        rank.join(meet(of.run_directory, of.writer_epoch, rendezvous, host=get_worker().ip))
+        context = holder()
+        place = (context.run_directory, context.writer_epoch)
+        rank.join(meet(*place, rendezvous, host=get_worker().ip))
     return rank.restore(checkpoint_step)
 
 
@@ -208,5 +209,7 @@ def trainer_rank() -> TrainerRank:
     """Return this worker's trainer rank."""
     from areal_flow.trainer.rank import TrainerRank
 
-    of = holder()
-    return of.ensure(TrainerRank, lambda: make_trainer_rank(of.run_directory, of.writer_epoch))
+    context = holder()
+    return context.ensure(
+        TrainerRank, lambda: make_trainer_rank(context.run_directory, context.writer_epoch)
+    )

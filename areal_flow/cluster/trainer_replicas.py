@@ -1,4 +1,4 @@
-"""All trainer ranks as one: a request goes to each, and counts when all give the same answer.
+"""Sends each request to all ranks of the trainer; an answer counts when all give the same.
 
 A rank that fails ends its replica group. The other ranks see the connections close; those that
 do not are replaced, like it. Then all are restored together, as a new replica group.
@@ -24,7 +24,7 @@ NOTICE_S = 10.0
 
 
 class ReplaceWorker(Protocol):
-    """Gives a worker up and has another started in its place."""
+    """Ends a worker and has another started in its place."""
 
     def __call__(self, name: str, *, why: str) -> Awaitable[None]: ...
 
@@ -38,7 +38,7 @@ class TrainerReplicas:
         self._replace = replace
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
-        """Have all ranks load a checkpoint and meet as a new replica group.
+        """Have all ranks load a checkpoint and form a new replica group.
 
         Raises:
             TrainerLost: a rank died, or did not load what the others did.
@@ -49,7 +49,7 @@ class TrainerReplicas:
         found = await self._answers(
             [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in rendezvous]
         )
-        _require_one(found, of=f"checkpoint {checkpoint}")
+        _require_equal(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
 
     async def step(self, request: StepRequest) -> StepResult:
@@ -61,7 +61,7 @@ class TrainerReplicas:
         """
         ranks = range(self._num_ranks)
         found = await self._answers([self._submit(r, tasks.train_step, request) for r in ranks])
-        _require_one([result.hashes for result in found], of=f"step {request.step}")
+        _require_equal([result.hashes for result in found], of=f"step {request.step}")
         return found[0]  # type: ignore[no-any-return]
 
     async def lead(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -105,6 +105,6 @@ async def _answer(future: Future) -> Any:
         raise TrainerLost(f"the trainer died: {error}") from error
 
 
-def _require_one(found: Sequence[PolicyHashes], *, of: str) -> None:
+def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:
     if any(hashes != found[0] for hashes in found):
         raise TrainerLost(f"{of}: the trainer's ranks hold different weights: {found}")

@@ -1,0 +1,87 @@
+"""Workers over ssh train a policy; connections with TLS refuse whoever has no certificate."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client, Security
+
+import areal_flow
+from areal_flow.cluster.control import add_workers, list_workers, remove_worker
+from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.placement import WorkerPlacement, worker_environment
+from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.config import ClusterSettings, NetworkSettings
+from areal_flow.errors import ConfigError, RunError
+from tests.integration.runs import check_accounting, run_small, small_recipe
+from tests.sshd import running_sshd
+
+
+def certificates(directory: Path) -> NetworkSettings:
+    """Return the settings of an authority, a certificate and its key, made for this test."""
+    directory.mkdir()
+    made = Security.temporary()
+    paths = {name: directory / f"{name}.pem" for name in ("ca", "certificate", "key")}
+    texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
+    for path, text in zip(paths.values(), texts, strict=True):
+        path.write_text(text)
+    return NetworkSettings(**{f"tls_{name}": path for name, path in paths.items()})
+
+
+def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused(
+    tmp_path: Path,
+) -> None:
+    network, stranger = certificates(tmp_path / "ours"), certificates(tmp_path / "theirs")
+    placement = WorkerPlacement("generator-0", "generator", 2, worker_environment(1))
+
+    async def grow_and_shrink() -> None:
+        settings = ClusterSettings(network=network)
+        async with launch_cluster([placement], settings, RunPlugin(tmp_path, 0)) as cluster:
+            assert cluster.scheduler.startswith("tls://127.0.0.1:")
+            assert await add_workers(cluster.scheduler, "generator", 1, network) == ["generator-1"]
+            await remove_worker(cluster.scheduler, "generator-0", network)
+            (status,) = await list_workers(cluster.scheduler, network)
+            assert status.name == "generator-1"
+            assert status.address.startswith("tls://127.0.0.1:")
+            with pytest.raises(RunError, match="does not answer"):
+                await list_workers(cluster.scheduler, stranger)
+            plain = cluster.scheduler.replace("tls://", "tcp://")
+            with pytest.raises(OSError, match=r"."):
+                await Client(plain, asynchronous=True, timeout=2)
+
+    asyncio.run(grow_and_shrink())
+
+
+def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    network = certificates(tmp_path / "ours")
+    assert network.tls_key is not None
+    network.tls_key.unlink()
+
+    async def start() -> None:
+        settings = ClusterSettings(network=network)
+        async with launch_cluster([], settings, RunPlugin(tmp_path, 0)):
+            pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match=r"cluster.network.tls_key = .*no such file"):
+        asyncio.run(start())
+
+
+def test_policy_is_trained_by_workers_over_ssh_and_none_is_left(tmp_path: Path) -> None:
+    (tmp_path / "sshd").mkdir()
+    with running_sshd(tmp_path / "sshd") as options:
+        recipe = small_recipe(
+            num_steps=2,
+            prompts={"num_held_out": 0},
+            cluster={
+                "launcher": "ssh",
+                "remote": {"hosts": ["127.0.0.1", "localhost"], "ssh_options": list(options)},
+            },
+        )
+        layout = run_small(tmp_path / "runs" / "ssh", recipe)
+        (server,) = psutil.Process().children()
+        assert not psutil.wait_procs(server.children(recursive=True), timeout=20)[1]
+    check_accounting(layout)
+    assert len(areal_flow.open_run(layout.root).steps("arrow")) == 3

@@ -1,0 +1,111 @@
+"""Every GPU worker has a device of its own; what does not fit is refused with its counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.cluster.placement import (
+    VISIBLE_GPUS,
+    Machines,
+    place_workers,
+    visible_gpus,
+)
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError
+
+
+def recipe(
+    num_generators: int = 1,
+    num_trainers: int = 1,
+    *,
+    generation: str = "cuda",
+    trainer: str = "cuda",
+    **cluster: Any,
+) -> Recipe:
+    counts = {"num_generators": num_generators, "num_trainers": num_trainers}
+    table = {
+        "generation": {"device": generation},
+        "trainer": {"device": trainer},
+        "cluster": counts | cluster,
+    }
+    return build_recipe(table, source="test")
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.integers(0, 5))
+def test_gpu_workers_have_a_device_each_or_nothing_starts(
+    num_generators: int, num_trainers: int, num_hosts: int, num_gpus: int
+) -> None:
+    hosts = tuple(f"host-{index}" for index in range(num_hosts))
+    machines = Machines(hosts, tuple(map(str, range(num_gpus))))
+    wanted = num_generators + num_trainers
+    if wanted > num_hosts * num_gpus:
+        expected = rf"\({wanted} in all\), found {num_hosts * num_gpus} GPU\(s\)"
+        with pytest.raises(ConfigError, match=expected):
+            place_workers(recipe(num_generators, num_trainers), machines)
+        return
+    placed = place_workers(recipe(num_generators, num_trainers), machines)
+    on_gpu = [worker for worker in placed if worker.role != "reward"]
+    assert len({(worker.host, worker.environment[VISIBLE_GPUS]) for worker in on_gpu}) == wanted
+    assert all(worker.environment[VISIBLE_GPUS] in machines.gpus for worker in on_gpu)
+    assert {w.environment[VISIBLE_GPUS] for w in placed if w.role == "reward"} == {""}
+    trainers = [hosts.index(worker.host) for worker in placed if worker.role == "trainer"]
+    assert trainers == [rank // num_gpus for rank in range(num_trainers)]
+
+
+def test_trainers_and_generators_are_apart() -> None:
+    machines = Machines(gpus=("0", "1", "2"))
+    placed = place_workers(recipe(2, 1), machines)
+    devices = {worker.name: worker.gpu for worker in placed if worker.needs_gpu}
+    assert devices == {"trainer-0": "0", "generator-0": "1", "generator-1": "2"}
+
+
+@given(st.integers(1, 8), st.integers(1, 3))
+def test_workers_without_gpu_are_spread_and_see_no_difference(
+    num_generators: int, num_hosts: int
+) -> None:
+    hosts = tuple(f"host-{index}" for index in range(num_hosts))
+    placed = place_workers(recipe(num_generators, generation="cpu", trainer="cpu"), Machines(hosts))
+    counts = [[worker.host for worker in placed].count(host) for host in hosts]
+    assert max(counts) - min(counts) <= 1
+    assert all(VISIBLE_GPUS not in worker.environment for worker in placed)
+
+
+def test_only_one_of_the_roles_may_use_gpus() -> None:
+    placed = place_workers(recipe(4, 1, generation="cpu"), Machines(gpus=("0",)))
+    assert [worker.name for worker in placed if worker.gpu] == ["trainer-0"]
+
+
+def test_device_by_number_is_refused_with_the_other_way() -> None:
+    with pytest.raises(ConfigError, match=r"generation.device = 'cuda:3'.*CUDA_VISIBLE_DEVICES"):
+        place_workers(recipe(generation="cuda:3"), Machines(gpus=("0", "1", "2", "3")))
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_found", "stated", "expected"),
+    [
+        (None, 4, None, ("0", "1", "2", "3")),
+        (None, 4, 2, ("0", "1")),
+        (None, 0, 8, tuple("01234567")),
+        ("2, 3", 4, None, ("2", "3")),
+        ("GPU-a,GPU-b", 4, 1, ("GPU-a",)),
+        ("", 4, None, ()),
+        (None, 0, None, ()),
+    ],
+)
+def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
+    visible: str | None, num_found: int, stated: int | None, expected: tuple[str, ...]
+) -> None:
+    environment = {} if visible is None else {VISIBLE_GPUS: visible}
+    assert visible_gpus(environment, num_found, stated=stated) == expected
+
+
+def test_gpus_of_other_machines_are_stated_not_found() -> None:
+    remote = {"hosts": ["127.0.0.1", "localhost"]}
+    stated = place_workers(recipe(launcher="ssh", remote=remote, num_gpus=1))
+    assert {worker.host for worker in stated if worker.gpu} == {"127.0.0.1", "localhost"}
+    with pytest.raises(ConfigError, match=r"found 0 GPU\(s\) on 2 machine\(s\).*cluster.num_gpus"):
+        place_workers(recipe(launcher="ssh", remote=remote))

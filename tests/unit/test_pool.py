@@ -1,0 +1,233 @@
+"""The pool starts again what ends unasked, quarantines what keeps dying, and fits GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_flow.cluster.launchers.protocol import OnExit
+from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
+from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
+from areal_flow.errors import ConfigError, EngineError, RunError
+from tests.unit.virtual_time import run_in_virtual_time
+
+
+class FakeScheduler:
+    """Knows which processes are registered, and reports it to its plugin as Dask's does."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+
+    def add_plugin(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def register(self, placement: WorkerPlacement, address: str) -> None:
+        assert placement.name not in self.aliases, "a duplicate name: Dask refuses it"
+        self.aliases[placement.name] = address
+        self.workers[address] = SimpleNamespace(
+            name=placement.name, resources=placement.resources, address=address, nanny=None
+        )
+        self._plugin.add_worker(self, address)
+
+    async def remove_worker(self, address: str, *, stimulus_id: str) -> None:
+        del self.aliases[self.workers.pop(address).name]
+        self._plugin.remove_worker(self, address, stimulus_id=stimulus_id)
+
+    async def retire_workers(self, addresses: list[str], *, remove: bool) -> None:
+        for address in addresses:
+            await self.remove_worker(address, stimulus_id="retired")
+
+
+class FakeLauncher:
+    """Processes that join at once unless their worker is broken; they end when a test says so."""
+
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        self.scheduler = scheduler
+        self.broken: dict[str, str] = {}
+        self.silent: set[str] = set()
+        self.num_started = 0
+        self.running: dict[str, OnExit] = {}
+
+    async def start(self, placement: WorkerPlacement, on_exit: OnExit) -> None:
+        name = placement.name
+        assert name not in self.running
+        self.num_started += 1
+        if self.broken.get(name) == "no process":
+            raise EngineError(f"{name} cannot be started: no such program")
+        self.running[name] = on_exit
+        loop = asyncio.get_running_loop()
+        if name in self.broken:
+            loop.call_soon(self.end, name, self.broken[name])
+        elif name not in self.silent:
+            address = f"tcp://{self.num_started}"
+            loop.call_soon(self.scheduler.register, placement, address)
+
+    def end(self, name: str, cause: str) -> None:
+        self.running.pop(name)(cause)
+
+    def kill(self, name: str) -> bool:
+        if name in self.running:
+            self.end(name, "killed by signal 9")
+            return True
+        return False
+
+    async def stop(self, name: str) -> None:
+        self.running.pop(name, None)
+
+    def pid(self, name: str) -> int | None:
+        return 1 if name in self.running else None
+
+
+TWO = [WorkerPlacement(f"generator-{index}", "generator", 4) for index in range(2)]
+TRAINER = WorkerPlacement("trainer-0", "trainer", 1)
+
+
+def with_pool(
+    test: Callable[[WorkerPool, FakeLauncher], Awaitable[None]], machines: Machines | None = None
+) -> None:
+    async def run() -> None:
+        scheduler = FakeScheduler()
+        launcher = FakeLauncher(scheduler)
+        pool = WorkerPool(scheduler, launcher, machines or Machines())
+        await test(pool, launcher)
+        pool.close()
+        await pool.stop()
+        assert launcher.running == {}
+
+    run_in_virtual_time(run())
+
+
+def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start([*TWO, TRAINER])
+        numbers: list[int] = []
+        pool.subscribe(numbers.append)
+        launcher.end("generator-0", "exit status 1: out of memory")
+        await asyncio.sleep(1)
+        assert numbers == [2, 1, 2]
+        record = pool.registry.named("generator-0")
+        assert record is not None
+        assert [death.cause for death in record.deaths] == ["exit status 1: out of memory"]
+        assert record.address in pool.scheduler.workers
+
+    with_pool(test)
+
+
+def test_worker_that_keeps_dying_is_quarantined_and_the_last_of_its_role_breaks_the_pool() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start(TWO)
+        for _ in range(3):
+            launcher.end("generator-0", "killed by signal 9")
+            await asyncio.sleep(1)
+        num_started = launcher.num_started
+        assert list(launcher.running) == ["generator-1"]
+        launcher.broken["generator-1"] = "no process"
+        launcher.end("generator-1", "killed by signal 9")
+        with pytest.raises(EngineError, match=r"no generator left.*cannot be started"):
+            await pool.guard(asyncio.sleep(60))
+        assert launcher.num_started == num_started + 2
+
+    with_pool(test)
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [("exit status 1: no model", "no model"), ("no process", "no such program")],
+)
+def test_worker_that_does_not_start_ends_the_start_with_its_cause(broken: str, cause: str) -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.broken["generator-1"] = broken
+        with pytest.raises(EngineError, match=rf"generator-1 to start.*{cause}.*start again"):
+            await pool.start(TWO)
+        assert launcher.num_started == 2
+
+    with_pool(test)
+
+
+def test_start_has_a_limit_and_names_who_is_missing() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        launcher.silent.add("generator-1")
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(EngineError, match="expected generator-1 to join within 120 s"):
+            await pool.start(TWO)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(START_TIMEOUT_S)
+
+    with_pool(test)
+
+
+def test_added_worker_that_does_not_start_is_taken_back() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start(TWO)
+        launcher.broken["generator-3"] = "exit status 1: no memory"
+        with pytest.raises(EngineError, match="generator-3 to start"):
+            await pool.add("generator", 2)
+        await asyncio.sleep(1)
+        assert set(launcher.running) == {"generator-0", "generator-1"}
+        assert len(pool.generators()) == 2
+
+    with_pool(test)
+
+
+def test_removed_worker_is_stopped_and_stays_away() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start([*TWO, TRAINER])
+        await pool.remove("generator-0")
+        await asyncio.sleep(1)
+        assert set(launcher.running) == {"generator-1", "trainer-0"}
+        for name in ("generator-1", "trainer-0", "generator-0"):
+            with pytest.raises(RunError):
+                await pool.remove(name)
+
+    with_pool(test)
+
+
+def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start([*TWO, TRAINER])
+        await pool.replace(pool.generators()[0], why="it hangs")
+        launcher.silent.add("trainer-0")
+        await pool.replace("trainer-0", why="its group has ended")
+        await asyncio.sleep(1)
+        assert launcher.num_started == 5
+        await pool.replace("trainer-0", why="its group has ended")
+        await pool.replace("", why="nobody")
+        await asyncio.sleep(1)
+        assert launcher.num_started == 5
+
+    with_pool(test)
+
+
+def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start(TWO)
+        working = asyncio.ensure_future(pool.guard(asyncio.sleep(60)))
+        await asyncio.sleep(1)
+        pool.scheduler_ends()
+        with pytest.raises(EngineError, match="the scheduler was ended from outside"):
+            await working
+        assert launcher.running == {}
+        assert launcher.num_started == 2
+
+    with_pool(test)
+
+
+def test_worker_is_added_on_a_free_gpu_or_not_at_all() -> None:
+    machines = Machines(gpus=("0", "1"))
+    needing = WorkerPlacement("generator-0", "generator", 4, needs_gpu=True)
+
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start([place_beside(needing, [], machines)])
+        assert await pool.add("generator", 1) == ["generator-1"]
+        with pytest.raises(ConfigError, match="all 2 taken"):
+            await pool.add("generator", 1)
+        await pool.remove("generator-0")
+        assert await pool.add("generator", 1) == ["generator-2"]
+        placed = {m.name: m.placement.gpu for m in pool.registry.all() if m.placement}
+        assert placed == {"generator-0": "0", "generator-1": "1", "generator-2": "0"}
+
+    with_pool(test, machines)

@@ -76,7 +76,7 @@ async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: obj
             async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 replicas = TrainerReplicas(
-                    cluster.client, num_ranks=1, replace=cluster.pool.replace_named
+                    cluster.client, num_ranks=1, replace=cluster.pool.replace
                 )
                 result = await cluster.pool.guard(
                     first_policy(replicas, layout, recipe, progress, signals)

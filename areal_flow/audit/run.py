@@ -16,7 +16,6 @@ from typing import Any
 
 import duckdb
 
-from areal_flow import __version__
 from areal_flow.audit import files, rows
 from areal_flow.audit.database import (
     CHECKPOINTS,

@@ -1,1 +1,1 @@
-"""Dask: the worker processes of a run, what they hold, and the controller's protocols over tasks."""
+"""Dask: a run's worker processes, what they hold, and the controller's protocols over tasks."""

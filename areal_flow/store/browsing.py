@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from areal_flow.config import AlgorithmSettings, load_recipe
+from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrainingRows

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
+from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
@@ -28,10 +29,10 @@ from areal_flow.recovery.checkpoints import (
     set_aside,
 )
 from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.backend import Minibatch, RankBatch, StepSettings, make_backend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
-from areal_flow.trainer.state import TrainerState
-from areal_flow.trainer.step import micro_batch_logprobs
 
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
@@ -76,6 +77,11 @@ class CompletionRows:
         )
 
 
+def cross_entropy(inputs: LossInputs) -> PolicyLoss:
+    """Return minus the log-probability of each trained token."""
+    return PolicyLoss(-inputs.logprobs_T)
+
+
 class SftTrainer:
     """A policy that learns rows; not for concurrent use."""
 
@@ -89,8 +95,9 @@ class SftTrainer:
         seed: int,
     ) -> None:
         self.step = 0
-        self.state = TrainerState(
-            policy.train(), trainer.model_copy(update={"learning_rate": settings.learning_rate})
+        self.backend = make_backend(policy.train(), trainer)
+        self._step_settings = StepSettings(
+            DecoupledPPO(), temperature=1.0, seed=seed, loss=cross_entropy
         )
         self.rows = rows
         self._settings = settings
@@ -103,34 +110,27 @@ class SftTrainer:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        state = self.state
         sequences = [self.rows.sequence(row) for row in self._rows_of(self.step)]
-        num_tokens = sum(sequence.num_trained for sequence in sequences)
-        state.set_learning_rate(self.learning_rate(self.step))
-        state.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for indices in pack_first_fit_decreasing(
+        packed = pack_first_fit_decreasing(
             [sequence.num_tokens for sequence in sequences],
-            max_tokens=state.settings.tokens_per_micro_batch,
-        ):
-            packed = [sequences[index] for index in indices]
-            micro = pack_sequences(packed, [0.0] * len(packed), device=state.settings.device)
-            with state.autocast():
-                logprobs_M = micro_batch_logprobs(state.policy, micro, temperature=1.0)
-            loss = -logprobs_M.sum() / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(
-            state.policy.parameters(), state.settings.max_grad_norm
+            max_tokens=self.backend.settings.tokens_per_micro_batch,
         )
-        if not (math.isfinite(total) and math.isfinite(float(norm))):
-            raise TrainingError(
-                f"expected a finite loss and gradient in supervised step {self.step + 1}, found "
-                f"loss {total} and gradient norm {float(norm)}: lower sft.learning_rate"
+        micro_batches = [
+            pack_sequences(
+                [sequences[index] for index in indices],
+                [0.0] * len(indices),
+                device=self.backend.settings.device,
             )
-        state.optimizer.step()
+            for indices in packed
+        ]
+        minibatch = Minibatch(
+            {0: RankBatch(micro_batches, None)},
+            MinibatchSize(sum(s.num_trained for s in sequences), len(sequences)),
+            self.learning_rate(self.step),
+        )
+        found = self.backend.update(minibatch, self._step_settings, SingleProcess())
         self.step += 1
-        return total
+        return found.losses[0]
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: warm-up times cosine or constant."""
@@ -148,19 +148,17 @@ class SftTrainer:
             RunError: another driver took over.
             StorageError: the disk refused; older checkpoints are intact.
         """
-        state = self.state
-        description = CheckpointState(
-            self.step, state.weights_hash(), state.optimizer_hash(), 0, config_hash=""
-        )
-        path = write_checkpoint(root, model_directory, take_snapshot(state, description), writer)
-        prune_checkpoints(root, keep=state.settings.keep_checkpoints)
+        description = CheckpointState(self.step, self.backend.fingerprint(), 0, config_hash="")
+        snapshot = take_snapshot(self.backend, description)
+        path = write_checkpoint(root, model_directory, snapshot, writer)
+        prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
         return path
 
     def restore(self, root: Path) -> None:
         """Go on from the newest checkpoint that can be read; without one, from step 0."""
         for step in reversed(list_checkpoints(root)):
             try:
-                self.step = read_checkpoint(checkpoint_path(root, step), self.state).step
+                self.step = read_checkpoint(checkpoint_path(root, step), self.backend).step
                 return
             except TrainingError as error:
                 aside = set_aside(checkpoint_path(root, step))

@@ -209,7 +209,7 @@ def check(run: str, /, *, json: Flag = False, folders: Given) -> int:
 
 def runs(*, folders: Given) -> None:
     """List runs with their state."""
-    from pipelines.runs import print_runs
+    from pipelines.cli.runs_report import print_runs
 
     print_runs(folders.runs)
 
@@ -221,11 +221,11 @@ def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders:
         run: A run's name, or its directory.
         to: The server's address.
     """
-    from importlib import import_module
-
     from areal_flow.recovery.run_directory import find_run
+    from areal_flow.tracking.registry import track
 
-    import_module("areal_flow.tracking").track(find_run(folders.runs, run).root, to)
+    num_steps = track(find_run(folders.runs, run).root, to)
+    print(f"{to} has all of {run} now; it lacked {num_steps} steps")
 
 
 def ui(*, port: int = 5000, folders: Given) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from areal_flow.controller.buffer import Buffer
 from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
 
@@ -76,3 +78,54 @@ def test_group_that_arrives_too_old_is_discarded_at_once() -> None:
     buffer = Buffer(groups_per_step=1, max_staleness=2)
     assert len(buffer.add(group(0, version=0), policy_version=3)) == 2
     assert len(buffer) == 0
+
+
+def test_fewer_groups_than_a_step_needs_are_left_alone() -> None:
+    buffer = Buffer(groups_per_step=3, max_staleness=4)
+    for index in (1, 0):
+        buffer.add(group(index), policy_version=0)
+    assert buffer.take(policy_version=0) is None
+    assert (len(buffer), buffer.num_waiting_tokens) == (2, 16)
+    buffer.add(group(2), policy_version=0)
+    batch = buffer.take(policy_version=7)
+    assert batch is not None
+    assert (batch.policy_version, batch.num_groups, len(batch.trajectories)) == (7, 3, 6)
+    assert (len(buffer), buffer.num_waiting_tokens) == (0, 0)
+
+
+def test_bound_is_the_last_version_that_still_trains() -> None:
+    for policy_version, num_left in ((4, 2), (5, 2), (6, 0)):
+        buffer = Buffer(groups_per_step=1, max_staleness=2)
+        discards = buffer.add(group(0, version=3), policy_version=policy_version)
+        assert (2 * len(buffer), len(discards)) == (num_left, 2 - num_left)
+
+
+def test_group_goes_on_with_the_members_that_have_a_fresh_token() -> None:
+    spans = ((VersionSpan(0, 4),), (VersionSpan(0, 3), VersionSpan(2, 1)))
+    members = tuple(
+        TrajectoryReceipt(trajectory_id(9, member), of, 1.0, "stop")
+        for member, of in enumerate(spans)
+    )
+    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    discards = buffer.add(GroupReceipt(9, (), members), policy_version=3)
+    assert [(d.trajectory_id, d.num_tokens, d.reason) for d in discards] == [
+        (trajectory_id(9, 0), 4, "stale")
+    ]
+    assert (len(buffer), buffer.num_waiting_tokens) == (1, 4)
+    batch = buffer.take(policy_version=3)
+    assert batch is not None
+    assert batch.trajectory_ids == (trajectory_id(9, 1),)
+
+
+def test_a_group_is_taken_in_once() -> None:
+    buffer = Buffer(groups_per_step=2, max_staleness=1)
+    buffer.add(group(0), policy_version=0)
+    with pytest.raises(AssertionError, match="committed twice"):
+        buffer.add(group(0), policy_version=0)
+
+
+def test_unscored_members_of_an_old_group_are_discarded_for_what_came_first() -> None:
+    buffer = Buffer(groups_per_step=1, max_staleness=0)
+    discards = buffer.add(group(0, version=0, rewards=(1.0, None)), policy_version=1)
+    assert [d.reason for d in discards] == ["verifier_error", "stale"]
+    assert [d.num_tokens for d in discards] == [4, 4]

@@ -11,7 +11,12 @@ import pytest
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.recovery.comparison import ComparedStep, result_from_row
+from areal_flow.recovery.comparison import (
+    ComparedStep,
+    bits_must_agree,
+    compared_values,
+    result_from_row,
+)
 from areal_flow.recovery.replay_settings import settings_of_a_step
 from areal_flow.types import PolicyHashes, StepResult
 
@@ -75,3 +80,38 @@ def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_three() -
     found = settings_of_a_step()
     assert len([name for name in found if name.startswith(("algorithm.", "trainer."))]) == known - 3
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)
+
+
+def test_what_a_replay_must_find_again_is_compared_by_name() -> None:
+    found = compared_values(result(weights="x", loss=0.25))
+    expected = {
+        "loss": 0.25,
+        "grad_norm": 0.0,
+        "num_trained_tokens": 0,
+        "num_masked_tokens": 0,
+        "weights_hash": "x",
+        "served_hash": "s",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert "seconds_train" not in found
+    assert "reward_mean" not in found
+    different = ComparedStep(result(weights="x", loss=0.25), result())
+    assert different.differences == {"loss": (0.25, 0.5), "weights_hash": ("x", "w")}
+    assert different.step == 3
+
+
+def test_bits_must_agree_on_one_cpu_environment_only() -> None:
+    cpu, other = json.dumps(CPU), json.dumps({**CPU, "threads": 2})
+    gpu = json.dumps({"device": "cuda"})
+    assert bits_must_agree(cpu, cpu) is True
+    assert bits_must_agree(json.dumps(dict(reversed(CPU.items()))), cpu) is True
+    assert bits_must_agree(cpu, other) is False
+    assert bits_must_agree(gpu, gpu) is False
+
+
+def test_result_reads_lists_of_a_row_as_tuples() -> None:
+    tenths = [0.1] * 10
+    row = genesis_row(result().hashes, provenance=PROVENANCE, numeric_environment="{}")
+    found = result_from_row({**row, "step": 4, "masked_fraction_by_tenth": tenths})
+    assert (found.step, found.numeric_environment) == (4, "{}")
+    assert found.metrics.masked_fraction_by_tenth == tuple(tenths)

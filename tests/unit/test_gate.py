@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +90,53 @@ def test_admission_is_throttled_while_ready_work_covers_a_batch() -> None:
     tested = gate(100, 4, 8)
     assert tested.capacity(num_ready=3) == 36
     assert tested.capacity(num_ready=4) == 0
+
+
+def test_fresh_gate_counts_nothing() -> None:
+    tested = gate(100, 4, 1)
+    assert (tested.outstanding, tested.running, tested.capacity()) == (0, 0, 8)
+
+
+def test_group_fits_exactly_or_not_at_all() -> None:
+    assert gate(4, 8, 0, group_size=4).admits_group()
+    assert not gate(3, 8, 0, group_size=4).admits_group()
+    assert gate(100, 4, 0, group_size=4).admits_group()
+    assert not gate(100, 4, 0, group_size=4).admits_group(num_ready=4)
+    assert gate(100, 4, 0, group_size=4).admits_group(num_ready=3)
+
+
+def test_running_work_and_outstanding_work_bound_apart() -> None:
+    tested = gate(6, 8, 0, group_size=2)
+    tested.submitted()
+    tested.submitted()
+    assert (tested.running, tested.outstanding, tested.capacity()) == (4, 4, 2)
+    tested.finished()
+    tested.finished()
+    assert (tested.running, tested.outstanding, tested.capacity()) == (0, 4, 4)
+    tested.released(2)
+    assert (tested.running, tested.outstanding, tested.capacity()) == (0, 0, 6)
+
+
+def test_restored_group_is_outstanding_and_not_running() -> None:
+    tested = gate(100, 8, 0, group_size=2)
+    tested.restored()
+    tested.restored()
+    assert (tested.running, tested.outstanding, tested.capacity()) == (0, 4, 4)
+
+
+def test_fewer_generators_than_running_work_admit_nothing() -> None:
+    tested = gate(8, 8, 1, group_size=2)
+    for _ in range(3):
+        tested.submitted()
+    tested.max_running = 2
+    assert tested.capacity() == 0
+
+
+def test_slot_that_was_never_taken_is_not_given_back() -> None:
+    tested = gate(8, 8, 1, group_size=2)
+    with pytest.raises(AssertionError):
+        tested.finished()
+    tested = gate(8, 8, 1, group_size=2)
+    tested.submitted()
+    with pytest.raises(AssertionError, match="released twice"):
+        tested.released()

@@ -6,8 +6,11 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from socket import gethostname
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -19,12 +22,14 @@ from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import (
+    Fence,
     Writer,
     hold_lease,
     is_held,
     is_sole_writer,
     newest_lease,
     read_fences,
+    record_fence,
 )
 from areal_flow.recovery.run_directory import write_identity
 from areal_flow.recovery.takeover import take_over
@@ -255,3 +260,64 @@ def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout
     assert open_dataset(layout.trajectories).to_table().cast(TRAJECTORIES).num_rows == 2
     assert list(layout.checkpoints.iterdir()) == []
     assert [path.name for path in layout.weights.iterdir()] == ["00000003"]
+
+
+def test_lease_says_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
+    assert newest_lease(tmp_path) is None
+    before = datetime.now(UTC).replace(microsecond=0)
+    with hold_lease(tmp_path / "a" / "writers") as writer:
+        lease = newest_lease(writer.root)
+        assert lease is not None
+        assert (lease.writer_epoch, lease.pid, lease.host) == (1, os.getpid(), gethostname())
+        assert before <= datetime.fromisoformat(lease.since) <= datetime.now(UTC)
+        assert str(lease) == f"process {os.getpid()} on {gethostname()} since {lease.since}"
+        assert abs(writer.began_at - time.time()) < 60
+    with hold_lease(writer.root), hold_lease(writer.root, take_over=True) as third:
+        assert third.writer_epoch == 3
+        newest = newest_lease(writer.root)
+        assert newest is not None
+        assert newest.writer_epoch == 3
+        assert not is_sole_writer(third)
+    assert is_sole_writer(third)
+    assert [path.name for path in sorted(writer.root.iterdir())] == [
+        "00000001.lock",
+        "00000002.lock",
+        "00000003.lock",
+    ]
+
+
+def test_held_run_names_the_ways_on(tmp_path: Path) -> None:
+    with hold_lease(tmp_path), pytest.raises(RunError) as refused:
+        hold_lease(tmp_path).__enter__()
+    assert "wait for it, or stop it first" in str(refused.value)
+    assert "--take-over" in str(refused.value)
+
+
+def test_fences_are_read_as_written_oldest_first(tmp_path: Path) -> None:
+    assert read_fences(tmp_path) == ()
+    for epoch in (12, 3, 7):
+        record_fence(Writer(tmp_path, epoch), trajectory_watermark=10 * epoch, step=epoch - 1)
+    assert read_fences(tmp_path) == (Fence(3, 30, 2), Fence(7, 70, 6), Fence(12, 120, 11))
+    assert newest_lease(tmp_path) is None, "a fence is no claim"
+
+
+def test_one_of_many_that_claim_at_once_gets_the_run(tmp_path: Path) -> None:
+    """Whoever looks before the winner's claim is there is refused when it makes its own."""
+    start = Barrier(4)
+
+    def claim(root: Path) -> str:
+        start.wait()
+        try:
+            with hold_lease(root) as writer:
+                done.wait()
+                return f"epoch {writer.writer_epoch}"
+        except RunError as error:
+            done.wait()
+            return "refused" if "held by process" in str(error) else str(error)
+
+    for attempt in range(8):
+        done = Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(claim, [tmp_path / str(attempt)] * 4))
+        assert sorted(found) == ["epoch 1", "refused", "refused", "refused"]
+        assert [path.name for path in (tmp_path / str(attempt)).iterdir()] == ["00000001.lock"]

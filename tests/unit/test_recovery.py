@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
@@ -20,7 +21,17 @@ from areal_flow.recovery.plan import (
     request_from_row,
 )
 from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
-from areal_flow.types import Episode, GroupReceipt, LogHead, PolicyHashes, submission_index_of
+from areal_flow.types import (
+    Discard,
+    Episode,
+    GroupReceipt,
+    LogHead,
+    PolicyHashes,
+    TrajectoryReceipt,
+    VersionSpan,
+    submission_index_of,
+    trajectory_id,
+)
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -214,3 +225,84 @@ def test_trajectories_beyond_the_head_are_discarded() -> None:
         if t.newest_version > 2
         and not any(t.trajectory_id in row["trajectory_ids"] for row in log.rows[:3])
     }
+
+
+def receipt(index: int, member: int, *, version: int = 0, num_tokens: int = 4) -> TrajectoryReceipt:
+    spans = (VersionSpan(version, num_tokens),)
+    return TrajectoryReceipt(trajectory_id(index, member), spans, 1.0, "stop")
+
+
+def ledger_row(step: int, **columns: Any) -> dict[str, Any]:
+    return {**GENESIS, "step": step, "weights_hash": f"w{step}", **columns}
+
+
+LEDGER = [
+    ledger_row(0),
+    ledger_row(
+        1,
+        failed_submissions=[4, 1],
+        num_generated_tokens=100,
+        num_trained_tokens=60,
+        num_masked_tokens=7,
+        num_discarded_tokens=3,
+        next_submission_index=4,
+    ),
+    ledger_row(
+        2,
+        failed_submissions=[6],
+        num_generated_tokens=50,
+        num_trained_tokens=40,
+        num_masked_tokens=1,
+        num_discarded_tokens=2,
+        next_submission_index=9,
+    ),
+]
+
+
+def test_given_up_and_committed_submissions_are_not_submitted_again() -> None:
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 3, 7}), LogHead(8, 3))
+    assert planned.resubmit == (5, 8)
+    assert planned.next_submission_index == 9
+    assert (planned.policy_version, planned.weights_hash) == (2, "w2")
+    assert planned.log_head == LogHead(8, 3)
+
+
+def test_cursor_is_beyond_whatever_was_committed() -> None:
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 9, 11}), LogHead())
+    assert planned.next_submission_index == 12
+    assert planned.resubmit == (3, 5, 7, 8, 10)
+    fresh = plan_initial_state(LEDGER[:1], [], CommittedGroups(), LogHead())
+    assert (fresh.next_submission_index, fresh.resubmit) == (0, ())
+
+
+def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() -> None:
+    left = [
+        receipt(7, 0, version=2),
+        receipt(3, 0, version=1),
+        receipt(8, 0, version=3, num_tokens=5),
+        receipt(7, 1, version=2),
+    ]
+    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7, 8}), LogHead())
+    assert [(g.submission_index, g.trajectories) for g in planned.waiting] == [
+        (3, (left[1],)),
+        (7, (left[0], left[3])),
+    ]
+    assert planned.discards == (Discard(trajectory_id(8, 0), 5, "beyond_head"),)
+
+
+def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), LogHead())
+    assert planned.accounting == TokenAccounting(
+        committed=170,
+        trained=100,
+        masked=8,
+        discarded=5,
+        entries=StepEntries(num_generated_tokens=20),
+    )
+
+
+def test_newest_checkpoint_that_matches_is_chosen() -> None:
+    ledger = [{"weights_hash": f"w{step}"} for step in range(3)]
+    assert choose_checkpoint({2: "w2", 0: "w0", 1: "w1"}, ledger) == 2
+    assert choose_checkpoint({3: "w2", 2: "w1", 0: "w0"}, ledger) == 0
+    assert choose_checkpoint({0: "w0"}, []) is None

@@ -107,6 +107,19 @@ def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
     assert reopened.head.trajectory_watermark == open_dataset(path).count_rows() == 4
 
 
+def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Path) -> None:
+    committer = TrajectoryCommitter(path, WRITER)
+    head = committer.commit([written_group(path, index) for index in (2, 0, 1)])
+    assert head.trajectory_watermark == 6
+    indices = open_dataset(path).to_table()["submission_index"].to_pylist()
+    assert indices == [2, 2, 0, 0, 1, 1]
+    again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
+    assert committer.commit(again).trajectory_watermark == 8
+    assert committer.commit(again) == committer.head == committer.commit([])
+    found = TrajectoryReader(path, NOBODY).read(["00000000-0000", "00000000-0001"], ["reward"])
+    assert found["reward"].to_pylist() == [1.0, 0.0]
+
+
 def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
     committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])

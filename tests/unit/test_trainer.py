@@ -90,6 +90,25 @@ def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
     assert at == len(found)
 
 
+def test_golden_micro_batch_of_two_sequences() -> None:
+    sequences = [
+        TrainingSequence([1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0),
+        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0),
+    ]
+    micro = pack_sequences(sequences, [0.25, -2.0])
+    assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    assert micro.predicting_M.tolist() == [1, 3, 8]
+    assert micro.targets_M.tolist() == [3, 5, 10]
+    assert micro.behavior_logprobs_M.tolist() == [-0.5, -2.5, -4.5]
+    assert micro.advantages_M.tolist() == [0.25, 0.25, -2.0]
+    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+    assert (micro.predicting_M.dtype, micro.targets_M.dtype) == (torch.int64, torch.int64)
+    assert (micro.advantages_M.dtype, micro.behavior_logprobs_M.dtype) == (
+        torch.float32,
+        torch.float32,
+    )
+
+
 def gradients_after(tokens_per_micro_batch: int, **algorithm: Any) -> list[torch.Tensor]:
     trained = state(
         learning_rate=1e-12, tokens_per_micro_batch=tokens_per_micro_batch, max_grad_norm=1e9
@@ -198,6 +217,13 @@ def test_old_tokens_are_context_without_gradient() -> None:
 def test_masked_fraction_is_reported_by_position() -> None:
     found = masked_fraction_by_tenth([[False] * 2 + [True] * 8, [True] * 10])
     assert found == (0.5, 0.5, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def test_masked_fraction_of_completions_of_any_length() -> None:
+    assert masked_fraction_by_tenth([]) == (0.0,) * 10
+    assert masked_fraction_by_tenth([[False]]) == (1.0, *(0.0,) * 9)
+    found = masked_fraction_by_tenth([[False, True, True], [True] * 15 + [False] * 5, [False]])
+    assert found == (2 / 4, 0, 0, 0, 0, 0, 0, 1 / 2, 1, 1)
 
 
 def description(trained: ReplicatedBackend, step: int) -> CheckpointState:

@@ -18,7 +18,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+        if not self._ready and not self._scheduled:  # type: ignore[attr-defined]
+            raise RuntimeError("everything waits, and nothing will ever wake it")
+        if not self._ready:  # type: ignore[attr-defined]
             self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
         super()._run_once()  # type: ignore[misc]
 

@@ -1,0 +1,36 @@
+"""The bound on staleness, token by token."""
+
+from __future__ import annotations
+
+from areal_flow.algorithms.staleness import StalenessCount, count_staleness, fresh_enough
+from areal_flow.types import VersionSpan
+
+
+def test_bound_is_inclusive() -> None:
+    found = [fresh_enough(v, policy_version=5, max_staleness=2) for v in (2, 3, 4, 5)]
+    assert found == [False, True, True, True]
+    assert fresh_enough(5, policy_version=5, max_staleness=0)
+
+
+def test_tokens_are_counted_by_their_age() -> None:
+    spans = [
+        [VersionSpan(1, 10), VersionSpan(3, 4), VersionSpan(4, 3)],
+        [VersionSpan(2, 0), VersionSpan(5, 2)],
+        [],
+    ]
+    count = count_staleness(spans, policy_version=5, max_staleness=2)
+    assert count == StalenessCount(
+        num_trained=9, num_masked=10, staleness_sum=2 * 4 + 1 * 3, staleness_max=2
+    )
+    assert count.staleness_mean == 11 / 9
+
+
+def test_span_without_tokens_has_no_age() -> None:
+    spans = [[VersionSpan(3, 0), VersionSpan(4, 1)]]
+    assert count_staleness(spans, policy_version=5, max_staleness=2).staleness_max == 1
+
+
+def test_nothing_trained_has_no_staleness() -> None:
+    found = count_staleness([[VersionSpan(0, 3)]], policy_version=5, max_staleness=2)
+    assert found == StalenessCount(num_masked=3)
+    assert found.staleness_mean == 0.0

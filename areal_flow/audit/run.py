@@ -16,6 +16,7 @@ from typing import Any
 
 import duckdb
 
+from areal_flow import __version__
 from areal_flow.audit import files, rows
 from areal_flow.audit.database import (
     CHECKPOINTS,

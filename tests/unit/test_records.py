@@ -18,7 +18,7 @@ from areal_flow.types import Discard, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")
 GENESIS = genesis_row(
-    PolicyHashes("weights", "optimizer", "served"),
+    PolicyHashes("weights", "served"),
     provenance=PROVENANCE,
     numeric_environment='{"device": "cpu"}',
 )

@@ -20,6 +20,7 @@ class DecoupledPPO(CriticFree):
     """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5)."""
 
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
+    """Which algorithm trains; each has settings of its own."""
     epsilon: float = Field(0.2, gt=0)
     """How far u may leave 1 before the clip ends a token's gradient."""
     epsilon_high: float | None = Field(None, gt=0)

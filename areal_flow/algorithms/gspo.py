@@ -16,6 +16,7 @@ class GSPO(CriticFree):
     """Group sequence policy optimization (arXiv 2507.18071, section 4)."""
 
     name: Literal["gspo"] = "gspo"
+    """Which algorithm trains; each has settings of its own."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one loss; the paper's is the mean over sequences."""
     epsilon: float = Field(3e-4, gt=0)

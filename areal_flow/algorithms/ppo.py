@@ -15,6 +15,7 @@ class PPO(CriticFree):
     """PPO with a clipped surrogate (arXiv 1707.06347, eq. 7) and an entropy bonus (eq. 9)."""
 
     name: Literal["ppo"] = "ppo"
+    """Which algorithm trains; each has settings of its own."""
     epsilon: float = Field(0.2, gt=0)
     """How far the ratio may leave 1 before the clip ends a token's gradient."""
     epsilon_high: float | None = Field(None, gt=0)

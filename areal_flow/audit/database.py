@@ -123,7 +123,7 @@ class AuditDatabase:
         """
         for rule, advice, query in _rules(name):
             found = self._connection.execute(
-                f"SELECT *, count(*) OVER () FROM (\n{query}) LIMIT {MAX_PER_RULE}"
+                f"SELECT *, count(*) OVER () FROM (\n{query}) ORDER BY 1 LIMIT {MAX_PER_RULE}"
             ).fetchall()
             for number, (where, expected, value, total) in enumerate(found, 1):
                 finding = Finding(rule, where, str(expected), str(value), ADVICE[advice])

@@ -24,7 +24,7 @@ class MultiTurn(Settings):
     """Answers, and tries again after the verifier's message, up to `max_turns` times in all."""
 
     name: Literal["multi_turn"] = "multi_turn"
-    """This workflow's name."""
+    """What an episode is; each workflow has settings of its own."""
     max_turns: int = Field(2, ge=1)
     """How many answers a conversation has at most."""
     turn_discount: float = Field(0.9, gt=0, le=1)

@@ -18,7 +18,7 @@ class ImportedWorkflow(Settings):
     """A workflow of one's own, beside the package."""
 
     name: Literal["imported"] = "imported"
-    """Says that the workflow is found by its import path."""
+    """What an episode is: a workflow that is found by its import path."""
     path: str
     """`package.module:Class`, or a function that returns a `Workflow`."""
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -15,7 +15,7 @@ class SingleTurn(Settings):
     """Question and answer."""
 
     name: Literal["single_turn"] = "single_turn"
-    """This workflow's name."""
+    """What an episode is; each workflow has settings of its own."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory: the completion of the prompt."""

@@ -9,7 +9,7 @@ that they change, so that errors name field, value and rule however a value was 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
@@ -78,7 +78,10 @@ def all_settings(recipe: type[BaseModel] = Recipe) -> Iterator[tuple[str, str, l
         found: dict[str, Setting] = {}
         tables = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
         for model in sections(tables[0] if tables else field.annotation):
-            found |= {setting.name: setting for setting in settings_of(model, f"{name}.")}
+            for setting in settings_of(model, f"{name}."):
+                known = found.setdefault(setting.name, setting)
+                choices = dict.fromkeys((*known.choices, *setting.choices))
+                found[setting.name] = replace(known, choices=tuple(choices))
         if found:
             heading = f"[[{name}]]" if tables else name
             yield heading, field.description or "", list(found.values())

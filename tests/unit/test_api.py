@@ -18,6 +18,7 @@ import pipelines.api
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import write_identity
 from pipelines.api import rows_of
 from pipelines.jobs import Job
 from pipelines.stop_signals import Outcome, StopSignals, wait_for
@@ -62,6 +63,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, 
 
     def start(job: Job, layout: RunLayout, recipe: Recipe, *, fill: Any, **_: Any) -> Outcome:
         layout.root.mkdir(parents=True)
+        write_identity(layout)
         layout.config.write_text("")
         found.append((job.command, layout, fill(layout, recipe)))
         return Outcome(True)

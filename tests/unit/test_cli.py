@@ -11,6 +11,7 @@ import pytest
 import pipelines.jobs
 from areal_flow.config import Recipe
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import write_identity
 from pipelines.cli.main import app, main
 from pipelines.cli.settings import all_settings, settings_page
 from pipelines.stop_signals import Outcome
@@ -138,17 +139,23 @@ def test_ui_and_track_find_what_they_show(
     assert main(["ui", "--runs", str(tmp_path)]) == 1
     assert "mlflow.db, found none" in capsys.readouterr().err
     tracked: list[tuple[Path, str]] = []
-    monkeypatch.setattr(
-        "areal_flow.tracking.track", lambda *given: tracked.append(given), raising=False
-    )
+
+    def track(run_directory: Path, uri: str) -> int:
+        tracked.append((run_directory, uri))
+        return 3
+
+    monkeypatch.setattr("areal_flow.tracking.registry.track", track)
     (tmp_path / "r").mkdir()
+    write_identity(RunLayout(tmp_path / "r"))
     (tmp_path / "r" / "config.toml").write_text("")
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
     assert tracked == [((tmp_path / "r").resolve(), "http://there")]
+    assert "it lacked 3 steps" in capsys.readouterr().out
 
 
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r").mkdir()
+    write_identity(RunLayout(tmp_path / "r"))
     (tmp_path / "r" / "config.toml").write_text("num_steps = 3\n")
     runs = ["--runs", str(tmp_path), "train", "--resume", "r"]
     for changed in (["--seed", "1"], ["--name", "s"], ["--prompts", "p.jsonl"], ["r.toml"]):

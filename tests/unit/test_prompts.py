@@ -11,12 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.config import PromptSettings, Recipe, build_recipe
+from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.files import Question
 from areal_flow.prompts.prepare import prepare_prompts
-from areal_flow.prompts.sources import Questions
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
 from pipelines.arithmetic.sums import (
@@ -103,20 +101,6 @@ def test_metadata_of_parquet_is_json_whatever_its_types(tmp_path: Path, layout: 
     prepare_prompts(recipe(tmp_path / "p.parquet", num_held_out=0), layout)
     first = PromptTable(layout.train_prompts, seed=0).row(0)
     assert first.metadata == {"written": "2024-05-01", "sizes": [1, None]}
-
-
-def test_source_of_ones_own_is_passed_by_name(tmp_path: Path, layout: RunLayout) -> None:
-    def counting(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
-        def questions(first: int) -> Questions:
-            return lambda: (
-                Question(f"q{n}", f"{n} =", str(n), 1, f"item {n}") for n in range(first, first + 9)
-            )
-
-        return questions(seed), questions(100)
-
-    prepared = prepare_prompts(recipe(tmp_path / "unread"), layout, sources={"file": counting})
-    assert (prepared.num_train, prepared.num_held_out) == (9, 4)
-    assert PromptTable(layout.held_out_prompts, seed=0).row(0).prompt_id == "q0"
 
 
 def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> None:

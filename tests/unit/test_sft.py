@@ -123,7 +123,7 @@ def test_loss_that_is_not_finite_is_refused_before_the_update() -> None:
     with torch.no_grad():
         next(broken.backend.policy.parameters()).fill_(float("nan"))
     before = broken.backend.fingerprint()
-    with pytest.raises(TrainingError, match=r"sft\.learning_rate"):
+    with pytest.raises(TrainingError, match="expected a finite loss and gradient"):
         broken.take_step()
     assert broken.backend.fingerprint() == before
 

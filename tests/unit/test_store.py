@@ -116,7 +116,9 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Pa
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
     assert committer.commit(again).trajectory_watermark == 8
     assert committer.commit(again) == committer.head == committer.commit([])
-    found = TrajectoryReader(path, NOBODY).read(["00000000-0000", "00000000-0001"], ["reward"])
+    found = TrajectoryReader(path, NOBODY).read(
+        ["00000000-0000-00", "00000000-0001-00"], ["reward"]
+    )
     assert found["reward"].to_pylist() == [1.0, 0.0]
 
 

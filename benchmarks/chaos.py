@@ -51,7 +51,7 @@ SETTINGS = {
     "prompts.num-prompts": "4000",
     "prompts.num-held-out": "0",
     "warm-start.num-steps": "20",
-    "generation.num-slots": "32",
+    "generation.max-num-seqs": "32",
     "generation.max-new-tokens": "24",
     "generation.context-tokens": "64",
     "controller.batch-size": "128",

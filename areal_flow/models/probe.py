@@ -51,12 +51,12 @@ _WEIGHT_GAIN = 3.0
 """Random weights are this much larger than usual, so that caps, scales and windows matter."""
 
 
-def probe_policy(directory: Path, *, max_model_len: int) -> None:
+def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
     """Refuse a model that engine and trainer would not compute as its own forward does.
 
     Args:
         directory: a Hugging Face model directory.
-        max_model_len: tokens of the longest sequence that the run may make.
+        max_model_len: tokens of the longest sequence that the run may make; 0: not known.
 
     Raises:
         ModelError: naming the architecture and what is not supported, what differs (which pass,

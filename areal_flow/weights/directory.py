@@ -125,10 +125,12 @@ def publish_model_directory(source: Path, root: Path) -> None:
     """Publish a model directory's weights as version 0, for programs that only generate.
 
     Raises:
-        ModelError: the directory cannot be loaded.
+        ModelError: the directory cannot be loaded, or its policy would not be served as it is.
     """
     from areal_flow.models.policy import load_policy, policy_tensors
+    from areal_flow.models.probe import probe_policy
 
+    probe_policy(source)
     writer = DirectoryWriter(root)
     writer.stage(0, policy_tensors(load_policy(source)))
     writer.publish(0)

@@ -238,7 +238,7 @@ DAMAGES: dict[str, tuple[str, Callable[[RunLayout], object]]] = {
     "another recipe": ("config-hash", change_recipe),
     "no recipe": ("unreadable", lambda run: run.config.unlink()),
     "an unknown setting": ("unreadable", lambda run: run.config.write_text("a = 1")),
-    "a row breaks its schema": ("schema", edit_ledger(setting(2, clip_fraction=2.0))),
+    "a row breaks its schema": ("schema", edit_ledger(setting(2, staleness_mean=-1.0))),
     "the watermark goes back": (
         "watermark-order",
         edit_ledger(setting(4, trajectory_watermark=1)),

@@ -18,7 +18,7 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
 )
-from areal_flow.cluster.launch import RunningCluster, launch_cluster
+from areal_flow.cluster.launch import RunningCluster, check_cluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
@@ -78,7 +78,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
     load_verifier(recipe.rewards.verifier)
-    place_workers(recipe)
+    check_cluster(recipe)
     if recipe.model == TINY_MODEL:
         write_tiny_model(layout.model, max_model_len=recipe.generation.max_model_len)
     else:

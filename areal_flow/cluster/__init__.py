@@ -1,1 +1,1 @@
-"""Dask: the worker processes of a run, what they hold, and the controller's protocols over tasks."""
+"""The only importer of Dask below `pipelines`: a run's workers, and protocols over tasks."""

@@ -18,7 +18,7 @@ from areal_flow.cluster.adapters import (
     DaskTrainer,
     DaskWeights,
 )
-from areal_flow.cluster.launch import RunningCluster, launch_cluster
+from areal_flow.cluster.launch import RunningCluster, check_cluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
@@ -74,7 +74,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     WeightedRewards(recipe.rewards, layout.rewards)
     load_workflow(recipe.workflow)
     require_engine(recipe.generation.engine)
-    place_workers(recipe)
+    check_cluster(recipe)
     prepare_model(recipe, layout)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)

@@ -1,1 +1,1 @@
-"""Dask: a run's worker processes, what they hold, and the controller's protocols over tasks."""
+"""The only importer of Dask below `pipelines`: a run's workers, and protocols over tasks."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from distributed.core import rpc
 
+from areal_flow.cluster.elasticity import add_to, remove_from
 from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.network import connection_security
 from areal_flow.cluster.pool import WorkerPool
@@ -49,8 +50,8 @@ def serve_pool(pool: WorkerPool) -> None:
         if request == "list":
             return [asdict(status) for status in pool_status(pool)]
         if request == "add":
-            return await pool.add(arguments["role"], arguments["num_workers"])
-        return await pool.remove(arguments["name"])
+            return await add_to(pool, arguments["role"], arguments["num_workers"])
+        return await remove_from(pool, arguments["name"])
 
     pool.scheduler.handlers[HANDLER] = answer
 

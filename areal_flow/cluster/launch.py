@@ -15,11 +15,11 @@ from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.health import HealthMonitor
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.network import connection_security
-from areal_flow.cluster.placement import WorkerPlacement, machines_of
+from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.cluster.worker_process import DASK_SETTINGS
-from areal_flow.config import ClusterSettings
+from areal_flow.config import ClusterSettings, Recipe
 from areal_flow.errors import ConfigError
 
 DASHBOARD_HOST = "127.0.0.1"
@@ -34,6 +34,17 @@ class RunningCluster:
     pool: WorkerPool
     scheduler: str
     dashboard: str
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """Refuse what could not be launched, while nothing is started yet.
+
+    Raises:
+        ConfigError: GPUs are missing, the launcher is unknown, or a certificate is missing.
+    """
+    place_workers(recipe)
+    make_launcher("", recipe.cluster)
+    connection_security(recipe.cluster.network)
 
 
 @asynccontextmanager
@@ -56,7 +67,7 @@ async def launch_cluster(
             pool = WorkerPool(scheduler, launcher, machines_of(settings))
             serve_pool(pool)
             try:
-                await pool.start(placements)
+                await pool.start_until_joined(placements)
                 client = Client(scheduler.address, asynchronous=True, security=security)
                 async with client, HealthMonitor(pool, settings).watching():
                     await client.register_plugin(plugin)

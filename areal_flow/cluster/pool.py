@@ -7,9 +7,9 @@ Lives in the driver's process. How a process starts and ends is the launcher's t
 | a process registers, from anywhere | the scheduler      | subscribers get the number          |
 | a process is registered no more    | the scheduler      | its tasks run elsewhere             |
 | a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
-| `add`, `remove`                    | `control`          | the launcher starts or stops one    |
+| workers are added or removed       | `elasticity`       | the launcher starts or stops some   |
 | a worker hangs                     | `health`           | `kill`                              |
-| the last of a role is quarantined  | the rule in `registry` | `guard` raises                  |
+| the last of a role is quarantined  | the registry       | `guard` raises                      |
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -28,13 +26,12 @@ import dask
 from distributed import SchedulerPlugin
 
 from areal_flow.cluster.launchers.protocol import Launcher
-from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement, place_beside
+from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
-from areal_flow.errors import EngineError, RunError
+from areal_flow.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-ELASTIC_ROLES = ("generator", "reward")
 START_TIMEOUT_S = 120.0
 RETIRE_TIMEOUT_S = 20.0
 """How long finished results may take to move off a worker that leaves."""
@@ -46,12 +43,11 @@ class WorkerPool:
     """The live set of workers, those of the driver's own and those that joined from elsewhere."""
 
     def __init__(self, scheduler: Any, launcher: Launcher, machines: Machines) -> None:
-        """Take the scheduler (of this process), and what starts processes on which machines."""
+        """Take this process's scheduler, and what starts processes on which machines."""
         self.scheduler = scheduler
         self.registry = WorkerRegistry()
         self._launcher = launcher
-        self._machines = machines
-        self._templates: dict[str, WorkerPlacement] = {}
+        self.machines = machines
         self._joining: dict[str, asyncio.Future[None]] = {}
         self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -60,15 +56,6 @@ class WorkerPool:
         scheduler.add_plugin(PoolPlugin(self))
 
     # The life of the pool
-
-    async def start(self, placements: Sequence[WorkerPlacement]) -> None:
-        """Start the first workers; return once all have joined.
-
-        Raises:
-            EngineError: the process of one ended first, or took too long.
-        """
-        self._templates = {placement.role: placement for placement in reversed(placements)}
-        await self._start_until_joined(placements)
 
     def close(self) -> None:
         """Note that from here on processes end because the run does."""
@@ -165,37 +152,14 @@ class WorkerPool:
         for receive in self._subscribers:
             receive(len(self.generators()))
 
-    # Joining and leaving on request
+    # Starting, leaving
 
-    async def add(self, role: str, num_workers: int) -> list[str]:
-        """Start workers like the first of this role; return their names once they have joined.
+    async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
+        """Start workers; return once all have joined.
 
         Raises:
-            RunError: no such role, or it cannot grow.
-            ConfigError: no GPU is free.
-            EngineError: a process did not start; then none of them stays.
+            EngineError: the process of one ended first, or took too long.
         """
-        if role not in ELASTIC_ROLES:
-            raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
-        if num_workers < 1:
-            raise RunError(f"expected to add 1 worker or more, found {num_workers}")
-        placed = [m.placement for m in self.registry.all() if m.placement and m.is_expected]
-        added: list[WorkerPlacement] = []
-        for _ in range(num_workers):
-            name = self._free_name(role, [placement.name for placement in added])
-            like = replace(self._templates[role], name=name)
-            added.append(place_beside(like, [*placed, *added], self._machines))
-        try:
-            await self._start_until_joined(added)
-        except EngineError:
-            for placement in added:
-                record = self.registry.named(placement.name)
-                if record is not None:
-                    await self._retire(record)
-            raise
-        return [placement.name for placement in added]
-
-    async def _start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
         names = [placement.name for placement in placements]
         joining = {name: asyncio.get_running_loop().create_future() for name in names}
         self._joining |= joining
@@ -215,27 +179,8 @@ class WorkerPool:
             for name in names:
                 del self._joining[name]
 
-    async def remove(self, name: str) -> None:
-        """Retire a worker: finished results move to others, its tasks run again elsewhere.
-
-        Raises:
-            RunError: there is none of that name, or the run needs this one.
-        """
-        record = self.registry.named(name)
-        if record is None:
-            known = ", ".join(m.name for m in self.registry.all() if m.is_expected)
-            raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
-        if record.role == "trainer":
-            raise RunError(f"{name} trains and cannot be removed; stop the run instead")
-        others = [m for m in self.registry.present(record.role) if m is not record]
-        if record.role and not others:
-            raise RunError(
-                f"{name} is the last {record.title} of this run and cannot be removed; add "
-                "another first"
-            )
-        await self._retire(record)
-
-    async def _retire(self, record: WorkerRecord) -> None:
+    async def retire(self, record: WorkerRecord) -> None:
+        """End a worker for good, once its finished results have moved to others."""
         record.is_leaving = True
         self._notify()
         if record.address:
@@ -263,10 +208,6 @@ class WorkerPool:
             with suppress(OSError):
                 asked = getattr(self.scheduler.rpc(record.nanny), request)(reason="areal-flow")
                 await asyncio.wait_for(asked, RETIRE_TIMEOUT_S)
-
-    def _free_name(self, role: str, also_taken: Sequence[str]) -> str:
-        taken = {m.name for m in self.registry.all()} | set(map(str, self.scheduler.aliases))
-        return next(n for i in count() if (n := f"{role}-{i}") not in {*taken, *also_taken})
 
     # Hanging, dying and starting again
 

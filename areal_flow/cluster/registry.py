@@ -102,6 +102,10 @@ class WorkerRegistry:
         """Return every record, first come first."""
         return list(self._by_key.values())
 
+    def first(self, role: str) -> WorkerPlacement:
+        """Return how the driver started the first worker of this role."""
+        return next(m.placement for m in self.all() if m.role == role and m.placement)
+
     def present(self, role: str) -> list[WorkerRecord]:
         """Return who is registered and wanted."""
         return [m for m in self._by_key.values() if m.role == role and m.is_present]

@@ -85,7 +85,7 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
 ) -> None:
     async def live() -> None:
         async with empty_pool(settings) as pool:
-            await pool.start([generator(settings, AREAL_FLOW_TEST="a b'c")])
+            await pool.start_until_joined([generator(settings, AREAL_FLOW_TEST="a b'c")])
             process = await process_of(pool)
             async with Client(pool.scheduler.address, asynchronous=True) as client:
                 found = await client.submit(
@@ -108,7 +108,7 @@ def test_worker_runs_tasks_in_its_environment_until_it_is_stopped(
 def test_killed_and_stopped_workers_are_noticed_and_start_again(settings: ClusterSettings) -> None:
     async def die_twice() -> None:
         async with empty_pool(settings) as pool:
-            await pool.start([generator(settings)])
+            await pool.start_until_joined([generator(settings)])
             (record,) = pool.registry.all()
             first = await process_of(pool)
             os.kill(first.pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_process_that_cannot_start_ends_the_start_with_its_last_words(
         async with empty_pool(settings) as pool:
             broken = generator(settings, PYTHONHOME="/nowhere")
             with pytest.raises(EngineError, match=r"generator-0 to start.*exit status 1: .+"):
-                await pool.start([broken])
+                await pool.start_until_joined([broken])
 
     run(fail)
 
@@ -143,7 +143,7 @@ from tests.contracts.test_launchers import empty_pool, generator, process_of
 
 async def live(settings):
     async with empty_pool(settings) as pool:
-        await pool.start([generator(settings)])
+        await pool.start_until_joined([generator(settings)])
         print((await process_of(pool)).pid, flush=True)
         await asyncio.sleep(600)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.placement import (
     VISIBLE_GPUS,
     Machines,
@@ -16,6 +17,8 @@ from areal_flow.cluster.placement import (
 )
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
+
+TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def recipe(
@@ -101,6 +104,23 @@ def test_visible_gpus_are_those_of_the_driver_the_recipe_or_the_machine(
 ) -> None:
     environment = {} if visible is None else {VISIBLE_GPUS: visible}
     assert visible_gpus(environment, num_found, stated=stated) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rule"),
+    [
+        ({"launcher": "shh"}, "cluster.launcher = 'shh': expected one of local, ssh"),
+        ({"launcher": "ssh"}, "needs cluster.remote.hosts"),
+        ({"num_gpus": 1}, "found 1 GPU"),
+        (
+            {"num_gpus": 2, "network": dict.fromkeys(TLS, "/nowhere")},
+            "cluster.network.tls_ca = '/nowhere': there is no such file",
+        ),
+    ],
+)
+def test_what_could_not_be_launched_is_refused_early(cluster: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        check_cluster(recipe(**{"num_gpus": 2} | cluster))
 
 
 def test_gpus_of_other_machines_are_stated_not_found() -> None:

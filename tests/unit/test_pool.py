@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from areal_flow.cluster.elasticity import add_to, remove_from
 from areal_flow.cluster.launchers.protocol import OnExit
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
@@ -104,7 +105,7 @@ def with_pool(
 
 def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start([*TWO, TRAINER])
+        await pool.start_until_joined([*TWO, TRAINER])
         numbers: list[int] = []
         pool.subscribe(numbers.append)
         launcher.end("generator-0", "exit status 1: out of memory")
@@ -120,7 +121,7 @@ def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers(
 
 def test_worker_that_keeps_dying_is_quarantined_and_the_last_of_its_role_breaks_the_pool() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start(TWO)
+        await pool.start_until_joined(TWO)
         for _ in range(3):
             launcher.end("generator-0", "killed by signal 9")
             await asyncio.sleep(1)
@@ -143,7 +144,7 @@ def test_worker_that_does_not_start_ends_the_start_with_its_cause(broken: str, c
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         launcher.broken["generator-1"] = broken
         with pytest.raises(EngineError, match=rf"generator-1 to start.*{cause}.*start again"):
-            await pool.start(TWO)
+            await pool.start_until_joined(TWO)
         assert launcher.num_started == 2
 
     with_pool(test)
@@ -154,7 +155,7 @@ def test_start_has_a_limit_and_names_who_is_missing() -> None:
         launcher.silent.add("generator-1")
         began = asyncio.get_running_loop().time()
         with pytest.raises(EngineError, match="expected generator-1 to join within 120 s"):
-            await pool.start(TWO)
+            await pool.start_until_joined(TWO)
         assert asyncio.get_running_loop().time() - began == pytest.approx(START_TIMEOUT_S)
 
     with_pool(test)
@@ -162,10 +163,10 @@ def test_start_has_a_limit_and_names_who_is_missing() -> None:
 
 def test_added_worker_that_does_not_start_is_taken_back() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start(TWO)
+        await pool.start_until_joined(TWO)
         launcher.broken["generator-3"] = "exit status 1: no memory"
         with pytest.raises(EngineError, match="generator-3 to start"):
-            await pool.add("generator", 2)
+            await add_to(pool, "generator", 2)
         await asyncio.sleep(1)
         assert set(launcher.running) == {"generator-0", "generator-1"}
         assert len(pool.generators()) == 2
@@ -175,20 +176,20 @@ def test_added_worker_that_does_not_start_is_taken_back() -> None:
 
 def test_removed_worker_is_stopped_and_stays_away() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start([*TWO, TRAINER])
-        await pool.remove("generator-0")
+        await pool.start_until_joined([*TWO, TRAINER])
+        await remove_from(pool, "generator-0")
         await asyncio.sleep(1)
         assert set(launcher.running) == {"generator-1", "trainer-0"}
         for name in ("generator-1", "trainer-0", "generator-0"):
             with pytest.raises(RunError):
-                await pool.remove(name)
+                await remove_from(pool, name)
 
     with_pool(test)
 
 
 def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start([*TWO, TRAINER])
+        await pool.start_until_joined([*TWO, TRAINER])
         await pool.replace(pool.generators()[0], why="it hangs")
         launcher.silent.add("trainer-0")
         await pool.replace("trainer-0", why="its group has ended")
@@ -204,7 +205,7 @@ def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None
 
 def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start(TWO)
+        await pool.start_until_joined(TWO)
         working = asyncio.ensure_future(pool.guard(asyncio.sleep(60)))
         await asyncio.sleep(1)
         pool.scheduler_ends()
@@ -221,12 +222,12 @@ def test_worker_is_added_on_a_free_gpu_or_not_at_all() -> None:
     needing = WorkerPlacement("generator-0", "generator", 4, needs_gpu=True)
 
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
-        await pool.start([place_beside(needing, [], machines)])
-        assert await pool.add("generator", 1) == ["generator-1"]
+        await pool.start_until_joined([place_beside(needing, [], machines)])
+        assert await add_to(pool, "generator", 1) == ["generator-1"]
         with pytest.raises(ConfigError, match="all 2 taken"):
-            await pool.add("generator", 1)
-        await pool.remove("generator-0")
-        assert await pool.add("generator", 1) == ["generator-2"]
+            await add_to(pool, "generator", 1)
+        await remove_from(pool, "generator-0")
+        assert await add_to(pool, "generator", 1) == ["generator-2"]
         placed = {m.name: m.placement.gpu for m in pool.registry.all() if m.placement}
         assert placed == {"generator-0": "0", "generator-1": "1", "generator-2": "0"}
 

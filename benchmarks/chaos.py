@@ -50,10 +50,10 @@ Moment = Literal["any", "commit", "append", "checkpoint", "start"]
 SETTINGS = {
     "prompts.num-prompts": "4000",
     "prompts.num-held-out": "0",
-    "warm-start.num-steps": "20",
+    "sft.num-steps": "20",
     "generation.max-num-seqs": "32",
     "generation.max-new-tokens": "24",
-    "generation.context-tokens": "64",
+    "generation.max-model-len": "64",
     "controller.batch-size": "128",
     "controller.group-size": "8",
     "trainer.checkpoint-every-steps": "3",

@@ -33,7 +33,7 @@ LONG_STEPS = {
     "controller.batch-size": "4096",
     "controller.group-size": "16",
     "generation.max-num-seqs": "128",
-    "warm-start.num-steps": "200",
+    "sft.num-steps": "200",
     "trainer.checkpoint-every-steps": "5",
     "trainer.learning-rate": "1e-9",
 }

@@ -17,6 +17,7 @@ from areal_flow.config import (
     parse_overrides,
 )
 from areal_flow.errors import ConfigError
+from benchmarks import chaos, failures
 
 RECIPES = sorted((Path(__file__).parents[2] / "pipelines" / "recipes").glob("*.toml"))
 
@@ -82,6 +83,12 @@ def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> None:
     overrides = {"prompts": {"path": "prompts.jsonl"}} if path.stem != "arithmetic" else {}
     recipe = load_recipe(path, overrides)
     assert Recipe.model_validate(tomllib.loads(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize("settings", [chaos.SETTINGS, failures.LONG_STEPS])
+def test_benchmarks_ask_for_settings_that_exist(settings: dict[str, str]) -> None:
+    asked = parse_overrides([f"{name}={value}" for name, value in settings.items()])
+    load_recipe(next(path for path in RECIPES if path.stem == "arithmetic"), asked)
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.algorithms.staleness import fresh_enough, trainable_mask
+from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.audit.database import FILES, FORKS, RECIPE, AuditDatabase
 from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
 from areal_flow.audit.rows import check_schema, conform
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
-from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow
 from tests.rows import group_table
 
@@ -86,14 +85,14 @@ def random_row(rng: random.Random, index: int) -> dict[str, Any]:
 
 
 def trained_ages(row: dict[str, Any], *, policy_version: int, max_staleness: int) -> list[int]:
-    """Return the staleness of each trained token, token by token."""
-    spans = [VersionSpan(s["version"], s["length"]) for s in row["version_spans"]]
+    """Return the staleness of each trained token, token by token, as the trainer decides it."""
+    versions = [span["version"] for span in row["version_spans"] for _ in range(span["length"])]
     bound = {"policy_version": policy_version, "max_staleness": max_staleness}
-    fresh = trainable_mask(spans, **bound)
-    versions = [version for version, length in spans for _ in range(length)]
-    assert fresh == [fresh_enough(version, **bound) for version in versions]
-    tokens = zip(versions, fresh, row["loss_mask"], strict=True)
-    return [policy_version - version for version, is_fresh, chosen in tokens if is_fresh and chosen]
+    return [
+        policy_version - version
+        for version, chosen in zip(versions, row["loss_mask"], strict=True)
+        if chosen and fresh_enough(version, **bound)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -173,7 +173,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
     "another recipe": ("config-hash", edit_recipe("max_staleness = 2", "max_staleness = 1")),
     "a fork of another ledger": ("fork-recorded", other_fork),
-    "a row breaks its schema": ("schema", edit_ledger(put(2, clip_fraction=2.0))),
+    "a row breaks its schema": ("schema", edit_ledger(put(2, learning_rate=-1.0))),
     # the ledger and the log
     "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
     "an unknown trajectory": (

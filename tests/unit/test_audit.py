@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
+from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.audit.database import FILES, FORKS, RECIPE, AuditDatabase
 from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
 from areal_flow.audit.rows import check_schema, conform
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
-from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow
 from tests.rows import group_table
 

@@ -3,6 +3,7 @@
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
 nox -s tests [-- ARGS]     unit, contract and integration tests
 nox -s lint types          ruff, import-linter, mypy
+nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
 nox -s bench               benchmarks, as tables and JSON
 nox -s ui                  the MLflow UI on 127.0.0.1
 nox -s docs                the documentation as a site, links checked
@@ -56,6 +57,12 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly."""
     run(session, "mypy")
+
+
+@nox.session
+def mutate(session: nox.Session) -> None:
+    """Break the core in a sample of places; fail if the unit tests notice too few of them."""
+    run(session, "python", "-m", "tests.mutation.mutate", *session.posargs)
 
 
 @nox.session

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.audit.database import FILES, FORKS, RECIPE, AuditDatabase
 from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
 from areal_flow.audit.rows import check_schema, conform

@@ -325,7 +325,7 @@ def test_one_of_many_that_claim_at_once_gets_the_run(tmp_path: Path) -> None:
             return "refused" if "held by process" in str(error) else str(error)
 
     for attempt in range(8):
-        done = Barrier(4)
+        done = Barrier(4, timeout=10)
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(claim, [tmp_path / str(attempt)] * 4))
         assert sorted(found) == ["epoch 1", "refused", "refused", "refused"]

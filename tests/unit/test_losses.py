@@ -87,6 +87,22 @@ def test_loss_and_gradient_equal_brute_force(
     assert float(loss.detach()) == pytest.approx(total, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [(1.5, 1.0, -1.2), (0.5, 1.0, -0.5), (1.5, -1.0, 1.5), (0.5, -1.0, 0.8), (1.1, 2.0, -2.2)],
+)
+def test_clip_ends_a_fifth_from_the_proximal_policy(
+    ratio: float, advantage: float, expected: float
+) -> None:
+    loss = decoupled_ppo_loss(
+        torch.tensor([log(ratio)], dtype=torch.float64),
+        proximal_logprobs_T=torch.zeros(1, dtype=torch.float64),
+        behavior_logprobs_T=torch.zeros(1, dtype=torch.float64),
+        advantages_T=torch.tensor([advantage], dtype=torch.float64),
+    )
+    assert float(loss.loss_sum) == pytest.approx(expected)
+
+
 def test_first_minibatch_is_never_clipped() -> None:
     found = DecoupledPPO().loss(inputs(proximal=LOGPROBS))
     assert found.metrics["clip_fraction"].value == 0

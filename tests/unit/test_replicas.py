@@ -115,6 +115,15 @@ def test_every_sequence_is_some_ranks_and_batches_are_alike() -> None:
         assert max(tokens) - min(tokens) <= 64
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_ranks_have_equally_many_micro_batches(num_ranks: int) -> None:
+    how = replace(settings(num_minibatches=2), num_ranks=num_ranks)
+    for minibatch in plan_micro_batches(make_sequences(50), step=1, settings=how, max_tokens=64):
+        assert len(minibatch) == num_ranks
+        assert len({len(micro_batches) for micro_batches in minibatch}) == 1
+        assert all(micro_batches for micro_batches in minibatch)
+
+
 def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
     def leave_or_wait(replicas: GlooGroup) -> Any:
         if replicas.leads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,13 @@ def test_golden_micro_batch_of_two_sequences() -> None:
     )
 
 
+def test_sequence_without_a_trained_token_is_packed_as_context() -> None:
+    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)], [1.0])
+    assert micro.input_ids_1T.tolist() == [[1, 2, 3]]
+    assert (micro.predicting_M.shape, micro.predicting_M.dtype) == ((0,), torch.int64)
+    assert (micro.targets_M.shape, micro.targets_M.dtype) == ((0,), torch.int64)
+
+
 def gradients_after(tokens_per_micro_batch: int, **algorithm: Any) -> list[torch.Tensor]:
     trained = state(
         learning_rate=1e-12, tokens_per_micro_batch=tokens_per_micro_batch, max_grad_norm=1e9
@@ -183,6 +191,15 @@ def test_non_finite_loss_is_refused_before_the_update() -> None:
     with pytest.raises(TrainingError, match="finite"):
         train_step(trained, broken, step=1, settings=settings(num_minibatches=1))
     assert trained.fingerprint() == before
+
+
+def test_gradient_that_overflows_is_refused_though_the_loss_is_finite() -> None:
+    trained = state()
+    before = trained.weights_hash()
+    sequences = [replace(sequence, reward=sequence.reward * 1e30) for sequence in make_sequences()]
+    with pytest.raises(TrainingError, match=r"finite"):
+        train_step(trained, sequences, step=1, settings=settings(num_minibatches=1))
+    assert trained.weights_hash() == before
 
 
 def test_training_raises_the_probability_of_what_was_rewarded() -> None:

@@ -17,6 +17,7 @@ from areal_flow.audit.rows import check_schema, conform
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
+from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow
 from tests.rows import group_table
 

@@ -94,13 +94,8 @@ def test_loss_and_gradient_equal_brute_force(
 def test_clip_ends_a_fifth_from_the_proximal_policy(
     ratio: float, advantage: float, expected: float
 ) -> None:
-    loss = decoupled_ppo_loss(
-        torch.tensor([log(ratio)], dtype=torch.float64),
-        proximal_logprobs_T=torch.zeros(1, dtype=torch.float64),
-        behavior_logprobs_T=torch.zeros(1, dtype=torch.float64),
-        advantages_T=torch.tensor([advantage], dtype=torch.float64),
-    )
-    assert float(loss.loss_sum) == pytest.approx(expected)
+    found = DecoupledPPO().loss(inputs([log(ratio)], [0.0], [0.0], [advantage]))
+    assert float(found.losses_T) == pytest.approx(expected)
 
 
 def test_first_minibatch_is_never_clipped() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from areal_flow.weights.hashing import HashingStage
 
 from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
@@ -30,6 +29,7 @@ from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest
+from areal_flow.weights.channel import HashingWriter
 from tests.policies import write_model_directory
 from tests.rows import written_group
 
@@ -50,7 +50,7 @@ def layout(tmp_path: Path) -> RunLayout:
     TrajectoryCommitter(layout.trajectories, WRITER).commit(written)
     ledger = Ledger(layout.steps, WRITER)
     read = TrainingRows(layout.trajectories, layout.writers)
-    rank = TrainerRank(layout, recipe, channel=HashingStage(), read_rows=read)
+    rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
     rank.adopt(load_policy(layout.model))
     hashes, environment = rank.genesis()
     ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))

@@ -99,8 +99,7 @@ async def add_workers(
 ) -> list[str]:
     """Start workers; return their names once they have joined."""
     request = {"role": role, "num_workers": num_workers}
-    names: list[str] = await _ask(scheduler, network, "add", within_s=180, **request)
-    return names
+    return list(await _ask(scheduler, network, "add", within_s=180, **request))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings = LOOPBACK) -> None:

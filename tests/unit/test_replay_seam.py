@@ -25,6 +25,7 @@ from areal_flow.models.policy import load_policy
 from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.replay import replay_step
+from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.rank import TrainerRank
@@ -43,6 +44,7 @@ def layout(tmp_path: Path) -> RunLayout:
     layout = RunLayout(tmp_path / "r")
     write_model_directory(layout.model)
     recipe = build_recipe({"algorithm": {"advantage": "rloo", "num_minibatches": 2}}, source="")
+    write_identity(layout)
     layout.config.write_text(dump_recipe(recipe))
     create_ledger(layout.steps)
     create_trajectories(layout.trajectories)

@@ -32,7 +32,7 @@ LONG_STEPS = {
     **SETTINGS,
     "controller.batch-size": "4096",
     "controller.group-size": "16",
-    "generation.num-slots": "128",
+    "generation.max-num-seqs": "128",
     "warm-start.num-steps": "200",
     "trainer.checkpoint-every-steps": "5",
     "trainer.learning-rate": "1e-9",

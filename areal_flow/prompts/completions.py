@@ -51,8 +51,12 @@ def tokenise_completions(
             prompt_lengths.append(len(prompt))
             lengths.append(length)
     target.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {"tokens": tokens, "prompt_lengths": prompt_lengths, "lengths": lengths}
-    np.savez(target, **{name: np.array(values, np.int32) for name, values in arrays.items()})
+    np.savez(
+        target,
+        tokens=np.array(tokens, np.int32),
+        prompt_lengths=np.array(prompt_lengths, np.int32),
+        lengths=np.array(lengths, np.int32),
+    )
     return len(lengths)
 
 

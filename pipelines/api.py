@@ -209,7 +209,7 @@ def _shipped(reward: Callable[..., Any] | str, layout: RunLayout) -> str:
     if isinstance(reward, str):
         return reward
     shipping = import_module("areal_flow.rewards.shipping")
-    return str(shipping.ship_function(reward, layout.rewards))
+    return str(shipping.ship_function(reward, layout.root / "rewards"))
 
 
 @contextmanager

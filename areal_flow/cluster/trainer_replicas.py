@@ -26,7 +26,7 @@ NOTICE_S = 10.0
 class ReplaceWorker(Protocol):
     """Ends a worker and has another started in its place."""
 
-    def __call__(self, worker: str, *, why: str) -> Awaitable[None]: ...
+    def __call__(self, name: str, /, *, why: str) -> Awaitable[None]: ...
 
 
 class TrainerReplicas:

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
     except CycloptsError as error:
-        print(f"areal-flow: {error} `areal-flow COMMAND --help` lists options.", file=sys.stderr)
+        advice = "`areal-flow COMMAND --help` lists options; `replay` takes settings as --set "
+        print(f"areal-flow: {error} {advice}SECTION.KEY=VALUE.", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"areal-flow: {error}", file=sys.stderr)

@@ -191,6 +191,8 @@ class BigramEngine:
     def add(self, request: GroupRequest) -> None:
         if not request.prompt_tokens:
             raise EngineError(f"request {request.request_id} has an empty prompt")
+        if request.request_id in self._groups:
+            raise EngineError(f"request {request.request_id} is running already")
         partials = {index: _Partial() for index in range(len(request.seeds))}
         self._groups[request.request_id] = (request, partials)
 

@@ -31,7 +31,7 @@ class EngineCore(Protocol):
         """Queue a group.
 
         Raises:
-            EngineError: the request can never fit.
+            EngineError: the request can never fit, or one of its id is running.
         """
         ...
 

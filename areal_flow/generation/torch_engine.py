@@ -116,6 +116,8 @@ class TorchEngine:
             )
         if not request.prompt_tokens:
             raise EngineError(f"request {request.request_id} has an empty prompt")
+        if request.request_id in self._groups:
+            raise EngineError(f"request {request.request_id} is running already")
         self._groups[request.request_id] = _Group(request)
         self._scheduler.add(request.request_id, len(request.seeds))
 

@@ -43,15 +43,18 @@ class EpisodeServices(Protocol):
     def decode(self, tokens: Tokens) -> str: ...
 
 
+_REQUEST_NUMBERS = count()
+"""An evaluation rolls out the same submission indices as training, maybe at the same time."""
+
+
 class GroupRequests:
     """The requests of a group's members, made one where they are equal."""
 
     def __init__(self, name: str, prompt: Prompt, services: EpisodeServices) -> None:
-        """Take a name that no other group of these services has."""
+        """Take a name for the requests; their ids are unique in this process all the same."""
         self.services = services
         self._name = name
         self._prompt = prompt
-        self._numbers = count()
         self.completions = Coalescer(self._generate)
         self.scores = Coalescer(self._score)
 
@@ -60,7 +63,7 @@ class GroupRequests:
     ) -> Sequence[Completion]:
         _, tokens, max_new_tokens = key
         sampling = replace(self.services.sampling, max_new_tokens=max_new_tokens)
-        request_id = f"{self._name}.{next(self._numbers)}"
+        request_id = f"{self._name}.{next(_REQUEST_NUMBERS)}"
         return await self.services.generate(
             GroupRequest(request_id, tokens, tuple(seeds), sampling)
         )

@@ -323,6 +323,15 @@ def test_empty_prompt_is_refused(subject: Subject) -> None:
         subject.make().add(GroupRequest("r", (), (1,), Sampling(4)))
 
 
+def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
+    engine = subject.make()
+    engine.add(request_of("r"))
+    with pytest.raises(EngineError, match="running already"):
+        engine.add(request_of("r"))
+    assert list(run_all(engine)) == ["r"]
+    engine.add(request_of("r"))
+
+
 def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
     """Chi-square of 4,000 sampled pairs against the exact probability of each pair."""
     sampling = Sampling(max_new_tokens=2, temperature=0.9)

@@ -236,6 +236,17 @@ def test_equal_questions_of_one_turn_become_one_request_and_later_ones_another()
     assert sent == [("a", [0, 1, 2]), ("b", [3, 4]), ("a", [7])]
 
 
+def test_training_and_evaluation_of_one_submission_never_share_a_request_id() -> None:
+    services = FakeServices(wrong)
+
+    async def side_by_side() -> None:
+        await asyncio.gather(*(run_group(SingleTurn(), episode_of(), services) for _ in range(2)))
+
+    asyncio.run(side_by_side())
+    ids = [request.request_id for request in services.requests]
+    assert len(ids) == len(set(ids)) == 2
+
+
 def test_request_ends_when_nobody_waits_for_it_and_not_before() -> None:
     ended: list[str] = []
 

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 
 @dataclass(slots=True)

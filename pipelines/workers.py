@@ -26,8 +26,7 @@ from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster

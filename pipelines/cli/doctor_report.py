@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2

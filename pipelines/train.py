@@ -36,12 +36,11 @@ from areal_flow.models.directory import (
 )
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.bootstrap import commit_genesis, restore_policy
+from areal_flow.recovery.bootstrap import commit_genesis, restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
-from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.weighted import WeightedRewards
 from areal_flow.store.committed import CommittedLedger, CommittedLog
 from areal_flow.store.consumption import read_unconsumed

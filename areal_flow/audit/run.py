@@ -32,9 +32,14 @@ from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
-from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
+from areal_flow.store.dataset import (
+    COMMIT_ORDER,
+    evaluations_that_count,
+    open_dataset,
+    read_errors,
+    trajectories_that_count,
+)
 from areal_flow.store.ledger import STEPS, LedgerReader
-from areal_flow.store.visibility import evaluations_that_count, trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 KINDS = (

@@ -1,11 +1,15 @@
-"""What both Lance datasets share: creation, opening, maintenance, durability, clear disk errors."""
+"""What all Lance datasets share: creation, opening, which rows count, durability, clear errors.
+
+All rows count but those that a driver wrote after its run was taken over. A run that was never
+taken over from a driver that was alive has no fences and needs no condition.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -16,6 +20,7 @@ from lance.optimize import Compaction
 
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import ArealFlowError, RunError, StorageError
+from areal_flow.recovery.lease import read_fences
 
 FORMAT_VERSION = "2.2"
 ROWS_PER_FRAGMENT = 1024
@@ -71,6 +76,36 @@ def open_dataset(path: Path) -> lance.LanceDataset:
         index_cache_size_bytes=CACHE_BYTES, metadata_cache_size_bytes=CACHE_BYTES
     )
     return lance.dataset(str(path), session=session)
+
+
+def trajectories_that_count(writers: Path) -> str | None:
+    """Return the condition on trajectories, or None where all count."""
+    return _that_count(writers, f"{COMMIT_ORDER} < {{fence.trajectory_watermark}}")
+
+
+def evaluations_that_count(writers: Path) -> str | None:
+    """Return the condition on held-out answers, or None where all count."""
+    return _that_count(writers, f"{COMMIT_ORDER} < {{fence.evaluation_watermark}}")
+
+
+def steps_that_count(writers: Path) -> str | None:
+    """Return the condition on ledger rows, or None where all count."""
+    return _that_count(writers, "step <= {fence.step}")
+
+
+def both(first: str | None, second: str | None) -> str | None:
+    """Return a condition that holds where both do; None holds everywhere."""
+    return _all_of(f"({condition})" for condition in (first, second) if condition)
+
+
+def _that_count(writers: Path, older: str) -> str | None:
+    """Return the condition that a row is of a fence's epoch or a later one, or `older`."""
+    rule = f"(writer_epoch >= {{fence.writer_epoch}} OR {older})"
+    return _all_of(rule.format(fence=fence) for fence in read_fences(writers))
+
+
+def _all_of(conditions: Iterable[str]) -> str | None:
+    return " AND ".join(conditions) or None
 
 
 @contextmanager

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.dataset import create_dataset, open_dataset
+from areal_flow.store.dataset import both, create_dataset, open_dataset, steps_that_count
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.store.visibility import both, steps_that_count
 from schemas import StepRow, arrow_schema
 
 STEPS = arrow_schema(StepRow)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,14 +29,6 @@ from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a restored trainer stands; its hash differs from the ledger's after a fork."""
-
-    weights_hash: str
-    num_replayed: int
 
 
 def take_over(layout: RunLayout, writer: Writer) -> None:
@@ -95,8 +87,12 @@ async def restore_policy(
     recipe: Recipe,
     ledger: Ledger,
     channel: WeightsWriter,
-) -> Restored:
+) -> tuple[str, int]:
     """Bring all trainer ranks to the ledger's head and publish its weights.
+
+    Returns:
+        The hash of the weights, another than the ledger's after a fork, and how many steps were
+        replayed.
 
     Raises:
         RunError: there is no usable checkpoint.
@@ -124,7 +120,7 @@ async def restore_policy(
     while replay.step < ledger.head:
         note_fork(layout, await replay.advance())
     channel.publish(ledger.head)
-    return Restored(replay.hashes.weights_hash, num_replayed=ledger.head - replay.checkpoint)
+    return replay.hashes.weights_hash, ledger.head - replay.checkpoint
 
 
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -46,12 +45,7 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._on_signal, number.name)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in STOPPING if self._in_main_thread else ():
             self._loop.remove_signal_handler(number)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.audit.pieces import scan
+from areal_flow.audit.rows import scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError

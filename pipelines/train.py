@@ -43,7 +43,7 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
 from areal_flow.rewards.weighted import WeightedRewards
-from areal_flow.store.committed import CommittedLedger, CommittedLog
+from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
@@ -140,8 +140,7 @@ class Training:
         self.rollouts = DaskRollouts(client, DirectoryReader(weights))
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
-        self.log = CommittedLog(self.committer)
-        self.committed_ledger = CommittedLedger(self.ledger)
+        self.logs = CommittedLogs(self.committer, self.ledger)
         self.replicas = TrainerReplicas(
             client, num_ranks=recipe.cluster.num_trainers, replace=self.cluster.pool.replace
         )
@@ -221,8 +220,7 @@ class Training:
             if deadline is not None:
                 deadline.cancel()
             await flow.close()
-            await self.log.close()
-            await self.committed_ledger.close()
+            await self.logs.close()
             await self.checkpoints.settle()
         if flow.policy_version > start.policy_version:
             await self.checkpoints.complete()
@@ -309,8 +307,8 @@ class Training:
         backends = FlowBackends(
             prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=self.rollouts,
-            log=self.log,
-            ledger=self.committed_ledger,
+            log=self.logs,
+            ledger=self.logs,
             trainer=self.trainer,
             weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
             observer=self,

@@ -39,7 +39,7 @@ from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.controller.seeds import group_seeds
 from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
-from areal_flow.store.committed import CommittedLedger, CommittedLog
+from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
 from areal_flow.testing import FakePrompts
@@ -235,18 +235,17 @@ async def run(
     genesis = genesis_row(PolicyHashes("w0", "s"), provenance=provenance, numeric_environment="{}")
     ledger.append(genesis)
     work = FakeWork(root / "trajectories.lance", executor)
-    log, kept = CommittedLog(committer), CommittedLedger(ledger)
+    logs = CommittedLogs(committer, ledger)
     reporter = Reporter(root, num_steps, work, committer, ledger)
     flow = Flow(
         replace(LIMITS, num_steps=num_steps),
-        FlowBackends(FakePrompts(), work, log, kept, work, work, reporter),
+        FlowBackends(FakePrompts(), work, logs, logs, work, work, reporter),
         InitialState(weights_hash="w0"),
         provenance,
     )
     await run_async_schedule(flow)
     await flow.close()
-    await log.close()
-    await kept.close()
+    await logs.close()
     reporter.reports[-1]["append_median_of_all_ms"] = median(reporter.append_ms)
     return reporter.reports
 

@@ -33,15 +33,8 @@ def make_arithmetic(recipe: Recipe) -> tuple[list[Question], list[Question]]:
     settings = recipe.prompts
 
     def stream(number: int, size: int) -> list[Question]:
-        return list(
-            arithmetic_questions(
-                size=size,
-                seed=recipe.seed,
-                min_terms=settings.min_terms,
-                max_terms=settings.max_terms,
-                stream=number,
-            )
-        )
+        terms = {"min_terms": settings.min_terms, "max_terms": settings.max_terms}
+        return [*arithmetic_questions(size=size, seed=recipe.seed, stream=number, **terms)]
 
     held_out = stream(0, settings.num_held_out)
     held_out_texts = {question.text for question in held_out}

@@ -113,7 +113,6 @@ def _drive(
     again = f"Everything committed is safe. Continue with: areal-flow {job.command} --resume "
     again += layout.name
     state: State = "failed"
-    reason = ""
     try:
         outcome = wait_for(
             lambda: job.drive(layout, recipe, writer=writer, resume=resume, began=began)
@@ -121,8 +120,8 @@ def _drive(
         state = "finished" if outcome.finished else "stopped"
         reason = outcome.stopped_by
     except BaseException as error:
-        forced = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        state = "stopped" if forced else "failed"
+        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            state = "stopped"
         reason = str(error)[:500]
         raise
     finally:

@@ -1,7 +1,8 @@
-"""Finds what a user calls a model: a run, a registry reference, or a path."""
+"""Finds what a user calls a model: a run, a registry reference, or a path; and hands it out."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +11,13 @@ from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.recovery.run_directory import find_run
-from areal_flow.tracking.mlflow import RegisteredVersion, model_source, registered_version
+from areal_flow.tracking.mlflow import RegisteredVersion, registered_version
 from areal_flow.tracking.registry import default_tracking_uri
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
+
+_TRAINING_ONLY = ("optimizer.safetensors", "state.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Pa
         ModelError: there is nothing of that name.
     """
     if reference.startswith("models:/"):
-        directory = model_source(registry or default_tracking_uri(runs), reference)
+        directory = registered_version(registry or default_tracking_uri(runs), reference).source
         if not directory.is_dir():
             raise ModelError(f"{reference} points to {directory}, which is gone")
         return directory
@@ -48,6 +51,21 @@ def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Pa
     raise ModelError(
         f"expected a run in {runs}, models:/NAME@ALIAS or a model directory, found {reference!r}"
     )
+
+
+def export(source: Path, directory: Path) -> None:
+    """Copy a checkpoint's configuration, tokenizer and weights: a plain Hugging Face directory.
+
+    Raises:
+        ModelError: the directory is not empty.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise ModelError(f"{directory} is not empty; give a new directory")
+    shutil.copytree(
+        source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_TRAINING_ONLY)
+    )
+    print(f"Exported {source} to {directory}. Load it with:")
+    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
 def newest_checkpoint(layout: RunLayout) -> Path:

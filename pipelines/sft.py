@@ -106,8 +106,8 @@ async def first_policy(
     if not num_steps and any(source.glob("*.safetensors")):
         return source
     taken, num_lost = -1, 0
-    with signals.finishing_steps() as stop:
-        while taken < num_steps and not stop.requested:
+    with signals.finishing_steps(lambda: None):
+        while taken < num_steps and not signals.received:
             try:
                 taken, loss = await replicas.lead(sft_chunk, source)
                 if num_steps:

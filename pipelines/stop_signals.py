@@ -10,8 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -27,31 +26,16 @@ class Outcome:
     stopped_by: str = ""
 
 
-class Stoppable(Protocol):
-    """What can end after its current step."""
-
-    def request_stop(self) -> None: ...
-
-
-class StopRequest:
-    """Remembers that somebody asked for a stop."""
-
-    requested = False
-
-    def request_stop(self) -> None:
-        self.requested = True
-
-
 class StopSignals:
     """Handles both signals while it is entered; made and used on the event loop.
 
-    Until `training` names something there is no step to finish, and the first signal ends
-    everything. Python handles signals in the main thread only: elsewhere this handles none.
+    Outside `finishing_steps` there is no step to finish, and the first signal ends everything.
+    Python handles signals in the main thread only: elsewhere this handles none.
     """
 
     def __init__(self) -> None:
         self.received: list[str] = []
-        self._flow: Stoppable | None = None
+        self._request_stop: Callable[[], None] | None = None
         self._driver = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -61,34 +45,24 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._on_signal, number.name)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in STOPPING if self._in_main_thread else ():
             self._loop.remove_signal_handler(number)
 
     @contextmanager
-    def finishing_steps(self) -> Iterator[StopRequest]:
+    def finishing_steps(self, request_stop: Callable[[], None]) -> Iterator[None]:
         """Let the first signal only ask for a stop, while it is entered."""
-        request = StopRequest()
-        self.training(request)
+        self._request_stop = request_stop
         try:
-            yield request
+            yield
         finally:
-            self.training(None)
-
-    def training(self, flow: Stoppable | None) -> None:
-        """Say what is training, or that nothing is any more."""
-        self._flow = flow
+            self._request_stop = None
 
     def _on_signal(self, name: str) -> None:
         self.received.append(name)
-        if self._flow is not None and len(self.received) == 1:
+        if self._request_stop is not None and len(self.received) == 1:
             print(f"\n{name}: finishing this step; once more to stop at once", flush=True)
-            self._flow.request_stop()
+            self._request_stop()
         elif self._driver is not None:
             print(f"\n{name}: stopping at once", flush=True)
             # What is dropped in mid-air now has nothing to tell anybody.

@@ -1,45 +1,40 @@
-"""Summarises a finished run: `summary.json`, a table, and the next commands to type."""
+"""Summarises a finished run: numbers for `summary.json`, a table, and the next commands to type."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
-
-
-@dataclass(slots=True)
-class EvaluationPair:
-    """What a summary is made of."""
-
-    before: EvaluationTable | None = None
-    after: EvaluationTable | None = None
-    model_version: str | None = None
+from pipelines.cli.tables import make_console, print_table
 
 
 def summarise(
-    evaluations: EvaluationPair,
+    held_out: Mapping[str, EvaluationTable],
     ledger: Sequence[dict[str, Any]],
     *,
     num_generators: int,
     seconds_total: float,
+    model_version: str | None,
 ) -> dict[str, Any]:
-    """Return the summary of a whole run from its ledger, the genesis first."""
+    """Return the summary of a whole run.
+
+    Args:
+        held_out: the evaluations "before" and "after", as far as there are any.
+        ledger: every row, the genesis first.
+    """
     genesis, *steps = ledger
     num_trained = _sum(steps, "num_trained_tokens")
     num_masked = _sum(steps, "num_masked_tokens")
     seconds = _sum(steps, "seconds_step")
     weighted = sum(row["staleness_mean"] * row["num_trained_tokens"] for row in steps)
     return {
-        "held_out_before": _rate(evaluations.before),
-        "held_out_after": _rate(evaluations.after),
+        "held_out_before": _rate(held_out.get("before")),
+        "held_out_after": _rate(held_out.get("after")),
         "seconds_warm_start": genesis["seconds_train"],
         "seconds_training": seconds,
         "seconds_total": seconds_total,
@@ -51,10 +46,10 @@ def summarise(
         "tokens_per_second_generated": _sum(steps, "num_generated_tokens") / max(1e-9, seconds),
         "tokens_per_second_trained": num_trained / max(1e-9, seconds),
         "overlap_efficiency": overlap_efficiency(steps, num_generators=num_generators),
-        "model_version": evaluations.model_version,
+        "model_version": model_version,
         "by_difficulty": {
-            "before": _by_difficulty(evaluations.before),
-            "after": _by_difficulty(evaluations.after),
+            "before": _by_difficulty(held_out.get("before")),
+            "after": _by_difficulty(held_out.get("after")),
         },
     }
 
@@ -69,18 +64,17 @@ def overlap_efficiency(steps: Sequence[dict[str, Any]], *, num_generators: int) 
     return min(1.0, max(generating, training) / seconds) if seconds else 0.0
 
 
-def write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
-    """Write `summary.json`."""
-    layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-
-
 def print_summary(
-    layout: RunLayout, summary: dict[str, Any], evaluations: EvaluationPair, *, model: str
+    layout: RunLayout,
+    summary: dict[str, Any],
+    held_out: Mapping[str, EvaluationTable],
+    *,
+    model: str,
 ) -> None:
     """Show what the run did and what to type next."""
     console = make_console()
-    if evaluations.before and evaluations.after:
-        _print_rates(console, evaluations.before, evaluations.after)
+    if len(held_out) == 2:
+        _print_rates(console, held_out["before"], held_out["after"])
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
         f"(warm start {summary['seconds_warm_start']:.0f} s, all "

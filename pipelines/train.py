@@ -1,13 +1,14 @@
-"""A recipe in, a trained and registered policy out: assembles every part and runs the flow."""
+"""Training as stages in order: prepared, begun or restored, evaluated, trained, evaluated again.
+
+What a stage computes is known to the parts that it assembles; this module knows their order.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -36,31 +37,28 @@ from areal_flow.models.directory import (
 )
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.bootstrap import commit_genesis, restore_policy
+from areal_flow.recovery.bootstrap import commit_genesis, restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
-from areal_flow.recovery.takeover import take_over
 from areal_flow.rewards.weighted import WeightedRewards
-from areal_flow.store.committed import CommittedLedger, CommittedLog
+from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
-from areal_flow.types import EngineStats, EvaluationTable
+from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
-from pipelines.summary import EvaluationPair, print_summary, summarise, write_summary
+from pipelines.summary import print_summary, summarise
 from pipelines.workers import reachable
-
-logger = logging.getLogger(__name__)
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
@@ -87,77 +85,64 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
 async def run_training(
     layout: RunLayout, recipe: Recipe, *, writer: Writer, resume: bool, began: float
 ) -> Outcome:
-    """Start the cluster, begin or restore the policy, train, evaluate, summarise.
+    """Start the cluster, go through the stages, and summarise a run that is finished.
 
     Args:
         writer: this driver's right to write the run.
         resume: whether the run has a past.
         began: `monotonic()` when the program began, for the summary and `max_minutes`.
     """
-    progress = make_progress(
-        num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
-    )
+    num_generators = recipe.cluster.num_generators
+    progress = make_progress(num_steps=recipe.num_steps, num_generators=num_generators)
     if resume:
         take_over(layout, writer)
     tracking = start_tracking(layout, recipe)
     status = "FAILED"
-    signals = StopSignals()
     try:
-        with signals:
+        with StopSignals() as signals:
             async with launch_cluster(
-                place_workers(recipe),
-                recipe.cluster,
-                RunPlugin(layout.root, writer.writer_epoch),
+                place_workers(recipe), recipe.cluster, RunPlugin(layout.root, writer.writer_epoch)
             ) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
-                session = Session(layout, recipe, cluster, progress, tracking, signals, writer)
+                run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
-                    outcome = await cluster.pool.guard(session.run(resume=resume, began=began))
+                    outcome = await cluster.pool.guard(run.go_through_stages(resume=resume))
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
         await asyncio.to_thread(tracking.close, None if writer.is_superseded else status)
     if outcome.finished:
-        session.evaluations.model_version = tracking.model_version
-        session.summarise(began)
+        run.summarise()
     return outcome
 
 
-class Session:
-    """One driver's work on a run, with the cluster up."""
+@dataclass
+class Training:
+    """One driver's work on a run, with the cluster up: a method a stage, in their order."""
 
-    def __init__(
-        self,
-        layout: RunLayout,
-        recipe: Recipe,
-        cluster: RunningCluster,
-        progress: Progress,
-        tracking: RunTracking,
-        signals: StopSignals,
-        writer: Writer,
-    ) -> None:
-        self.layout = layout
-        self.recipe = recipe
-        self.cluster = cluster
-        self.client = client = cluster.client
-        self.progress = progress
-        self.tracking = tracking
-        self.signals = signals
-        self.writer = writer
-        self.evaluations = EvaluationPair()
-        epoch = writer.writer_epoch
-        self.provenance = Provenance(epoch, recipe.digest(), f"areal-flow {__version__}")
-        self.weights = layout.weights_of(epoch)
-        self.channel = DirectoryWriter(self.weights)
-        self.rollouts = DaskRollouts(client, DirectoryReader(self.weights))
+    layout: RunLayout
+    recipe: Recipe
+    writer: Writer
+    cluster: RunningCluster
+    progress: Progress
+    tracking: RunTracking
+    signals: StopSignals
+    began: float
+
+    def __post_init__(self) -> None:
+        layout, recipe, writer, client = self.layout, self.recipe, self.writer, self.cluster.client
+        self.held_out: dict[str, EvaluationTable] = {}
+        self.provenance = Provenance(
+            writer.writer_epoch, recipe.digest(), f"areal-flow {__version__}"
+        )
+        weights = layout.weights_of(writer.writer_epoch)
+        self.channel = DirectoryWriter(weights)
+        self.rollouts = DaskRollouts(client, DirectoryReader(weights))
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
-        self.log = CommittedLog(self.committer)
-        self.committed_ledger = CommittedLedger(self.ledger)
+        self.logs = CommittedLogs(self.committer, self.ledger)
         self.replicas = TrainerReplicas(
-            client,
-            num_ranks=recipe.cluster.num_trainers,
-            replace=cluster.pool.replace,
+            client, num_ranks=recipe.cluster.num_trainers, replace=self.cluster.pool.replace
         )
         self.trainer = DaskTrainer(client, self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
@@ -166,46 +151,31 @@ class Session:
             ledger=self.ledger,
             trajectories=self.committer.maintenance,
             trainer=self.trainer,
-            registry=tracking,
+            registry=self.tracking,
             writer=writer,
         )
 
-    async def run(self, *, resume: bool, began: float) -> Outcome:
+    async def go_through_stages(self, *, resume: bool) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
         begun = resume and self.ledger.head >= 0
         start, _ = await asyncio.gather(
-            self._restore() if begun else self._begin(),
-            self._on_generators(tasks.import_engine),
+            self.restore() if begun else self.begin(), self._on_generators(tasks.import_engine)
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
         await self._on_generators(tasks.prepare_generator)
-        self.evaluations.before = self._earlier_evaluation("before") or (
-            await self._evaluate("before", 0) if start.policy_version == 0 else None
-        )
-        flow = self._flow(replace(start, engine_totals=await self._engine_totals()))
-        self.signals.training(flow)
-        self.cluster.pool.subscribe(partial(self._follow_generators, flow))
-        with self._deadline(flow, began):
-            try:
-                await SCHEDULES[self.recipe.schedule](flow)
-            finally:
-                self.signals.training(None)
-                await flow.close()
-                await self.log.close()
-                await self.committed_ledger.close()
-                await self.checkpoints.settle()
-        if flow.policy_version > start.policy_version:
-            await self.checkpoints.complete()
+        if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
+            self.held_out["before"] = tabulate(rows)
+        elif start.policy_version == 0:
+            await self.evaluate("before", 0)
+        version = await self.train(start)
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
-        self.evaluations.after = await self._evaluate("after", flow.policy_version)
+        await self.evaluate("after", version)
         return Outcome(True)
 
-    def _follow_generators(self, flow: Flow, num_generators: int) -> None:
-        flow.set_max_running(max_running_trajectories(self.recipe, num_generators=num_generators))
-
-    async def _begin(self) -> InitialState | None:
+    async def begin(self) -> InitialState | None:
+        """Make version 0, by supervised fine-tuning if the recipe asks for it; None if stopped."""
         self.progress.phase("Making the first policy")
         began = monotonic()
         source = await first_policy(
@@ -221,7 +191,8 @@ class Session:
             await self.trainer.restore()  # only the leader has version 0 so far
         return self._plan()
 
-    async def _restore(self) -> InitialState:
+    async def restore(self) -> InitialState:
+        """Bring the trainer to the ledger's head, and find what is to be done again."""
         self.progress.phase("Restoring the policy from checkpoint and ledger")
         weights_hash = await self.trainer.restore()
         start = replace(self._plan(), weights_hash=weights_hash)
@@ -231,60 +202,34 @@ class Session:
         )
         return start
 
-    def _plan(self) -> InitialState:
-        unconsumed, committed = read_unconsumed(
-            self.layout.trajectories, self.layout.writers, self.ledger
+    async def train(self, start: InitialState) -> int:
+        """Train until all steps are done, time is over or a signal came; return the version."""
+        totals = await self._on_generators(tasks.engine_stats)
+        flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        self.cluster.pool.subscribe(
+            lambda num_generators: flow.set_max_running(self._max_running(num_generators))
         )
-        return plan_initial_state(
-            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head
-        )
+        deadline = None
+        if self.recipe.max_minutes is not None:
+            left = self.recipe.max_minutes * 60 - (monotonic() - self.began)
+            deadline = asyncio.get_running_loop().call_later(max(0.0, left), flow.request_stop)
+        try:
+            with self.signals.finishing_steps(flow.request_stop):
+                await SCHEDULES[self.recipe.schedule](flow)
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            await flow.close()
+            await self.logs.close()
+            await self.checkpoints.settle()
+        if flow.policy_version > start.policy_version:
+            await self.checkpoints.complete()
+        return flow.policy_version
 
-    async def _restore_trainer(self) -> str:
-        restored = await restore_policy(
-            self.replicas, self.layout, self.recipe, self.ledger, self.channel
-        )
-        self.progress.update(f"the trainer is restored: {restored.num_replayed} steps replayed")
-        return restored.weights_hash
-
-    async def _engine_totals(self) -> tuple[EngineStats, ...]:
-        return tuple((await self._on_generators(tasks.engine_stats)).values())
-
-    async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
-        results: dict[str, Any] = await self.client.run(
-            function, workers=self.cluster.pool.generators(), on_error="ignore"
-        )
-        return results
-
-    def _flow(self, initial: InitialState) -> Flow:
-        recipe, controller = self.recipe, self.recipe.controller
-
-        config = FlowConfig(
-            batch_size=controller.batch_size,
-            group_size=controller.group_size,
-            max_staleness=controller.max_staleness,
-            max_running=max_running_trajectories(
-                recipe, num_generators=recipe.cluster.num_generators
-            ),
-            num_steps=recipe.num_steps,
-            run_seed=recipe.seed,
-            max_attempts=controller.max_attempts,
-            max_consecutive_failures=controller.max_consecutive_failures,
-            keeps_group=recipe.algorithm.keeps_group,
-        )
-        backends = FlowBackends(
-            prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
-            rollouts=self.rollouts,
-            log=self.log,
-            ledger=self.committed_ledger,
-            trainer=self.trainer,
-            weights=DaskWeights(self.client, self.channel, self.cluster.pool),
-            observer=self,
-        )
-        return Flow(config, backends, initial, self.provenance)
-
-    async def _evaluate(self, name: str, version: int) -> EvaluationTable | None:
+    async def evaluate(self, name: str, version: int) -> None:
+        """Answer the held-out prompts, if there are any, with the version that is served."""
         if not self.recipe.prompts.num_held_out:
-            return None
+            return
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
@@ -297,7 +242,24 @@ class Session:
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
-        return tabulate(rows)
+        self.held_out[name] = tabulate(rows)
+
+    def summarise(self) -> None:
+        """Write and print the summary of the whole run, earlier drivers' lives included."""
+        earlier = read_state(self.layout).seconds_driven
+        model_version, settings = self.tracking.model_version, self.recipe.tracking
+        summary = summarise(
+            self.held_out,
+            self.ledger.rows(),
+            num_generators=self.recipe.cluster.num_generators,
+            seconds_total=earlier + monotonic() - self.began,
+            model_version=model_version,
+        )
+        self.writer.check_current()
+        self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        is_here = model_version is not None and not settings.uri
+        model = f"models:/{settings.registered_model}@current" if is_here else self.layout.name
+        print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:
         """Show a committed step, and have it tracked and checkpointed."""
@@ -305,42 +267,50 @@ class Session:
         self.tracking.wake()
         await self.checkpoints.after_step(row)
 
-    def _model_reference(self) -> str:
-        """Return what other commands call the model: its registered name, or the run's."""
-        settings = self.recipe.tracking
-        registered = self.tracking.model_version is not None and not settings.uri
-        return f"models:/{settings.registered_model}@current" if registered else self.layout.name
-
-    def _earlier_evaluation(self, name: str) -> EvaluationTable | None:
-        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
-        return tabulate(rows) if rows else None
-
-    @contextlib.contextmanager
-    def _deadline(self, flow: Flow, began: float) -> Iterator[None]:
-        if self.recipe.max_minutes is None:
-            yield
-            return
-        left = self.recipe.max_minutes * 60 - (monotonic() - began)
-        timer = asyncio.get_running_loop().call_later(max(0.0, left), flow.request_stop)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def summarise(self, began: float) -> None:
-        """Write and print the summary of the whole run, earlier drivers' lives included."""
-        earlier = read_state(self.layout).seconds_driven
-        summary = summarise(
-            self.evaluations,
-            self.ledger.rows(),
-            num_generators=self.recipe.cluster.num_generators,
-            seconds_total=earlier + monotonic() - began,
+    def _plan(self) -> InitialState:
+        unconsumed, committed = read_unconsumed(
+            self.layout.trajectories, self.layout.writers, self.ledger
         )
-        self.writer.check_current()
-        write_summary(self.layout, summary)
-        print_summary(
-            self.layout,
-            summary,
-            self.evaluations,
-            model=self._model_reference(),
+        return plan_initial_state(
+            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head
         )
+
+    async def _restore_trainer(self) -> str:
+        weights_hash, num_replayed = await restore_policy(
+            self.replicas, self.layout, self.recipe, self.ledger, self.channel
+        )
+        self.progress.update(f"the trainer is restored: {num_replayed} steps replayed")
+        return weights_hash
+
+    async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:
+        results: dict[str, Any] = await self.cluster.client.run(
+            function, workers=self.cluster.pool.generators(), on_error="ignore"
+        )
+        return results
+
+    def _max_running(self, num_generators: int) -> int:
+        return max_running_trajectories(self.recipe, num_generators=num_generators)
+
+    def _flow(self, initial: InitialState) -> Flow:
+        recipe, controller = self.recipe, self.recipe.controller
+        config = FlowConfig(
+            batch_size=controller.batch_size,
+            group_size=controller.group_size,
+            max_staleness=controller.max_staleness,
+            max_running=self._max_running(recipe.cluster.num_generators),
+            num_steps=recipe.num_steps,
+            run_seed=recipe.seed,
+            max_attempts=controller.max_attempts,
+            max_consecutive_failures=controller.max_consecutive_failures,
+            keeps_group=recipe.algorithm.keeps_group,
+        )
+        backends = FlowBackends(
+            prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
+            rollouts=self.rollouts,
+            log=self.logs,
+            ledger=self.logs,
+            trainer=self.trainer,
+            weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
+            observer=self,
+        )
+        return Flow(config, backends, initial, self.provenance)

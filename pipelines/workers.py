@@ -12,13 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.cluster.control import (
-    LOOPBACK,
-    WorkerStatus,
-    add_workers,
-    list_workers,
-    remove_worker,
-)
+from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.cluster.worker_process import PRELOAD
 from areal_flow.config import NetworkSettings, load_recipe
@@ -26,8 +20,7 @@ from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
@@ -112,18 +105,3 @@ def join_command(
         }
     flags = [text for flag, value in options.items() for text in (flag, str(value))]
     return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
-
-
-def add(runs: Path, name: str, *, role: str, num_workers: int) -> None:
-    """Have a running run start more workers."""
-    layout, scheduler = scheduler_of(runs, name)
-    network = load_recipe(layout.config).cluster.network
-    names = asyncio.run(add_workers(scheduler, role, num_workers, network))
-    print(f"{', '.join(names)} joined {name}")
-
-
-def remove(runs: Path, name: str, worker: str) -> None:
-    """Have a running run retire a worker."""
-    layout, scheduler = scheduler_of(runs, name)
-    asyncio.run(remove_worker(scheduler, worker, load_recipe(layout.config).cluster.network))
-    print(f"{worker} left {name}; what it was doing runs again elsewhere")

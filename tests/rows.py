@@ -22,6 +22,7 @@ from areal_flow.types import (
 )
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
+from pipelines.arithmetic.sums import ANSWER_MARK
 
 
 def group_table(
@@ -58,3 +59,8 @@ def written_group(path: Path, index: int, **arguments: object) -> GroupReceipt:
     """Write a group's fragments, uncommitted."""
     table = group_table(index, **arguments)  # type: ignore[arg-type]
     return GroupReceipt(index, write_group(path, table), receipts(table))
+
+
+def is_chain_of_thought(completion: str) -> bool:
+    """Return whether a completion shows steps before its answer."""
+    return bool(completion.split(ANSWER_MARK)[0].strip())

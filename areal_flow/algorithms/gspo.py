@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal_flow.algorithms.aggregation import Aggregation, sequence_means
-from areal_flow.algorithms.critic_free import CriticFree
+from areal_flow.algorithms.critic_free import Aggregation, CriticFree, sequence_means
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, maximum, mean
 from areal_flow.algorithms.ratios import bounded_exp, clipped_surrogate, overflow_fraction
 

@@ -5,7 +5,7 @@ Letters: T trained tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from areal_flow.algorithms.protocol import Metric, mean
 
@@ -35,20 +35,14 @@ def overflow_fraction(*log_ratios_T: Tensor) -> Metric:
     return mean(sum(bounded[1:], bounded[0]) > 0)
 
 
-class Surrogate(NamedTuple):
-    """min(r A, clip(r) A), one entry a ratio, and where the clip ended the gradient."""
-
-    value_T: Tensor
-    clipped_T: Tensor
-
-
 def clipped_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, *, epsilon_low: float, epsilon_high: float
-) -> Surrogate:
+) -> tuple[Tensor, Tensor]:
     """Return min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO, arXiv 1707.06347, eq. 7).
 
-    The clip binds where the ratio left its range to the advantage's side.
+    With it comes where the clip ended the gradient: where the ratio left its range to the
+    advantage's side.
     """
     whole_T = ratio_T * advantages_T
     clipped_T = ratio_T.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages_T
-    return Surrogate(whole_T.minimum(clipped_T), (clipped_T < whole_T).detach())
+    return whole_T.minimum(clipped_T), (clipped_T < whole_T).detach()

@@ -56,7 +56,6 @@ CHECKPOINTS = _schema(
 PUBLISHED = _schema("place recorded_hash tensors_hash", "step")
 """Published weights: the hash beside the tensors, and theirs."""
 
-RULE_FILES = ("ledger", "trajectories", "log", "files")
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
 
 _DIFFERS = """
@@ -121,7 +120,7 @@ class AuditDatabase:
         Yields:
             At most `MAX_PER_RULE` findings of each rule, and how many more there are after it.
         """
-        for rule, advice, query in _rules(name):
+        for rule, advice, query in rules_of(name):
             found = self._connection.execute(
                 f"SELECT *, count(*) OVER () FROM (\n{query}) ORDER BY 1 LIMIT {MAX_PER_RULE}"
             ).fetchall()
@@ -135,12 +134,7 @@ class AuditDatabase:
         self._connection.unregister(name)
 
 
-def rule_names(name: str) -> list[str]:
-    """Return the rules of one file in `sql/`."""
-    return [rule for rule, _, _ in _rules(name)]
-
-
-def _rules(name: str) -> Iterator[tuple[str, str, str]]:
+def rules_of(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield name, advice and query of each rule of a file."""
     _, *parts = _RULE.split(_sql(name).replace(";", ""))
     yield from zip(parts[::3], parts[1::3], parts[2::3], strict=True)

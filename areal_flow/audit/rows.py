@@ -1,8 +1,11 @@
-"""Rules of stored rows that are no query: schemas, content hashes, seeds, prompts."""
+"""Stored rows, read a bounded number at a time, and judged by rules that are no query."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pandera.polars as pa_polars
 import pyarrow as pa
@@ -10,9 +13,67 @@ import pyarrow.compute as pc
 
 from areal_flow.audit.findings import ADVICE, Finding
 from areal_flow.controller.seeds import member_seed
+from areal_flow.errors import ArealFlowError
+from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from schemas import arrow_schema, content_hash_mismatches, violations
 
+ROWS_AT_ONCE = 256
+BYTES_AT_ONCE = 16 * 2**20
+"""Rows that are judged together: judging costs the same for one row and for many."""
 _PROMPT_COLUMNS = ("prompt_id", "difficulty", "prompt_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one or more fragments, with their commit order as `_rowid`; or why there are none."""
+
+    source: str
+    rows: pa.Table | None = None
+    error: str = ""
+
+
+def scan(path: Path, where: str | None = None) -> Iterator[Piece]:
+    """Yield the newest version's rows that meet `where`, about `BYTES_AT_ONCE` in a piece."""
+    read: list[tuple[str, pa.Table]] = []
+    for piece in _scan(path, where):
+        if piece.rows is None:
+            yield piece
+            continue
+        read.append((piece.source, piece.rows))
+        if sum(table.nbytes for _, table in read) >= BYTES_AT_ONCE:
+            yield _together(read)
+            read = []
+    if read:
+        yield _together(read)
+
+
+def _scan(path: Path, where: str | None) -> Iterator[Piece]:
+    try:
+        with read_errors(path):
+            fragments = open_dataset(path).get_fragments()
+    except ArealFlowError as error:
+        yield Piece(path.name, error=str(error))
+        return
+    for fragment in fragments:
+        yield from _scan_fragment(path, fragment, where)
+
+
+def _scan_fragment(path: Path, fragment: Any, where: str | None) -> Iterator[Piece]:
+    source = f"{path.name}, fragment {fragment.fragment_id}"
+    columns = [*fragment.schema.names, COMMIT_ORDER]
+    try:
+        with read_errors(path):
+            batches = fragment.to_batches(columns=columns, filter=where, batch_size=ROWS_AT_ONCE)
+            for batch in batches:
+                yield Piece(source, rows=pa.Table.from_batches([batch]))
+    except ArealFlowError as error:
+        yield Piece(source, error=str(error))
+
+
+def _together(read: Sequence[tuple[str, pa.Table]]) -> Piece:
+    first, last = read[0][0], read[-1][0]
+    source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
+    return Piece(source, pa.concat_tables([table for _, table in read]))
 
 
 def conform(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> pa.Table | None:

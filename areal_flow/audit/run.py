@@ -27,14 +27,18 @@ from areal_flow.audit.database import (
     AuditDatabase,
 )
 from areal_flow.audit.findings import ADVICE, AuditFindings, Finding, Report
-from areal_flow.audit.pieces import Piece, scan
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
-from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
+from areal_flow.store.dataset import (
+    COMMIT_ORDER,
+    evaluations_that_count,
+    open_dataset,
+    read_errors,
+    trajectories_that_count,
+)
 from areal_flow.store.ledger import STEPS, LedgerReader
-from areal_flow.store.visibility import evaluations_that_count, trajectories_that_count
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 KINDS = (
@@ -136,7 +140,8 @@ class _Audit:
         prompts = self._prompts(recipe)
         visible = trajectories_that_count(self.layout.writers)
         read = [
-            self._piece(piece, recipe, prompts) for piece in scan(self.layout.trajectories, visible)
+            self._piece(piece, recipe, prompts)
+            for piece in rows.scan(self.layout.trajectories, visible)
         ]
         if not all(read):
             self.found.add(_NOT_JUDGED)
@@ -152,7 +157,7 @@ class _Audit:
         self.checked["prompts"] = len(prompts)
         return prompts
 
-    def _piece(self, piece: Piece, recipe: Recipe | None, prompts: PromptTable | None) -> bool:
+    def _piece(self, piece: rows.Piece, recipe: Recipe | None, prompts: PromptTable | None) -> bool:
         if piece.rows is None:
             self.found.add(
                 Finding("unreadable", piece.source, "readable rows", piece.error, ADVICE["file"])
@@ -186,7 +191,7 @@ class _Audit:
     def _evaluations(self) -> None:
         path = self.layout.evaluations
         visible = evaluations_that_count(self.layout.writers)
-        for piece in scan(path, visible) if path.exists() else ():
+        for piece in rows.scan(path, visible) if path.exists() else ():
             if piece.rows is None:
                 self.found.add(files.unreadable(path, piece.error))
                 continue

@@ -78,9 +78,6 @@ class Flow:
         self._committing: asyncio.Task[None] | None = None
         self.changes = ChangeNotifier()
         self._last_row_at = monotonic()
-        self._restore(initial)
-
-    def _restore(self, initial: InitialState) -> None:
         self.accounting.discard(list(initial.discards))
         for receipt in initial.waiting:
             self.gate.restored()

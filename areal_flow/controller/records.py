@@ -55,7 +55,14 @@ def step_row(
         "trajectory_ids": list(request.trajectory_ids),
         "batch_digest": request.batch_digest,
         "parent_hash": request.parent_hash,
-        **_entries_columns(entries),
+        "num_generated_tokens": entries.num_generated_tokens,
+        "num_discarded_tokens": sum(d.num_tokens for d in entries.discards),
+        "discarded": [
+            {"trajectory_id": d.trajectory_id, "reason": d.reason} for d in entries.discards
+        ],
+        "failed_submissions": list(entries.failed_submissions),
+        "num_failed_members": entries.num_member_errors,
+        "seconds_generate": entries.seconds_generate,
         **asdict(position),
         **asdict(provenance),
         **asdict(result.hashes),
@@ -89,16 +96,3 @@ def genesis_row(
         seconds_wait=0.0,
         seconds_step=0.0,
     )
-
-
-def _entries_columns(entries: StepEntries) -> dict[str, Any]:
-    return {
-        "num_generated_tokens": entries.num_generated_tokens,
-        "num_discarded_tokens": sum(d.num_tokens for d in entries.discards),
-        "discarded": [
-            {"trajectory_id": d.trajectory_id, "reason": d.reason} for d in entries.discards
-        ],
-        "failed_submissions": list(entries.failed_submissions),
-        "num_failed_members": entries.num_member_errors,
-        "seconds_generate": entries.seconds_generate,
-    }

@@ -1,11 +1,17 @@
-"""The policy that a driver begins with: version 0 of a new run, or the newest one of an old run."""
+"""What a driver begins with: a run directory that is its own, and the policy of a new or old run.
+
+While an earlier driver is alive, and may wake up, a fence notes where the logs stood, so that
+nothing it still writes counts. Once all are dead, what they wrote and no log names is removed.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 
 from areal_flow.config import Recipe
 from areal_flow.controller.records import Provenance, genesis_row
@@ -13,20 +19,52 @@ from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
 from areal_flow.recovery.comparison import ComparedStep
+from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
 from areal_flow.recovery.restore import RestorableTrainer, restore_newest
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger
+from areal_flow.store.maintenance import remove_orphans
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where a restored trainer stands; its hash differs from the ledger's after a fork."""
+def take_over(layout: RunLayout, writer: Writer) -> None:
+    """Make a run directory this writer's, before it writes anything else.
 
-    weights_hash: str
-    num_replayed: int
+    Only what is older than its lease is removed: it may itself hang here and be taken over.
+
+    Raises:
+        RunError: another driver took over already.
+    """
+    writer.check_current()
+    if not is_sole_writer(writer):
+        watermark = open_dataset(layout.trajectories).count_rows()
+        head = Ledger(layout.steps, writer).head
+        record_fence(
+            writer,
+            trajectory_watermark=watermark,
+            step=head,
+            evaluation_watermark=num_evaluation_rows(layout.evaluations),
+        )
+        return
+    for dataset in (layout.trajectories, layout.steps):
+        if num_removed := remove_orphans(dataset, written_before=writer.began_at):
+            logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
+    for leftover in _leftovers(layout, before=writer.writer_epoch):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
+    """Return weights, rendezvous points and half-written checkpoints of earlier epochs."""
+    candidates = [
+        *layout.weights.glob("[0-9]*"),
+        *layout.rendezvous.glob("[0-9]*"),
+        *layout.checkpoints.glob(".partial-*"),
+    ]
+    return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]
 
 
 def commit_genesis(
@@ -49,8 +87,12 @@ async def restore_policy(
     recipe: Recipe,
     ledger: Ledger,
     channel: WeightsWriter,
-) -> Restored:
+) -> tuple[str, int]:
     """Bring all trainer ranks to the ledger's head and publish its weights.
+
+    Returns:
+        The hash of the weights, another than the ledger's after a fork, and how many steps were
+        replayed.
 
     Raises:
         RunError: there is no usable checkpoint.
@@ -78,7 +120,7 @@ async def restore_policy(
     while replay.step < ledger.head:
         note_fork(layout, await replay.advance())
     channel.publish(ledger.head)
-    return Restored(replay.hashes.weights_hash, num_replayed=ledger.head - replay.checkpoint)
+    return replay.hashes.weights_hash, ledger.head - replay.checkpoint
 
 
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any, Protocol
 
 from areal_flow.config import TrainerSettings
@@ -23,6 +22,7 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
+from areal_flow.tracking.background import RunTracking
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,6 @@ class SnapshotTrainer(Protocol):
         ...
 
 
-class CheckpointRegistry(Protocol):
-    """Where checkpoints are registered; `RunTracking` is one. Nothing here raises."""
-
-    def wake(self) -> None:
-        """Have the checkpoints looked at again."""
-        ...
-
-    def protected(self) -> frozenset[Path]:
-        """Return those that must not be pruned; may take seconds."""
-        ...
-
-
 class Checkpoints:
     """Takes checkpoints of a run, and keeps as many as the recipe says."""
 
@@ -73,7 +61,7 @@ class Checkpoints:
         ledger: Ledger,
         trajectories: Maintenance,
         trainer: SnapshotTrainer,
-        registry: CheckpointRegistry,
+        registry: RunTracking,
         writer: Writer,
     ) -> None:
         self._layout = layout

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.recovery.comparison import ComparedStep, result_from_row
 from areal_flow.recovery.plan import choose_checkpoint, request_from_row
+from areal_flow.store.ledger import LedgerReader
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
@@ -33,14 +34,6 @@ class RestorableTrainer(Protocol):
 
     async def step(self, request: StepRequest) -> StepResult:
         """Compute one step."""
-        ...
-
-
-class RecordedSteps(Protocol):
-    """The ledger's rows; `LedgerReader` has them."""
-
-    def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
-        """Return rows from step `since` on, by step."""
         ...
 
 
@@ -100,7 +93,7 @@ class LedgerReplay:
 
 async def restore_newest(
     trainer: RestorableTrainer,
-    ledger: RecordedSteps,
+    ledger: LedgerReader,
     checkpoints: Mapping[int, str],
     *,
     at_most: int,

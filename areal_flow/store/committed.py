@@ -17,50 +17,38 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Maintained:
-    """Writes in a thread, and has the dataset maintained beside that, one round at a time."""
+class CommittedLogs:
+    """A `TrajectoryLog` and a `StepLedger` over Lance.
 
-    def __init__(self, maintenance: Maintenance) -> None:
-        self._maintenance = maintenance
-        self._round: asyncio.Task[None] | None = None
+    Writes in a thread, and has each dataset maintained beside that, one round at a time.
+    """
+
+    def __init__(self, committer: TrajectoryCommitter, ledger: Ledger) -> None:
+        self._committer = committer
+        self._ledger = ledger
+        self._rounds: dict[Maintenance, asyncio.Task[None]] = {}
+
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
+        return await self._write(self._committer.maintenance, self._committer.commit, receipts)
+
+    async def append(self, row: dict[str, Any]) -> None:
+        await self._write(self._ledger.maintenance, self._ledger.append, row)
 
     async def close(self) -> None:
         """Return when nothing is written any more."""
-        if self._round is not None:
-            await self._round
+        await asyncio.gather(*self._rounds.values())
 
-    async def _write(self, write: Callable[..., T], *arguments: Any) -> T:
+    async def _write(self, maintenance: Maintenance, write: Callable[..., T], *arguments: Any) -> T:
         written = await asyncio.to_thread(write, *arguments)
-        idle = self._round is None or self._round.done()
-        if idle and self._maintenance.is_due:
-            self._round = asyncio.create_task(self._maintain())
+        newest = self._rounds.get(maintenance)
+        if maintenance.is_due and (newest is None or newest.done()):
+            self._rounds[maintenance] = asyncio.create_task(_maintain(maintenance))
         return written
 
-    async def _maintain(self) -> None:
-        """Run one round; what it could not do the next one will."""
-        try:
-            await asyncio.to_thread(self._maintenance.run)
-        except (OSError, RuntimeError, ValueError, StorageError) as error:
-            logger.warning("a dataset could not be compacted, it only grows: %s", error)
 
-
-class CommittedLog(_Maintained):
-    """A `TrajectoryLog` over Lance."""
-
-    def __init__(self, committer: TrajectoryCommitter) -> None:
-        super().__init__(committer.maintenance)
-        self._commit = committer.commit
-
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
-        return await self._write(self._commit, receipts)
-
-
-class CommittedLedger(_Maintained):
-    """A `StepLedger` over Lance."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger.maintenance)
-        self._append = ledger.append
-
-    async def append(self, row: dict[str, Any]) -> None:
-        await self._write(self._append, row)
+async def _maintain(maintenance: Maintenance) -> None:
+    """Run one round; what it could not do the next one will."""
+    try:
+        await asyncio.to_thread(maintenance.run)
+    except (OSError, RuntimeError, ValueError, StorageError) as error:
+        logger.warning("a dataset could not be compacted, it only grows: %s", error)

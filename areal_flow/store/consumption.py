@@ -13,9 +13,8 @@ import pyarrow.compute as pc
 
 from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.dataset import open_dataset, trajectories_that_count
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.visibility import trajectories_that_count
 from areal_flow.types import TrajectoryReceipt
 
 LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")

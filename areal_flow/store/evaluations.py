@@ -10,8 +10,13 @@ import lance
 import pyarrow as pa
 
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
-from areal_flow.store.visibility import both, evaluations_that_count
+from areal_flow.store.dataset import (
+    both,
+    create_dataset,
+    evaluations_that_count,
+    open_dataset,
+    storage_errors,
+)
 from schemas import EvaluationRow, arrow_schema, validate
 
 EVALUATIONS = arrow_schema(EvaluationRow)

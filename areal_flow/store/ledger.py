@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.dataset import create_dataset, open_dataset
+from areal_flow.store.dataset import both, create_dataset, open_dataset, steps_that_count
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.store.visibility import both, steps_that_count
 from schemas import StepRow, arrow_schema
 
 STEPS = arrow_schema(StepRow)
@@ -63,16 +62,14 @@ def _flatten_metrics(steps: pa.Table) -> pa.Table:
 class LedgerReader:
     """Reads step rows, those that count, as of when it was opened."""
 
+    head: int
+    """The newest step, -1 before the genesis."""
+
     def __init__(self, path: Path, writers: Path) -> None:
         self._path = path
         self._counted = steps_that_count(writers)
         self._dataset = open_dataset(path)
-        self._head = max(self.table(["step"])["step"].to_pylist(), default=-1)
-
-    @property
-    def head(self) -> int:
-        """The newest step, -1 before the genesis."""
-        return self._head
+        self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the rows from step `since` on, by step.
@@ -83,9 +80,9 @@ class LedgerReader:
         table = self.table(columns if columns is None else ["step", *columns], since=since)
         rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
         rows.sort(key=lambda row: row["step"])
-        if [row["step"] for row in rows] != list(range(since, self._head + 1)):
+        if [row["step"] for row in rows] != list(range(since, self.head + 1)):
             raise StorageError(
-                f"expected each of the steps {since} to {self._head} once in {self._path}"
+                f"expected each of the steps {since} to {self.head} once in {self._path}"
             )
         return rows
 
@@ -115,9 +112,9 @@ class Ledger(LedgerReader):
             RunError: another driver took over; this one must end.
             StorageError: nothing was written.
         """
-        assert row["step"] == self._head + 1, "a step follows the one before"
+        assert row["step"] == self.head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
         self._writer.check_current()
         with self.maintenance.commit():
             self._dataset = lance.write_dataset(table, self._dataset, mode="append")
-        self._head = row["step"]
+        self.head = row["step"]

@@ -7,20 +7,22 @@ that died before its commit leaves data files that no version names: the next wr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from areal_flow.store.dataset import (
-    DurableDirectory,
-    compact,
-    open_dataset,
-    read_errors,
-    storage_errors,
-)
+import lance
+from lance.optimize import Compaction
+
+from areal_flow.durable import force_to_disk
+from areal_flow.store.dataset import open_dataset, read_errors, storage_errors
 
 COMMITS_BETWEEN_ROUNDS = 50
+ROWS_PER_FRAGMENT = 1024
+LEAST_VERSIONS = 64
+"""Versions that stay at least, for readers that are pinned to them."""
 _DATA_FILE = "data file"
 
 
@@ -36,7 +38,7 @@ class Maintenance:
         self._path = path
         self._num_commits = num_fragments
         self._committing = Lock()
-        self._durable = DurableDirectory(path)
+        self._synced: set[Path] = set()
 
     @contextmanager
     def commit(self) -> Iterator[None]:
@@ -56,11 +58,18 @@ class Maintenance:
     def run(self) -> None:
         """Compact and clean up; safe beside commits and readers."""
         self._num_commits = 0
-        compact(open_dataset(self._path), self._committing)
+        _compact(open_dataset(self._path), self._committing)
 
     def sync(self) -> None:
-        """Force everything committed to disk."""
-        self._durable.sync()
+        """Force every file that exists now to disk, each once; Lance itself does not."""
+        present = set()
+        for folder, _, names in os.walk(self._path):
+            for file in (Path(folder) / name for name in names):
+                present.add(file)
+                if file not in self._synced:
+                    _force_to_disk(file)
+            _force_to_disk(Path(folder))
+        self._synced = present
 
     def tag(self, name: str, version: int) -> None:
         """Keep a version for as long as its tag; without it the version goes with time."""
@@ -71,6 +80,40 @@ class Maintenance:
         """Let a version go; one that has no tag is gone already."""
         with suppress(OSError, ValueError):
             open_dataset(self._path).tags.delete(name)
+
+
+def _compact(dataset: lance.LanceDataset, committing: Lock) -> None:
+    """Merge small fragments and drop old versions; safe beside commits and readers.
+
+    The rows are rewritten beside the commits; only to name the result it holds `committing`, the
+    writer's lock. Against a writer that commits all the time Lance's own retries do not win.
+
+    Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
+    opened for as long as the space allows: with the defaults of Lance they would take everything.
+    A cleanup reads every manifest that stays, so it waits until a quarter more are there.
+    """
+    plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
+    rewritten = [task.execute(dataset) for task in plan.tasks]
+    if rewritten:
+        with committing:
+            Compaction.commit(dataset, rewritten)
+    root = Path(dataset.uri)
+    manifests = list(_file_sizes(root / "_versions"))
+    affordable = sum(_file_sizes(root / "data")) // (4 * max(manifests, default=1))
+    retained = max(LEAST_VERSIONS, affordable)
+    if len(manifests) > retained * 5 // 4:
+        dataset.cleanup_old_versions(retain_versions=retained, error_if_tagged_old_versions=False)
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # writers rename and clean up meanwhile
+            yield entry.stat().st_size
+
+
+def _force_to_disk(path: Path) -> None:
+    with suppress(FileNotFoundError):  # compaction and cleanup go on meanwhile
+        force_to_disk(path)
 
 
 def unreferenced_files(path: Path) -> list[str]:

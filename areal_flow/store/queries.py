@@ -14,15 +14,16 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import COMMIT_ORDER, open_dataset
-from areal_flow.store.ledger import read_steps
-from areal_flow.store.lineage import Lineage
-from areal_flow.store.visibility import (
+from areal_flow.store.dataset import (
+    COMMIT_ORDER,
     both,
     evaluations_that_count,
+    open_dataset,
     steps_that_count,
     trajectories_that_count,
 )
+from areal_flow.store.ledger import read_steps
+from areal_flow.store.lineage import Lineage
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 

@@ -18,9 +18,14 @@ from lance.fragment import FragmentMetadata, write_fragments
 from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.store.dataset import (
+    both,
+    create_dataset,
+    open_dataset,
+    storage_errors,
+    trajectories_that_count,
+)
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.store.visibility import both, trajectories_that_count
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
 from schemas import TrajectoryRow, content_hash_mismatches, validate
 from schemas.content import CONTENT_COLUMNS

@@ -175,11 +175,6 @@ class RegisteredVersion:
     tags: dict[str, str]
 
 
-def model_source(uri: str, reference: str) -> Path:
-    """Return the directory behind a reference; errors as `registered_version`."""
-    return registered_version(uri, reference).source
-
-
 def registered_version(uri: str, reference: str) -> RegisteredVersion:
     """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 

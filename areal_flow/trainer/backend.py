@@ -5,10 +5,13 @@ It refuses to know how many copies or shards of the policy there are.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, TokenLoss
@@ -121,3 +124,23 @@ def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
     )
     made: TrainerBackend = backend(policy, settings)
     return made
+
+
+def numeric_environment(settings: TrainerSettings, *, num_ranks: int) -> str:
+    """Return, as JSON, what decides whether a replay can be equal bit for bit."""
+    on_gpu = settings.device.startswith("cuda")
+    device_name = torch.cuda.get_device_name(settings.device) if on_gpu else "cpu"
+    return json.dumps(
+        {
+            "torch": torch.__version__,
+            "ranks": num_ranks,
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+            "device": settings.device,
+            "device_name": device_name,
+            "dtype": settings.dtype,
+            "machine": os.uname().machine,
+        },
+        sort_keys=True,
+    )

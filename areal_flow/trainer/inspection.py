@@ -17,13 +17,8 @@ import torch
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
-from areal_flow.trainer.sequences import (
-    TrainingSequence,
-    pack_sequences,
-    spans_of_row,
-    token_versions,
-)
-from areal_flow.trainer.step import compute_advantages, plan_micro_batches
+from areal_flow.trainer.sequences import TrainingSequence, spans_of_row, token_versions
+from areal_flow.trainer.step import compute_advantages, pack_micro_batches, plan_micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +98,15 @@ def completion_logprobs(
     """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
     found: list[tuple[float, ...]] = [()] * len(whole)
-    for indices in pack_first_fit_decreasing(
+    packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
         max_tokens=backend.settings.tokens_per_micro_batch,
-    ):
-        micro = pack_sequences(
-            [whole[index] for index in indices],
-            [0.0] * len(indices),
-            device=backend.settings.device,
+    )
+    for indices in packed:
+        micro = pack_micro_batches(
+            whole, [0.0] * len(whole), [indices], device=backend.settings.device
         )
-        (logprobs_M,) = backend.logprobs([micro], temperature=temperature)
+        (logprobs_M,) = backend.logprobs(micro, temperature=temperature)
         lengths = [len(whole[index].output_tokens) for index in indices]
         for index, part in zip(indices, torch.split(logprobs_M, lengths), strict=True):
             found[index] = tuple(part.tolist())

@@ -23,14 +23,19 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.policy import DTYPES, empty_policy, load_policy
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.backend import StepSettings, TrainerBackend, UpdateNumbers, make_backend
+from areal_flow.trainer.backend import (
+    StepSettings,
+    TrainerBackend,
+    UpdateNumbers,
+    make_backend,
+    numeric_environment,
+)
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     read_checkpoint,
     take_snapshot,
     write_checkpoint,
 )
-from areal_flow.trainer.environment import numeric_environment
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,

@@ -163,7 +163,16 @@ class ReplicatedBackend:
                 entropy_M = next_token_entropies(logits_MV, temperature=temperature)
         if proximal_M is None:
             proximal_M = logprobs_M.detach()
-        return settings.token_loss(_loss_inputs(micro, logprobs_M, proximal_M, entropy_M))
+        inputs = LossInputs(
+            logprobs_T=logprobs_M,
+            proximal_logprobs_T=proximal_M,
+            behavior_logprobs_T=micro.behavior_logprobs_M,
+            advantages_T=micro.advantages_M,
+            sequence_T=micro.sequence_M,
+            versions_T=micro.versions_M,
+            entropy_T=entropy_M,
+        )
+        return settings.token_loss(inputs)
 
     def _gather_numbers(
         self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup
@@ -205,20 +214,6 @@ class ReplicatedBackend:
             zeros = torch.zeros_like(parameter)
             sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
             parameter.grad = reduce(torch.add, replicas.gather(sent))
-
-
-def _loss_inputs(
-    micro: MicroBatch, logprobs_M: Tensor, proximal_M: Tensor, entropy_M: Tensor | None
-) -> LossInputs:
-    return LossInputs(
-        logprobs_T=logprobs_M,
-        proximal_logprobs_T=proximal_M,
-        behavior_logprobs_T=micro.behavior_logprobs_M,
-        advantages_T=micro.advantages_M,
-        sequence_T=micro.sequence_M,
-        versions_T=micro.versions_M,
-        entropy_T=entropy_M,
-    )
 
 
 def _metrics_of_nothing(settings: StepSettings) -> dict[str, Metric]:

@@ -32,7 +32,8 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import Minibatch, RankBatch, StepSettings, make_backend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
 from areal_flow.trainer.replicas import SingleProcess
-from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
+from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.step import pack_micro_batches
 
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
@@ -115,14 +116,9 @@ class SftTrainer:
             [sequence.num_tokens for sequence in sequences],
             max_tokens=self.backend.settings.tokens_per_micro_batch,
         )
-        micro_batches = [
-            pack_sequences(
-                [sequences[index] for index in indices],
-                [0.0] * len(indices),
-                device=self.backend.settings.device,
-            )
-            for indices in packed
-        ]
+        micro_batches = pack_micro_batches(
+            sequences, [0.0] * len(sequences), packed, device=self.backend.settings.device
+        )
         minibatch = Minibatch(
             {0: RankBatch(micro_batches, None)},
             MinibatchSize(sum(s.num_trained for s in sequences), len(sequences)),

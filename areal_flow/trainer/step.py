@@ -69,11 +69,15 @@ def train_step(
     rate = learning_rate(backend.settings, step)
     minibatches = []
     for number, planned in enumerate(plan):
-        # Of every minibatch but the first, before any update: the first one's own forward serves.
-        batches = {
-            rank: _rank_batch(backend, sequences, advantages, planned[rank], settings, number > 0)
-            for rank in replicas.mine
-        }
+        # Of every minibatch but the first the log-probabilities before any update: the first one's
+        # own forward pass serves.
+        batches = {}
+        for rank in replicas.mine:
+            packed = pack_micro_batches(
+                sequences, advantages, planned[rank], device=backend.settings.device
+            )
+            later = backend.logprobs(packed, temperature=settings.temperature) if number else None
+            batches[rank] = RankBatch(packed, later)
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate))
     numbers = UpdateNumbers()
     for minibatch in minibatches:
@@ -144,25 +148,22 @@ def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> Mini
     return MinibatchSize(sum(trained), sum(num > 0 for num in trained))
 
 
-def _rank_batch(
-    backend: TrainerBackend,
+def pack_micro_batches(
     sequences: Sequence[TrainingSequence],
     advantages: Sequence[Advantage],
-    micro_batches: Sequence[Sequence[int]],
-    settings: StepSettings,
-    with_proximal: bool,
-) -> RankBatch:
-    packed = [
+    packed: Sequence[Sequence[int]],
+    *,
+    device: str,
+) -> list[MicroBatch]:
+    """Return the micro-batches that a packing, indices of sequences, describes."""
+    return [
         pack_sequences(
             [sequences[index] for index in indices],
             [advantages[index] for index in indices],
-            device=backend.settings.device,
+            device=device,
         )
-        for indices in micro_batches
+        for indices in packed
     ]
-    if not with_proximal:
-        return RankBatch(packed, None)
-    return RankBatch(packed, backend.logprobs(packed, temperature=settings.temperature))
 
 
 def trained_logits(policy: Any, micro: MicroBatch) -> Tensor:

@@ -7,10 +7,9 @@ direct              " #### 10"           the answer at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
-from areal_flow.config import PromptSettings
 from areal_flow.errors import PromptError
 from areal_flow.prompts.files import Question
 
@@ -18,23 +17,6 @@ SEED_SPACING = 1_000_000_000
 """Item i of a reasoning-gym dataset is drawn with seed + i: close seeds share their items."""
 
 ANSWER_MARK = " ####"
-
-
-def arithmetic_source(
-    settings: PromptSettings, seed: int
-) -> tuple[Callable[[], Iterator[Question]], Callable[[], Iterator[Question]]]:
-    """Return what makes the held-out and the training sums."""
-
-    def stream(number: int, size: int) -> Callable[[], Iterator[Question]]:
-        return lambda: arithmetic_questions(
-            size=size,
-            seed=seed,
-            min_terms=settings.min_terms,
-            max_terms=settings.max_terms,
-            stream=number,
-        )
-
-    return stream(0, settings.num_held_out), stream(1, settings.num_prompts)
 
 
 def arithmetic_questions(
@@ -96,8 +78,3 @@ def chain_of_thought_answer(question: str) -> str:
 def direct_answer(question: str) -> str:
     """Return the answer at once."""
     return f"{ANSWER_MARK} {running_sums(question)[-1]}"
-
-
-def is_chain_of_thought(completion: str) -> bool:
-    """Return whether a completion shows steps before its answer."""
-    return bool(completion.split(ANSWER_MARK)[0].strip())

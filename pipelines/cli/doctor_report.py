@@ -7,12 +7,12 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
@@ -33,16 +33,7 @@ class Diagnosis:
 
 def doctor(runs: Path) -> int:
     """Print what was found; return 0 if `areal-flow train` will work here, else 1."""
-    findings = [
-        _python(),
-        _cores(),
-        _disk(runs),
-        _loopback(),
-        *(_package(name) for name in PACKAGES),
-        _gpus(),
-        _vllm(),
-        _isolation(),
-    ]
+    findings = list(_diagnoses(runs))
     labels = ("", "what", "found", "means")
     rows = [(_MARKS[f.works], f.subject, f.found, f.meaning) for f in findings]
     print_table(make_console(), labels, rows, prose=labels[2:])
@@ -51,28 +42,36 @@ def doctor(runs: Path) -> int:
     return 1 if failed else 0
 
 
-def _python() -> Diagnosis:
+def _diagnoses(runs: Path) -> Iterator[Diagnosis]:
     found = ".".join(map(str, sys.version_info[:3]))
-    return Diagnosis("python", found, sys.version_info >= (3, 11), "3.11 or newer is needed")
-
-
-def _cores() -> Diagnosis:
+    yield Diagnosis("python", found, sys.version_info >= (3, 11), "3.11 or newer is needed")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     enough = (cores or 1) >= MIN_CORES
-    return Diagnosis(
-        "cores",
-        str(cores),
-        True,
-        "generation and training overlap" if enough else "one core: they take turns, slowly",
-    )
-
-
-def _disk(runs: Path) -> Diagnosis:
-    existing = next(
-        parent for parent in [runs.resolve(), *runs.resolve().parents] if parent.exists()
-    )
+    means = "generation and training overlap" if enough else "one core: they take turns, slowly"
+    yield Diagnosis("cores", str(cores), True, means)
+    folders = [runs.resolve(), *runs.resolve().parents]
+    existing = next(folder for folder in folders if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
-    return Diagnosis("free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}")
+    yield Diagnosis("free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}")
+    yield _loopback()
+    for name in PACKAGES:
+        release = _version(name)
+        advice = "installed" if release else "install the project with its constraints"
+        yield Diagnosis(name, release or "missing", bool(release), advice)
+    yield _gpus()
+    vllm = _version("vllm")
+    means = "installed; this version generates with torch"
+    means = means if vllm else "not needed: generators use the torch engine"
+    yield Diagnosis("vllm", vllm or "missing", None, means)
+    means = "not needed: verifiers here compare answers, they run no model-written code"
+    yield Diagnosis("isolation", shutil.which("bwrap") or "none", None, means)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _loopback() -> Diagnosis:
@@ -84,13 +83,6 @@ def _loopback() -> Diagnosis:
     return Diagnosis("loopback", "127.0.0.1", True, "all that the local cluster listens on")
 
 
-def _package(name: str) -> Diagnosis:
-    try:
-        return Diagnosis(name, version(name), True, "installed")
-    except PackageNotFoundError:
-        return Diagnosis(name, "missing", False, "install the project with its constraints")
-
-
 def _gpus() -> Diagnosis:
     if importlib.util.find_spec("torch") is None:
         return Diagnosis("gpu", "unknown", None, "torch is missing")
@@ -100,22 +92,3 @@ def _gpus() -> Diagnosis:
         return Diagnosis("gpu", "none", None, "policies run on the CPU: trainer.device = 'cpu'")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Diagnosis("gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first")
-
-
-def _vllm() -> Diagnosis:
-    try:
-        return Diagnosis(
-            "vllm", version("vllm"), None, "installed; this version generates with torch"
-        )
-    except PackageNotFoundError:
-        return Diagnosis("vllm", "missing", None, "not needed: generators use the torch engine")
-
-
-def _isolation() -> Diagnosis:
-    found = shutil.which("bwrap")
-    return Diagnosis(
-        "isolation",
-        found or "none",
-        None,
-        "not needed: verifiers here compare answers, they run no model-written code",
-    )

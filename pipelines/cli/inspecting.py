@@ -29,7 +29,7 @@ def evaluate(
         prompts: JSONL or Parquet, instead of the run's own.
         num_prompts: Answer only the first ones.
     """
-    from pipelines.cli.evaluation_report import print_evaluation
+    from pipelines.cli.reports import print_evaluation
     from pipelines.evaluate import evaluate_model
     from pipelines.models import find_model
 
@@ -45,8 +45,7 @@ def export(model: str, directory: Path, /, *, folders: Given) -> None:
         model: A run's name, models:/NAME@ALIAS, or a checkpoint directory.
         directory: A new one.
     """
-    from pipelines.export import export
-    from pipelines.models import find_model
+    from pipelines.models import export, find_model
 
     export(find_model(folders.runs, model, registry=folders.registry), directory)
 
@@ -197,19 +196,17 @@ def check(run: str, /, *, json: Flag = False, folders: Given) -> int:
     """
     from areal_flow.audit.run import check_run
     from areal_flow.recovery.run_directory import find_run
-    from pipelines.cli.check_report import print_check, print_json
+    from pipelines.cli.reports import print_check, print_check_json
 
     report = check_run(find_run(folders.runs, run))
-    if json:
-        print_json(report)
-    else:
-        print_check(report)
+    print_found = print_check_json if json else print_check
+    print_found(report)
     return 0 if report.clean else 1
 
 
 def runs(*, folders: Given) -> None:
     """List runs with their state."""
-    from pipelines.cli.runs_report import print_runs
+    from pipelines.cli.reports import print_runs
 
     print_runs(folders.runs)
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from areal_flow.store.lineage import Lineage
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import Cell, print_facts, print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import Cell, make_console, print_facts, print_table
 from pipelines.models import Traced
 
 _BARS = 30

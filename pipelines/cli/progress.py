@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -12,24 +12,6 @@ from rich.table import Table
 
 WINDOW_STEPS = 8
 """Rates are means over this many steps."""
-
-
-class Progress(Protocol):
-    """Shows how a run goes."""
-
-    def phase(self, text: str) -> None:
-        """Say what begins now."""
-        ...
-
-    def update(self, text: str) -> None:
-        """Say how far the current phase is."""
-        ...
-
-    def step(self, row: dict[str, Any]) -> None:
-        """Show a finished training step."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class StepRates:
@@ -63,31 +45,37 @@ class StepRates:
         return float(sum(row[column] for row in self._rows))
 
 
-class LineProgress:
-    """One line a step, for logs and pipes."""
+class Progress:
+    """Shows how a run goes: one line a step, for logs and pipes."""
 
     def __init__(self, rates: StepRates) -> None:
         self._rates = rates
 
     def phase(self, text: str) -> None:
+        """Say what begins now."""
         print(text, flush=True)
 
     def update(self, text: str) -> None:
+        """Say how far the current phase is."""
         print(f"  {text}", flush=True)
 
     def step(self, row: dict[str, Any]) -> None:
-        values = self._rates.add(row)
-        print("  ".join(f"{label} {value}" for label, value in values.items()), flush=True)
+        """Show a finished training step."""
+        self._show(self._rates.add(row))
 
     def close(self) -> None:
+        """Leave the terminal as it was."""
         sys.stdout.flush()
 
+    def _show(self, values: dict[str, str]) -> None:
+        print("  ".join(f"{label} {value}" for label, value in values.items()), flush=True)
 
-class LiveProgress:
+
+class LiveProgress(Progress):
     """A list of values that refreshes in place; fits any width."""
 
     def __init__(self, rates: StepRates, console: Console) -> None:
-        self._rates = rates
+        super().__init__(rates)
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
@@ -99,18 +87,18 @@ class LiveProgress:
     def update(self, text: str) -> None:
         self._live.update(f"  {text}")
 
-    def step(self, row: dict[str, Any]) -> None:
-        grid = Table.grid(padding=(0, 2))
-        for label, value in self._rates.add(row).items():
-            grid.add_row(f"  {label}", value)
-        self._live.update(grid)
-
     def close(self) -> None:
         self._live.stop()
+
+    def _show(self, values: dict[str, str]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        for label, value in values.items():
+            grid.add_row(f"  {label}", value)
+        self._live.update(grid)
 
 
 def make_progress(*, num_steps: int, num_generators: int) -> Progress:
     """Return a live display on a terminal, lines elsewhere."""
     rates = StepRates(num_steps, num_generators)
     console = Console()
-    return LiveProgress(rates, console) if console.is_terminal else LineProgress(rates)
+    return LiveProgress(rates, console) if console.is_terminal else Progress(rates)

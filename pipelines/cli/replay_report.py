@@ -14,8 +14,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import make_console
+from pipelines.cli.tables import make_console, print_table
 
 HASH_CHARACTERS = 12
 

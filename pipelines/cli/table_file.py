@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,38 +39,34 @@ def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) 
     """
     refuse_target(path)
     partial = path.with_name(f".{path.name}.partial")
+    num_rows = 0
     try:
-        num_rows = _WRITERS[path.suffix](partial, tables, schema)
+        with _WRITERS[path.suffix](partial, schema) as write:
+            for table in tables:
+                write(table)
+                num_rows += len(table)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
     return num_rows
 
 
-def _write_parquet(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
-    num_rows = 0
+@contextmanager
+def _parquet(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
     with pq.ParquetWriter(path, schema) as writer:
-        for table in tables:
-            writer.write_table(table.cast(schema))
-            num_rows += len(table)
-    return num_rows
+        yield lambda table: writer.write_table(table.cast(schema))
 
 
-def _write_jsonl(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
-    num_rows = 0
+@contextmanager
+def _jsonl(path: Path, _: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
     with path.open("w", encoding="utf-8") as file:
-        for table in tables:
-            for row in table.to_pylist():
-                file.write(json.dumps(row, default=_plain, ensure_ascii=False) + "\n")
-                num_rows += 1
-    return num_rows
+        yield lambda table: file.writelines(
+            json.dumps(row, default=_plain, ensure_ascii=False) + "\n" for row in table.to_pylist()
+        )
 
 
 def _plain(value: Any) -> str:
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
-_WRITERS: dict[str, Callable[[Path, Iterable[pa.Table], pa.Schema], int]] = {
-    ".parquet": _write_parquet,
-    ".jsonl": _write_jsonl,
-}
+_WRITERS = {".parquet": _parquet, ".jsonl": _jsonl}

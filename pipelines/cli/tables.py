@@ -2,25 +2,52 @@
 
 No name or number is ever cut. A pipe has no width, so a row stays one line there. On a terminal
 that is too narrow columns of prose fold, and a table that does not fit even so is shown row by row,
-a line for each of its columns. Only texts that a policy wrote lose their middle.
+a line for each of its columns. Only texts that a policy wrote lose their middle, and nothing in
+them can move the cursor.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from pipelines.cli.terminal import one_line
-
 Cell = str | Text
+
+PIPE_WIDTH = 120
+"""Columns for texts in a pipe, which has no width of its own."""
 
 _LEAST_PROSE = 12
 _LEAST_TEXT = 3
 _GAPS = (2, 1)
 _NUMBER = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?(%| s)?|inf|nan")
+_PICTURES = {chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    "\x7f": "␡",
+    **{chr(code): "�" for code in range(0x80, 0xA0)},
+}
+
+
+def make_console() -> Console:
+    """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters are pictures; line feeds and tabs stay."""
+    return "".join(_PICTURES.get(character, character) for character in text)
+
+
+def one_line(text: str, width: int) -> str:
+    """Return text on one line of at most `width`, its middle left out: answers stand at the end."""
+    line = printable(text.replace("\n", "⏎").replace("\t", " ")).strip()
+    if len(line) <= width:
+        return line
+    tail = (width - 1) * 2 // 5
+    return f"{line[: width - 1 - tail]}…{line[len(line) - tail :]}"
 
 
 def print_table(

@@ -33,8 +33,7 @@ from areal_flow.store.browsing import (
 )
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import refuse_target, write_table_file
-from pipelines.cli.tables import Cell, print_facts, print_table
-from pipelines.cli.terminal import make_console, one_line, printable
+from pipelines.cli.tables import Cell, make_console, one_line, print_facts, print_table, printable
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "num_tokens", "version_spans", "finish_reason"),

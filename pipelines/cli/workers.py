@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from areal_flow.config import load_recipe
 from pipelines.cli.settings import Given
 
 
@@ -35,16 +37,23 @@ def add(
     folders: Given,
 ) -> None:
     """Start more workers."""
-    from pipelines.workers import add
+    from areal_flow.cluster.control import add_workers
+    from pipelines.workers import scheduler_of
 
-    add(folders.runs, run, role=role, num_workers=count)
+    layout, scheduler = scheduler_of(folders.runs, run)
+    network = load_recipe(layout.config).cluster.network
+    names = asyncio.run(add_workers(scheduler, role, count, network))
+    print(f"{', '.join(names)} joined {run}")
 
 
 def remove(run: str, worker: str, /, *, folders: Given) -> None:
     """Retire a worker, named as `list` shows it; its work runs again elsewhere."""
-    from pipelines.workers import remove
+    from areal_flow.cluster.control import remove_worker
+    from pipelines.workers import scheduler_of
 
-    remove(folders.runs, run, worker)
+    layout, scheduler = scheduler_of(folders.runs, run)
+    asyncio.run(remove_worker(scheduler, worker, load_recipe(layout.config).cluster.network))
+    print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
 def doctor(*, folders: Given) -> int:

@@ -24,7 +24,7 @@ from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.testing import MemoryTracker
 from areal_flow.tracking import background, track
 from areal_flow.tracking.background import RunTracking
-from areal_flow.tracking.mlflow import MlflowTracker, model_source
+from areal_flow.tracking.mlflow import MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import make_tracker, start_tracking
@@ -369,9 +369,13 @@ def test_checkpoint_with_an_alias_of_its_own_is_protected_in_mlflow(
     client = MlflowClient(tracking_uri=database, registry_uri=database)
     client.set_registered_model_alias("m", "champion", "1")
     assert sink.protected() == {layout.checkpoints / "00000000"}
-    assert model_source(database, "models:/m@champion") == layout.checkpoints / "00000000"
-    assert model_source(database, "models:/m@current") == layout.checkpoints / "00000002"
-    assert model_source(database, f"models:/m/{sink.model_version}") == (
+    assert (
+        registered_version(database, "models:/m@champion").source == layout.checkpoints / "00000000"
+    )
+    assert (
+        registered_version(database, "models:/m@current").source == layout.checkpoints / "00000002"
+    )
+    assert registered_version(database, f"models:/m/{sink.model_version}").source == (
         layout.checkpoints / "00000002"
     )
 

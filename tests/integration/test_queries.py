@@ -46,7 +46,7 @@ def ask(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Ask:
     """Run a command of `areal-flow` in a terminal of 100 columns; return what it prints."""
-    monkeypatch.setattr("pipelines.cli.terminal.PIPE_WIDTH", COLUMNS)
+    monkeypatch.setattr("pipelines.cli.tables.PIPE_WIDTH", COLUMNS)
 
     def run_command(*arguments: str | Path, code: int = 0) -> str:
         found = main(["--runs", str(layout.root.parent), *map(str, arguments)])

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.audit.pieces import scan
+from areal_flow.audit.rows import scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.bootstrap import take_over
 from areal_flow.recovery.lease import (
     Fence,
     Writer,
@@ -32,10 +33,9 @@ from areal_flow.recovery.lease import (
     record_fence,
 )
 from areal_flow.recovery.run_directory import write_identity
-from areal_flow.recovery.takeover import take_over
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.consumption import read_unconsumed
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.dataset import evaluations_that_count, open_dataset
 from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
@@ -43,7 +43,6 @@ from areal_flow.store.trajectories import (
     TrajectoryReader,
     create_trajectories,
 )
-from areal_flow.store.visibility import evaluations_that_count
 from areal_flow.types import PolicyHashes
 from tests.rows import written_group
 

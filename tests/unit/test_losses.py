@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.aggregation import constant, sequence_mean, sequence_means, token_mean
+from areal_flow.algorithms.critic_free import constant, sequence_mean, sequence_means, token_mean
 from areal_flow.algorithms.decoupled_ppo import DecoupledPPO, ImportanceWeightRule
 from areal_flow.algorithms.gspo import GSPO
 from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs

@@ -21,10 +21,10 @@ from pipelines.arithmetic.sums import (
     arithmetic_questions,
     chain_of_thought_answer,
     direct_answer,
-    is_chain_of_thought,
     running_sums,
 )
 from pipelines.arithmetic.tiny_policy import write_tiny_model
+from tests.rows import is_chain_of_thought
 
 
 def recipe(path: Path, **prompts: Any) -> Recipe:

@@ -30,8 +30,7 @@ from areal_flow.store.ledger import STEPS
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.lineage_report import bucketed
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import print_table
-from pipelines.cli.terminal import one_line, printable
+from pipelines.cli.tables import one_line, print_table, printable
 from pipelines.cli.trajectory_report import print_listing, print_page
 from tests.rows import group_table
 from tests.unit.test_audit import random_row, trained_ages

@@ -22,10 +22,11 @@ from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.sft import CompletionRows, SftTrainer
 from pipelines.arithmetic.curriculum import curriculum
-from pipelines.arithmetic.sums import arithmetic_questions, is_chain_of_thought, running_sums
+from pipelines.arithmetic.sums import arithmetic_questions, running_sums
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.built_in import with_files
 from tests.policies import small_policy
+from tests.rows import is_chain_of_thought
 
 STOP = 1
 WRITER = Writer(Path("nobody"), 1)

@@ -1,4 +1,4 @@
-"""The protocols of what a flow uses. Adapters are in `cluster` and `store`, fakes in `testing`."""
+"""The protocols of what a flow uses. Adapters are in `cluster` and `store`."""
 
 from __future__ import annotations
 

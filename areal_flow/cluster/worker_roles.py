@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.generation.protocol import Engine
@@ -20,15 +19,10 @@ from areal_flow.rewards.weighted import WeightedRewards
 from areal_flow.types import (
     EngineStats,
     Prompt,
-    Rendezvous,
     Sampling,
     Score,
 )
-from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
-
-if TYPE_CHECKING:
-    from areal_flow.trainer.rank import TrainerRank
-    from areal_flow.trainer.replicas import GlooGroup
+from areal_flow.weights.directory import DirectoryReader
 
 
 class GeneratorRole:
@@ -112,32 +106,6 @@ class RewardRole:
     def close(self) -> None:
         """Close the rewards."""
         self._rewards.close()
-
-
-def make_trainer_rank(run_directory: Path, writer_epoch: int) -> TrainerRank:
-    """Assemble the trainer of a run; it holds no policy until it is given one."""
-    from areal_flow.store.trajectories import TrainingRows
-    from areal_flow.trainer.rank import TrainerRank
-
-    layout = RunLayout(run_directory)
-    return TrainerRank(
-        layout,
-        recipe_of(run_directory),
-        channel=DirectoryWriter(layout.weights_of(writer_epoch)),
-        read_rows=TrainingRows(layout.trajectories, layout.writers),
-    )
-
-
-def meet(run_directory: Path, writer_epoch: int, rendezvous: Rendezvous, *, host: str) -> GlooGroup:
-    """Return the replica group of this rank, once all ranks have come.
-
-    Raises:
-        TrainerLost: they did not.
-    """
-    from areal_flow.trainer.replicas import GlooGroup
-
-    point = RunLayout(run_directory).rendezvous_file(writer_epoch, rendezvous.name)
-    return GlooGroup(rendezvous, point, host=host)
 
 
 def recipe_of(run_directory: Path) -> Recipe:

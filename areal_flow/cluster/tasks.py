@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from distributed import Worker, get_worker
 
-from areal_flow.cluster.episodes import EpisodeRole, reward_role
 from areal_flow.cluster.worker_context import WorkerContext, holder
-from areal_flow.cluster.worker_roles import GeneratorRole, recipe_of
+from areal_flow.cluster.worker_roles import EpisodeRole, GeneratorRole, recipe_of, reward_role
 from areal_flow.errors import ArealFlowError, SchemaError, TrainerLost
 from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout

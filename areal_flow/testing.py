@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import EngineError, WeightsError
-from areal_flow.types import (
-    Completion,
-    GroupRequest,
-    version_spans_of,
-)
+from areal_flow.types import Completion, GroupRequest, version_spans_of
 
 
 class BigramEngine:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +35,13 @@ BATCH_ROWS = 1024
 Questions = Callable[[], "Iterable[Question | PromptError]"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What a preparation found."""
 
-    num_train: int = 0
-    num_held_out: int = 0
-    bad_rows: list[str] = field(default_factory=list)
+    num_train: int
+    num_held_out: int
+    bad_rows: list[str]
 
 
 class _Preparation:
@@ -113,17 +113,14 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     held_out, train = _split_questions(recipe.prompts, recipe.seed)
     held_out_texts: set[str] = set()
     chosen = islice(preparation.good(held_out()), recipe.prompts.num_held_out)
-    prepared = Prepared()
-    prepared.num_held_out = _write(
-        layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts)
-    )
+    num_held_out = _write(layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts))
     unseen = (
         question for question in preparation.good(train()) if question.text not in held_out_texts
     )
-    prepared.num_train = _write(layout.train_prompts, preparation, unseen)
-    prepared.bad_rows = list(preparation.bad_rows)
+    num_train = _write(layout.train_prompts, preparation, unseen)
+    prepared = Prepared(num_train, num_held_out, list(preparation.bad_rows))
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in prepared.bad_rows))
-    if not prepared.num_train:
+    if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
     return prepared
 

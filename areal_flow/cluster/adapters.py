@@ -18,7 +18,7 @@ from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import result_of
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import ArealFlowError, SchemaError, TrainerLost, TrainingError
+from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
@@ -112,17 +112,15 @@ class SharedWrites:
             written = self._client.submit(
                 tasks.write, [scored for scored, _ in batch], pure=False, resources={"reward": 1}
             )
+            groups: Sequence[GroupReceipt | ArealFlowError]
             try:
-                receipts: list[GroupReceipt | SchemaError] = await result_of(written)
+                groups = await result_of(written)
             except ArealFlowError as error:
-                for _, receipt in batch:
-                    if not receipt.done():
-                        receipt.set_exception(error)
-                continue
-            for (_, receipt), written_group in zip(batch, receipts, strict=True):
+                groups = [error] * len(batch)
+            for (_, receipt), written_group in zip(batch, groups, strict=True):
                 if receipt.done():
                     continue
-                if isinstance(written_group, SchemaError):
+                if isinstance(written_group, ArealFlowError):
                     receipt.set_exception(written_group)
                 else:
                     receipt.set_result(written_group)

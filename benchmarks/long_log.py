@@ -42,7 +42,6 @@ from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
-from areal_flow.testing import FakePrompts
 from areal_flow.types import (
     NOTHING_TRAINED,
     Completion,
@@ -51,6 +50,7 @@ from areal_flow.types import (
     GroupReceipt,
     LogHead,
     PolicyHashes,
+    Prompt,
     Score,
     StepRequest,
     StepResult,
@@ -67,6 +67,13 @@ LIMITS = FlowConfig(
 CHECKPOINT_EVERY_STEPS = 20
 REPORTS = 10
 STEP_S = 0.02
+
+
+class FakePrompts:
+    """One prompt for every submission."""
+
+    def prompt_at(self, submission_index: int) -> Prompt:
+        return Prompt("prompt", "1 + 1 =", "2", 1, (1, 2, 3))
 
 
 class FakeWork:

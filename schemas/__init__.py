@@ -1,12 +1,11 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
-from schemas.arrow import arrow_schema
+from schemas.arrow import arrow_schema, validate, violations
 from schemas.content import content_hash_mismatches, content_hashes
 from schemas.evaluations import EvaluationRow
 from schemas.prompts import PromptRow
 from schemas.steps import StepRow
 from schemas.trajectories import TrajectoryRow
-from schemas.validation import validate, violations
 
 __all__ = [
     "EvaluationRow",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from distributed import Client, Future, wait
@@ -15,14 +15,10 @@ from distributed.client import FuturesCancelledError
 from areal_flow.cluster import tasks
 from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.placement import trainer_name
+from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import result_of
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import (
-    ArealFlowError,
-    SchemaError,
-    TrainerLost,
-    TrainingError,
-)
+from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
@@ -116,17 +112,15 @@ class SharedWrites:
             written = self._client.submit(
                 tasks.write, [scored for scored, _ in batch], pure=False, resources={"reward": 1}
             )
+            groups: Sequence[GroupReceipt | ArealFlowError]
             try:
-                receipts: list[GroupReceipt | SchemaError] = await result_of(written)
+                groups = await result_of(written)
             except ArealFlowError as error:
-                for _, receipt in batch:
-                    if not receipt.done():
-                        receipt.set_exception(error)
-                continue
-            for (_, receipt), written_group in zip(batch, receipts, strict=True):
+                groups = [error] * len(batch)
+            for (_, receipt), written_group in zip(batch, groups, strict=True):
                 if receipt.done():
                     continue
-                if isinstance(written_group, SchemaError):
+                if isinstance(written_group, ArealFlowError):
                     receipt.set_exception(written_group)
                 else:
                     receipt.set_result(written_group)
@@ -193,35 +187,19 @@ class DaskTrainer:
         )
 
 
-class LiveGenerators(Protocol):
-    """What announcing weights has to know of generators; `WorkerPool` is one."""
-
-    def generators(self) -> list[str]:
-        """Return the addresses of those that take work."""
-        ...
-
-    def silence_s(self, address: str) -> float:
-        """Return for how long one has not been heard."""
-        ...
-
-    async def replace(self, address: str, *, why: str) -> None:
-        """End one and start another in its place."""
-        ...
-
-
 class DaskWeights:
     """Publishes in the channel, then asks every generator to load."""
 
-    def __init__(self, client: Client, channel: WeightsWriter, live: LiveGenerators) -> None:
+    def __init__(self, client: Client, channel: WeightsWriter, pool: WorkerPool) -> None:
         self._client = client
         self._channel = channel
-        self._live = live
+        self._pool = pool
 
     async def publish(self, version: int) -> None:
         self._channel.publish(version)
 
     async def load_everywhere(self, version: int) -> None:
-        """Return when all have loaded but those that are silent; see `LiveGenerators`.
+        """Return when all have loaded but those that are silent; see `WorkerPool`.
 
         The health monitor replaces a silent one. It loads what is newest before its next rollout.
         """
@@ -229,7 +207,7 @@ class DaskWeights:
             address: asyncio.ensure_future(
                 self._client.run(tasks.load_weights, version, workers=[address], on_error="return")
             )
-            for address in self._live.generators()
+            for address in self._pool.generators()
         }
         await self._wait_for_audible(loads)
         failed = [
@@ -238,7 +216,7 @@ class DaskWeights:
             if not _acknowledged(load) and not self._is_silent(address)
         ]
         for address in failed:
-            await self._live.replace(address, why=f"version {version} was not loaded")
+            await self._pool.replace(address, why=f"version {version} was not loaded")
 
     async def _wait_for_audible(self, loads: Mapping[str, asyncio.Future[Any]]) -> None:
         clock = asyncio.get_running_loop().time
@@ -254,7 +232,7 @@ class DaskWeights:
             await asyncio.wait(awaited, timeout=LISTEN_EVERY_S)
 
     def _is_silent(self, address: str) -> bool:
-        return self._live.silence_s(address) > SILENT_S
+        return self._pool.silence_s(address) > SILENT_S
 
 
 def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:

@@ -18,6 +18,9 @@ MIN_PROCESSOR_S = 0.05
 SILENT_S = 3.0
 """A worker that has not been heard for longer is not waited for."""
 
+LONGEST_LOOK_S = 2.0
+"""More than this between two looks means that the observer slept."""
+
 
 @dataclass(frozen=True, slots=True)
 class SignsOfLife:
@@ -42,19 +45,15 @@ class _Observed:
 class FailureDetector:
     """Remembers when each worker was last heard and last seen at work."""
 
-    def __init__(
-        self, *, silent_after_s: float, lost_after_s: float, longest_look_s: float = 2.0
-    ) -> None:
+    def __init__(self, *, silent_after_s: float, lost_after_s: float) -> None:
         """Set the limits.
 
         Args:
             silent_after_s: a worker that neither spoke nor worked for longer is hung.
             lost_after_s: a worker that did not speak for longer is hung even if it works.
-            longest_look_s: more than this between two looks means that the observer slept.
         """
         self._silent_after_s = silent_after_s
         self._lost_after_s = lost_after_s
-        self._longest_look_s = longest_look_s
         self._awake_s = 0.0
         self._looked_at: float | None = None
         self._workers: dict[str, _Observed] = {}
@@ -67,7 +66,7 @@ class FailureDetector:
             now: of a clock that never goes back, in seconds.
         """
         if self._looked_at is not None:
-            self._awake_s += min(now - self._looked_at, self._longest_look_s)
+            self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
         self._workers = {key: self._updated(key, seen) for key, seen in signs.items()}
 

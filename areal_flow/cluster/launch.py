@@ -14,11 +14,10 @@ from distributed import Client, Scheduler, Security
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.health import HealthMonitor
 from areal_flow.cluster.launchers import make_launcher
-from areal_flow.cluster.network import connection_security
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.cluster.worker_process import DASK_SETTINGS
+from areal_flow.cluster.worker_process import DASK_SETTINGS, connection_security
 from areal_flow.config import ClusterSettings, Recipe
 from areal_flow.errors import ConfigError
 

@@ -7,7 +7,7 @@ Lives in the driver's process. How a process starts and ends is the launcher's t
 | a process registers, from anywhere | the scheduler      | subscribers get the number          |
 | a process is registered no more    | the scheduler      | its tasks run elsewhere             |
 | a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
-| workers are added or removed       | `elasticity`       | the launcher starts or stops some   |
+| workers are added or removed       | `control`          | the launcher starts or stops some   |
 | a worker hangs                     | `health`           | `kill`                              |
 | the last of a role is quarantined  | the registry       | `guard` raises                      |
 """

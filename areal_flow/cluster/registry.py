@@ -94,8 +94,8 @@ class WorkerRecord:
 class WorkerRegistry:
     """All workers of a run, past ones included. Times are of a clock that never goes back."""
 
-    def __init__(self, rule: QuarantineRule | None = None) -> None:
-        self.rule = rule or QuarantineRule()
+    def __init__(self) -> None:
+        self.rule = QuarantineRule()
         self._by_key: dict[str, WorkerRecord] = {}
 
     def all(self) -> list[WorkerRecord]:

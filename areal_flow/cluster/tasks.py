@@ -15,14 +15,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from distributed import Worker, get_worker
 
-from areal_flow.cluster.episodes import EpisodeRole, reward_role
 from areal_flow.cluster.worker_context import WorkerContext, holder
-from areal_flow.cluster.worker_roles import (
-    GeneratorRole,
-    make_trainer_rank,
-    meet,
-    recipe_of,
-)
+from areal_flow.cluster.worker_roles import EpisodeRole, GeneratorRole, recipe_of, reward_role
 from areal_flow.errors import ArealFlowError, SchemaError, TrainerLost
 from areal_flow.generation.registry import engine_factory
 from areal_flow.layout import RunLayout
@@ -43,6 +37,7 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
+from areal_flow.weights.directory import DirectoryWriter
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
@@ -97,19 +92,9 @@ def write(tables: list[pa.Table]) -> list[GroupReceipt | SchemaError]:
 
     try:
         validate_groups(tables)
-    except SchemaError:
-        return [_validate_and_write(table) for table in tables]
-    return [_write(table) for table in tables]
-
-
-def _validate_and_write(table: pa.Table) -> GroupReceipt | SchemaError:
-    from areal_flow.store.trajectories import validate_groups
-
-    try:
-        validate_groups([table])
     except SchemaError as error:
-        return error
-    return _write(table)
+        return [error] if len(tables) == 1 else [write([table])[0] for table in tables]
+    return [_write(table) for table in tables]
 
 
 def _write(table: pa.Table) -> GroupReceipt:
@@ -189,13 +174,19 @@ async def write_snapshot(step: int, dask_worker: Worker) -> Path:
 
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
-    """Join the other ranks, if there are any, and load a checkpoint into this one."""
+    """Join the other ranks, if there are any, and load a checkpoint into this one.
+
+    Raises:
+        TrainerLost: the other ranks did not come.
+    """
     rank = trainer_rank()
     rank.leave()
     if rendezvous.num_ranks > 1:
-        context = holder()
-        place = (context.run_directory, context.writer_epoch)
-        rank.join(meet(*place, rendezvous, host=get_worker().ip))
+        from areal_flow.trainer.replicas import GlooGroup
+
+        of = holder()
+        point = RunLayout(of.run_directory).rendezvous_file(of.writer_epoch, rendezvous.name)
+        rank.join(GlooGroup(rendezvous, point, host=get_worker().ip))
     return rank.restore(checkpoint_step)
 
 
@@ -206,10 +197,18 @@ def _generator(of: WorkerContext) -> GeneratorRole:
 
 
 def trainer_rank() -> TrainerRank:
-    """Return this worker's trainer rank."""
+    """Return this worker's trainer rank; it holds no policy until it is given one."""
+    from areal_flow.store.trajectories import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
 
-    context = holder()
-    return context.ensure(
-        TrainerRank, lambda: make_trainer_rank(context.run_directory, context.writer_epoch)
+    of = holder()
+    layout = RunLayout(of.run_directory)
+    return of.ensure(
+        TrainerRank,
+        lambda: TrainerRank(
+            layout,
+            recipe_of(of.run_directory),
+            channel=DirectoryWriter(layout.weights_of(of.writer_epoch)),
+            read_rows=TrainingRows(layout.trajectories, layout.writers),
+        ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from distributed import Client, Future
@@ -23,16 +23,13 @@ NOTICE_S = 10.0
 """How long ranks have to notice that another one failed."""
 
 
-class ReplaceWorker(Protocol):
-    """Ends a worker and has another started in its place."""
-
-    def __call__(self, name: str, /, *, why: str) -> Awaitable[None]: ...
-
-
 class TrainerReplicas:
     """The trainer ranks of a run."""
 
-    def __init__(self, client: Client, *, num_ranks: int, replace: ReplaceWorker) -> None:
+    def __init__(
+        self, client: Client, *, num_ranks: int, replace: Callable[..., Awaitable[None]]
+    ) -> None:
+        """Take how to end a rank's worker and start another: `WorkerPool.replace`."""
         self._client = client
         self._num_ranks = num_ranks
         self._replace = replace

@@ -1,4 +1,7 @@
-"""The program of a worker process: one Dask worker, which ends with the process that started it."""
+"""The program of a worker process: one Dask worker, which ends with the process that started it.
+
+How the processes of a run prove to each other who they are stands here as well.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,14 @@ import signal
 import sys
 from typing import Any
 
-from areal_flow.cluster.network import connection_security
+import dask
+from distributed import Security, Worker
+from distributed.comm import get_address_host
+from distributed.utils import get_ip
+
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.config import NetworkSettings
+from areal_flow.errors import ConfigError
 
 DASK_SETTINGS = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
@@ -43,6 +51,28 @@ def worker_arguments(
     return ["-m", "areal_flow.cluster.worker_process", json.dumps(options)]
 
 
+def connection_security(network: NetworkSettings) -> Security:
+    """Return Dask's settings for connections: with certificates, or plain ones on loopback.
+
+    Every process shows the same certificate and accepts those that the authority has signed.
+
+    Raises:
+        ConfigError: a file is missing.
+    """
+    if not network.has_tls:
+        return Security()
+    for name in ("tls_ca", "tls_certificate", "tls_key"):
+        path = getattr(network, name)
+        if not path.is_file():
+            raise ConfigError(f"cluster.network.{name} = {str(path)!r}: there is no such file")
+    roles = ("client", "scheduler", "worker")
+    certificates = {f"tls_{role}_cert": str(network.tls_certificate) for role in roles}
+    keys = {f"tls_{role}_key": str(network.tls_key) for role in roles}
+    return Security(
+        require_encryption=True, tls_ca_file=str(network.tls_ca), **certificates, **keys
+    )
+
+
 def main(options: str, parent: str) -> None:
     """Run a worker until it is asked to end or its scheduler is gone."""
     end_with_parent(int(parent))
@@ -52,11 +82,6 @@ def main(options: str, parent: str) -> None:
 async def _work(
     name: str, scheduler: str, num_threads: int, resources: dict[str, int], network: str
 ) -> None:
-    import dask
-    from distributed import Worker
-    from distributed.comm import get_address_host
-    from distributed.utils import get_ip
-
     closing: list[asyncio.Task[Any]] = []
 
     def close() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -91,17 +91,6 @@ class Engine(Protocol):
         ...
 
 
-class EngineFactory(Protocol):
-    """Starts an engine on this worker: the value of a name in the registry."""
-
-    async def __call__(
-        self, model: Path, settings: GenerationSettings, reader: WeightsReader
-    ) -> Engine:
-        """Return an engine that serves the newest version of `reader`.
-
-        Args:
-            model: a directory with the model's configuration; its weights come from `reader`.
-            settings: sizes, types, device and interruption rule.
-            reader: where published weights are.
-        """
-        ...
+EngineFactory = Callable[[Path, GenerationSettings, WeightsReader], Awaitable[Engine]]
+"""Starts an engine on this worker that serves the newest version of the reader: the value of a name
+in the registry. The directory has the model's configuration; its weights come from the reader."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +12,6 @@ class Member:
 
     request_id: str
     index: int
-
-
-@dataclass(slots=True)
-class Admission:
-    """Members of one group that start now; their prompt is prefilled once for all of them."""
-
-    request_id: str
-    slots: list[tuple[int, Member]] = field(default_factory=list)
 
 
 class SlotScheduler:
@@ -40,17 +32,20 @@ class SlotScheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self.running)
 
-    def admit(self) -> list[Admission]:
-        """Give free slots to waiting members; return them by group, in order."""
-        admissions: list[Admission] = []
+    def admit(self) -> list[tuple[str, list[int]]]:
+        """Give free slots to waiting members, in order; return the slots taken by each group.
+
+        A group's prompt is prefilled once for all of its members that start now.
+        """
+        admitted: list[tuple[str, list[int]]] = []
         while self._free and self._waiting:
             member = self._waiting.popleft()
             slot = self._free.pop()
             self.running[slot] = member
-            if not admissions or admissions[-1].request_id != member.request_id:
-                admissions.append(Admission(member.request_id))
-            admissions[-1].slots.append((slot, member))
-        return admissions
+            if not admitted or admitted[-1][0] != member.request_id:
+                admitted.append((member.request_id, []))
+            admitted[-1][1].append(slot)
+        return admitted
 
     def still_waiting(self, request_id: str) -> bool:
         """Return whether a member of this group has not started yet."""

@@ -134,8 +134,8 @@ class TorchEngine:
         if self._pending and not (self.interruption == "drain" and self._sequences):
             self._switch_weights()
         if not self._pending:
-            for admission in self._scheduler.admit():
-                self._start(admission.request_id, [slot for slot, _ in admission.slots])
+            for request_id, slots in self._scheduler.admit():
+                self._start(request_id, slots)
         complete = self._finish()
         if self._sequences:
             self._decode()

@@ -66,10 +66,8 @@ def check_model_directory(directory: Path) -> None:
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:
     """Refuse tokens that the model's embedding does not have."""
-    from tokenizers import Tokenizer
-
     try:
-        tokens = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
+        tokens = tokenizer_of(directory).get_vocab()
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(f"{directory}/tokenizer.json cannot be read: {error}") from error
     if beyond := [token for token, index in tokens.items() if index >= vocab_size]:

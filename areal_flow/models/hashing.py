@@ -5,9 +5,8 @@ xxh3 finds every accident and no attack; it is as quick as memory (`benchmarks/h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -20,12 +19,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
     32 hexadecimal digits. Other threads run meanwhile.
     """
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return _hash((name, tensors[name]) for name in sorted(tensors))
 
 
 def hash_file(path: Path, *, without: Collection[str] = ()) -> str:
@@ -38,20 +32,13 @@ def hash_file(path: Path, *, without: Collection[str] = ()) -> str:
         OSError, SafetensorError: the file cannot be read.
     """
     with safe_open(path, framework="pt") as file:
-        return hash_tensors(_StoredTensors(file, without))
+        return _hash((name, file.get_tensor(name)) for name in sorted({*file.keys()} - {*without}))
 
 
-class _StoredTensors(Mapping[str, Tensor]):
-    def __init__(self, file: Any, without: Collection[str]) -> None:
-        self._file = file
-        self._names = sorted(set(file.keys()) - set(without))
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, stored in tensors:
+        tensor = stored.detach().cpu().contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

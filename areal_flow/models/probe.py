@@ -26,13 +26,7 @@ from torch import Tensor
 from areal_flow.errors import ModelError
 from areal_flow.models.attention import PackedLayout, SlotCache
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
-from areal_flow.models.policy import (
-    decode,
-    load_policy,
-    logits_at,
-    policy_from_config,
-    prefill,
-)
+from areal_flow.models.policy import decode, load_policy, logits_at, policy_from_config, prefill
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.files import Question, question_from_row, read_rows
+from areal_flow.prompts.files import good, read_questions
 
 BATCH_ROWS = 4096
 
@@ -35,8 +35,8 @@ def tokenise_completions(
     prompt_lengths: list[int] = []
     lengths: list[int] = []
     known: dict[str, list[int]] = {}
-    rows = (_row(origin, row) for origin, row in read_rows(path))
-    while batch := list(islice(rows, BATCH_ROWS)):
+    rows = read_questions(path, question_field="prompt", answer_field="completion")
+    while batch := [good(row) for row in islice(rows, BATCH_ROWS)]:
         _encode([text for row in batch for text in (row.text, row.answer)], known, tokenizer)
         for row in batch:
             prompt, completion = known[row.text], known[row.answer]
@@ -64,10 +64,3 @@ def _encode(texts: list[str], known: dict[str, list[int]], tokenizer: Tokenizer)
     new = [text for text in dict.fromkeys(texts) if text not in known]
     encodings = tokenizer.encode_batch(new, add_special_tokens=False)
     known.update((text, encoding.ids) for text, encoding in zip(new, encodings, strict=True))
-
-
-def _row(origin: str, row: object) -> Question:
-    if isinstance(row, PromptError):
-        raise row
-    assert isinstance(row, dict)
-    return question_from_row(row, origin=origin, question_field="prompt", answer_field="completion")

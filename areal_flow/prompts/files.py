@@ -34,43 +34,43 @@ class Question:
     metadata: str = "{}"
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:
-    """Yield each row with its origin; a malformed line yields the error that describes it.
+def read_questions(
+    path: Path, *, question_field: str, answer_field: str
+) -> Iterator[Question | PromptError]:
+    """Yield a file's questions; for a row that is none, the error that names file, line and field.
+
+    Fields `id` and `difficulty` are optional. All other fields are a question's metadata, those of
+    a field `metadata` among them.
 
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
     """
-    if not path.is_file():
-        raise PromptError(f"expected a prompt file at {path}, found none")
-    if path.stat().st_size == 0:
-        raise PromptError(f"{path} is empty; expected one JSON object a line")
-    match path.suffix:
-        case ".jsonl" | ".json":
-            yield from _read_jsonl(path)
-        case ".parquet":
-            yield from _read_parquet(path)
-        case suffix:
-            raise PromptError(f"{path}: expected .jsonl or .parquet, found {suffix or 'no suffix'}")
+    known = {question_field, answer_field, *_OWN_FIELDS}
+    for origin, row in _read_rows(path):
+        try:
+            if isinstance(row, PromptError):
+                raise row
+            yield Question(
+                question_id=str(row.get("id") or row.get("prompt_id") or ""),
+                text=_text(row, question_field, origin),
+                answer=_text(row, answer_field, origin),
+                difficulty=_difficulty(row, origin),
+                origin=origin,
+                metadata=_metadata(row, known),
+            )
+        except PromptError as error:
+            yield error
 
 
-def question_from_row(
-    row: dict[str, Any], *, origin: str, question_field: str, answer_field: str
-) -> Question:
-    """Build a question from a row's fields; `id` and `difficulty` are optional.
-
-    All other fields are its metadata, those of a field `metadata` among them.
+def good(question: Question | PromptError) -> Question:
+    """Return a question that is one.
 
     Raises:
-        PromptError: a field is missing, empty or of the wrong type.
+        PromptError: it is an error instead.
     """
-    return Question(
-        question_id=str(row.get("id") or row.get("prompt_id") or ""),
-        text=_text(row, question_field, origin),
-        answer=_text(row, answer_field, origin),
-        difficulty=_difficulty(row, origin),
-        origin=origin,
-        metadata=_metadata(row, {question_field, answer_field, *_OWN_FIELDS}),
-    )
+    if isinstance(question, PromptError):
+        raise question
+    return question
 
 
 _OWN_FIELDS = ("id", "prompt_id", "difficulty", "metadata")
@@ -108,6 +108,21 @@ def _difficulty(row: dict[str, Any], origin: str) -> int:
             f"{value!r}"
         )
     return value
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:
+    """Yield each row with its origin; a malformed line yields the error that describes it."""
+    if not path.is_file():
+        raise PromptError(f"expected a prompt file at {path}, found none")
+    if path.stat().st_size == 0:
+        raise PromptError(f"{path} is empty; expected one JSON object a line")
+    match path.suffix:
+        case ".jsonl" | ".json":
+            yield from _read_jsonl(path)
+        case ".parquet":
+            yield from _read_parquet(path)
+        case suffix:
+            raise PromptError(f"{path}: expected .jsonl or .parquet, found {suffix or 'no suffix'}")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any] | PromptError]]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from areal_flow.config import Recipe
+from areal_flow.config import PromptSettings, Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
-from areal_flow.prompts.files import Question
-from areal_flow.prompts.sources import questions_of_file, split_questions
+from areal_flow.prompts.files import Question, good, read_questions
 from areal_flow.rewards.numeric import verify_numeric
 from schemas import PromptRow, arrow_schema, validate
 
@@ -32,14 +32,16 @@ if TYPE_CHECKING:
 PROMPTS = arrow_schema(PromptRow)
 BATCH_ROWS = 1024
 
+Questions = Callable[[], "Iterable[Question | PromptError]"]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What a preparation found."""
 
-    num_train: int = 0
-    num_held_out: int = 0
-    bad_rows: list[str] = field(default_factory=list)
+    num_train: int
+    num_held_out: int
+    bad_rows: list[str]
 
 
 class _Preparation:
@@ -52,10 +54,9 @@ class _Preparation:
 
     def good(self, questions: Iterable[Question | PromptError]) -> Iterator[Question]:
         """Yield the good questions; a bad one is skipped and noted, or ends everything."""
-        for question in questions:
+        for read in questions:
             try:
-                if isinstance(question, PromptError):
-                    raise question
+                question = good(read)
                 self._check_answer(question)
                 self.row(question)
             except PromptError as error:
@@ -109,20 +110,17 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         PromptError: naming file, line and field of the first bad row, or what else is missing.
     """
     preparation = _preparation(recipe, layout)
-    held_out, train = split_questions(recipe.prompts, recipe.seed)
+    held_out, train = _split_questions(recipe.prompts, recipe.seed)
     held_out_texts: set[str] = set()
     chosen = islice(preparation.good(held_out()), recipe.prompts.num_held_out)
-    prepared = Prepared()
-    prepared.num_held_out = _write(
-        layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts)
-    )
+    num_held_out = _write(layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts))
     unseen = (
         question for question in preparation.good(train()) if question.text not in held_out_texts
     )
-    prepared.num_train = _write(layout.train_prompts, preparation, unseen)
-    prepared.bad_rows = list(preparation.bad_rows)
+    num_train = _write(layout.train_prompts, preparation, unseen)
+    prepared = Prepared(num_train, num_held_out, list(preparation.bad_rows))
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in prepared.bad_rows))
-    if not prepared.num_train:
+    if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
     return prepared
 
@@ -135,7 +133,7 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> int:
     """
     preparation = _preparation(recipe, layout)
     assert recipe.prompts.path is not None
-    questions = preparation.good(questions_of_file(recipe.prompts.path, recipe.prompts))
+    questions = preparation.good(_questions_of_file(recipe.prompts.path, recipe.prompts))
     return _write(layout.held_out_prompts, preparation, questions)
 
 
@@ -159,3 +157,32 @@ def _write(path: Path, preparation: _Preparation, questions: Iterable[Question])
             writer.write_table(validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow))
             num_rows += len(batch)
     return num_rows
+
+
+def _split_questions(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
+    """Return held-out and training rows of two files, or of one whose fifth at most is held out."""
+    path, held_out_path = settings.path, settings.held_out_path
+    assert path is not None
+    if held_out_path is not None:
+        return (
+            lambda: _questions_of_file(held_out_path, settings),
+            lambda: _questions_of_file(path, settings),
+        )
+    num_rows = sum(1 for _ in _questions_of_file(path, settings))
+    num_held_out = min(settings.num_held_out, num_rows // 5)
+    held_out = set(random.Random(seed).sample(range(num_rows), num_held_out))
+
+    def part(is_held_out: bool) -> Questions:
+        return lambda: (
+            question
+            for position, question in enumerate(_questions_of_file(path, settings))
+            if (position in held_out) is is_held_out
+        )
+
+    return part(True), part(False)
+
+
+def _questions_of_file(path: Path, settings: PromptSettings) -> Iterator[Question | PromptError]:
+    return read_questions(
+        path, question_field=settings.question_field, answer_field=settings.answer_field
+    )

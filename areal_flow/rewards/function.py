@@ -8,6 +8,7 @@ import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from areal_flow.rewards.protocol import RewardInput
@@ -53,17 +54,12 @@ class FunctionReward:
             return error_score(error)
 
     def _arguments(self, given: RewardInput) -> dict[str, Any]:
-        fields = {
-            "prompt": given.prompt,
-            "completion": given.completion,
-            "answer": given.answer,
-            "metadata": given.metadata,
-        }
-        named = {name: value for name, value in fields.items() if name in self._names}
+        values = {field.name: getattr(given, field.name) for field in fields(given)}
+        named = {name: value for name, value in values.items() if name in self._names}
         columns = {
             name: value
             for name, value in given.metadata.items()
-            if name not in fields and (self._takes_columns or name in self._names)
+            if name not in values and (self._takes_columns or name in self._names)
         }
         return columns | named
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from areal_flow.types import Score
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
 _ANSWER_MARK = "####"
 _MAX_DIGITS = 400
 
@@ -47,7 +47,7 @@ def final_answer(text: str) -> str | None:
     """Return the marked answer, else the last number, or None when there is neither."""
     if (marked := marked_answer(text)) is not None:
         return marked
-    numbers = _NUMBER.findall(text.translate(_NON_ASCII_DIGITS_REMOVED))
+    numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
 
@@ -63,20 +63,9 @@ def marked_answer(text: str) -> str | None:
 def parse_number(text: str) -> Fraction | None:
     """Return an exact number, or None; accepts `1,234`, `-2.50`, `$3`, `3/4`, `18%`, `18.`."""
     cleaned = text.strip().strip("$").rstrip(".%").replace(",", "").replace(" ", "")
-    if not cleaned.isascii() or not _NUMBER.fullmatch(cleaned) or len(cleaned) > _MAX_DIGITS:
+    if not _NUMBER.fullmatch(cleaned) or len(cleaned) > _MAX_DIGITS:
         return None
     try:
         return Fraction(cleaned)
     except (ValueError, ZeroDivisionError):
         return None
-
-
-class _AsciiDigitsOnly(dict[int, str]):
-    """A `str.translate` table that blanks digits of other scripts: `\\d` matches them all."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        return " " if character.isdigit() and not character.isascii() else character
-
-
-_NON_ASCII_DIGITS_REMOVED = _AsciiDigitsOnly()

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.adapters import ACKNOWLEDGE_TIMEOUT_S, DaskTrainer, DaskWeights
+from areal_flow.cluster.adapters import (
+    ACKNOWLEDGE_TIMEOUT_S,
+    DaskTrainer,
+    DaskWeights,
+    SharedWrites,
+)
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.errors import SchemaError, StorageError, TrainerLost, TrainingError
 from areal_flow.testing import MemoryWriter
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -141,3 +146,24 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     waited = seconds_to_announce(live, healthy=0.2, other=1e9)
     assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
     assert live.replaced == ["other"]
+
+
+def written(*answers: Any) -> list[Any]:
+    """Return what two groups hear that are ready at once, and one that is ready later."""
+
+    async def write() -> list[Any]:
+        writes = SharedWrites(FakeClient(answers))
+        both = await asyncio.gather(writes.write(0), writes.write(1), return_exceptions=True)
+        return [*both, await writes.write(2)]
+
+    return asyncio.run(write())
+
+
+def test_groups_written_together_each_hear_of_their_own() -> None:
+    broken = SchemaError("a row is wrong")
+    assert written(["receipt 0", broken], ["receipt 2"]) == ["receipt 0", broken, "receipt 2"]
+
+
+def test_batch_that_is_not_written_fails_its_groups_and_no_later_one() -> None:
+    full = StorageError("the disk is full")
+    assert written(full, ["receipt 2"]) == [full, full, "receipt 2"]

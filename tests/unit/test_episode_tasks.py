@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster import episodes, tasks
+from areal_flow.cluster import tasks, worker_roles
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_roles import RewardRole
 from areal_flow.config import dump_recipe
@@ -51,9 +51,9 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
         found = function(*arguments)
         return await found if inspect.isawaitable(found) else found
 
-    for module in (tasks, episodes):
+    for module in (tasks, worker_roles):
         monkeypatch.setattr(module, "holder", lambda: context)
-    monkeypatch.setattr(episodes, "_on_reward_worker", here)
+    monkeypatch.setattr(worker_roles, "_on_reward_worker", here)
     yield context
     if (rewards := context.get(RewardRole)) is not None:
         rewards.close()

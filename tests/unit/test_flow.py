@@ -17,8 +17,8 @@ from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialSt
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError
-from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
 from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
 from tests.unit.virtual_time import run_in_virtual_time
 
 

@@ -18,7 +18,6 @@ from areal_flow.controller.records import Provenance, batch_digest
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.controller.seeds import group_seeds
 from areal_flow.errors import ArealFlowError, EngineError
-from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
 from areal_flow.types import (
     Discard,
     EngineStats,
@@ -30,6 +29,7 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
+from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
 from tests.unit.virtual_time import run_in_virtual_time
 
 

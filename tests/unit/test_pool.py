@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.elasticity import add_to, remove_from
+from areal_flow.cluster.control import add_to, remove_from
 from areal_flow.cluster.launchers.protocol import OnExit
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool

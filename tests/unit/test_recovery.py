@@ -20,7 +20,6 @@ from areal_flow.recovery.plan import (
     plan_initial_state,
     request_from_row,
 )
-from areal_flow.testing import FakeCluster, FakePrompts, MemoryLog
 from areal_flow.types import (
     Discard,
     Episode,
@@ -32,6 +31,7 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
+from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from areal_flow.generation.scheduler import Admission, Member, SlotScheduler
+from areal_flow.generation.scheduler import Member, SlotScheduler
 
 
 def admitted(scheduler: SlotScheduler) -> list[tuple[str, list[tuple[int, int]]]]:
     """Return (request, [(slot, member)]) of what starts now."""
     return [
-        (admission.request_id, [(slot, member.index) for slot, member in admission.slots])
-        for admission in scheduler.admit()
+        (request_id, [(slot, scheduler.running[slot].index) for slot in slots])
+        for request_id, slots in scheduler.admit()
     ]
 
 
@@ -17,11 +17,11 @@ def test_members_take_slots_in_order_grouped_by_request() -> None:
     scheduler = SlotScheduler(4)
     scheduler.add("a", 3)
     scheduler.add("b", 2)
-    assert scheduler.admit() == [
-        Admission("a", [(0, Member("a", 0)), (1, Member("a", 1)), (2, Member("a", 2))]),
-        Admission("b", [(3, Member("b", 0))]),
-    ]
-    assert scheduler.running[3] == Member("b", 0)
+    assert scheduler.admit() == [("a", [0, 1, 2]), ("b", [3])]
+    assert scheduler.running == {
+        **{slot: Member("a", slot) for slot in range(3)},
+        3: Member("b", 0),
+    }
     assert admitted(scheduler) == []
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from areal_flow.errors import ConfigError, EngineError
 from areal_flow.types import Completion, GroupRequest, Prompt, RewardPart, Score, VersionSpan
-from areal_flow.workflows.coalescing import Coalescer
-from areal_flow.workflows.context import EpisodeContext, turn_seed
+from areal_flow.workflows.context import Coalescer, EpisodeContext, turn_seed
 from areal_flow.workflows.group import run_group
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.protocol import TrajectoryDraft

@@ -1,4 +1,4 @@
-"""A checkpoint in, a plain Hugging Face directory out."""
+"""Writes a checkpoint as a plain Hugging Face directory."""
 
 from __future__ import annotations
 

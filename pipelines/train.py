@@ -1,4 +1,4 @@
-"""A recipe in, a trained and registered policy out: assembles every part and runs the flow."""
+"""Trains and registers the policy of a recipe: assembles every part and runs the flow."""
 
 from __future__ import annotations
 

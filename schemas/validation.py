@@ -1,4 +1,4 @@
-"""Rows in, the same rows out, or one error that names the columns and never prints tokens."""
+"""Checks rows against a schema; the one error names the columns and never prints tokens."""
 
 from __future__ import annotations
 

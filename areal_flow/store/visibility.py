@@ -1,4 +1,4 @@
-"""Which rows count: all but those that a driver wrote after its run was taken over. SQL out.
+"""Which rows count: all but those that a driver wrote after its run was taken over, as SQL.
 
 A run that was never taken over from a driver that was alive has no fences and needs no condition.
 """

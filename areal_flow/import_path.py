@@ -1,4 +1,4 @@
-"""An import path `package.module:function` in, the function out: code that users bring along."""
+"""Loads the function that an import path `package.module:function` names."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ runs/NAME/
     config.toml            the whole recipe, defaults written out
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too
-    sft/                   supervised fine-tuning: tokenised rows, checkpoints
     rewards/               reward functions that were shipped, with their source
     trajectories.lance     the events
     steps.lance            their order

@@ -1,4 +1,4 @@
-"""Trajectory rows in, a hash each of what a step makes of them out: the row's own seal."""
+"""Hashes of each trajectory row what a step depends on; the hash is stored in the row itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in, one advantage a trajectory out; every token of a completion carries it.
+"""Computes from rewards one advantage a trajectory, which every token of its completion carries.
 
 Critic-free with gamma = lambda = 1: the reward sits on the final token, so each token's return is
 the trajectory's reward. Letters: B trajectories of one step.

@@ -1,4 +1,4 @@
-"""Dynamic micro-batching: sequence lengths in, micro-batches of indices out. Pure Python."""
+"""Splits sequences into micro-batches by their lengths. Pure Python."""
 
 from __future__ import annotations
 

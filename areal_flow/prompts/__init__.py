@@ -1,1 +1,1 @@
-"""Questions in, a memory-mapped table of tokenised prompts out; read by submission index."""
+"""Makes of questions a memory-mapped table of tokenised prompts, read by submission index."""

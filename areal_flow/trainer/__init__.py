@@ -1,1 +1,1 @@
-"""Trajectories in, a new policy out. Imports torch, transformers and safetensors only."""
+"""Trains a policy on trajectories. Imports torch, transformers and safetensors only."""

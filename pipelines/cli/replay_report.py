@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -142,8 +143,8 @@ def _print_step(console: Console, replayed: Replayed) -> None:
         columns.append(compared_values(replayed.changed))
         labels.append("changed")
     rows = []
-    for name in columns[0]:
-        recorded, again, *changed = (_value(column[name]) for column in columns)
+    for name in dict.fromkeys(chain(*columns)):  # another algorithm has other metrics
+        recorded, again, *changed = (_value(column.get(name, "-")) for column in columns)
         equal = "yes" if name not in replayed.compared.differences else "NO"
         rows.append((name.replace("_", " "), recorded, again, equal, *changed))
     print_table(console, labels, rows)

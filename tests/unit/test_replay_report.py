@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
+from areal_flow.types import StepResult
 from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 from pipelines.cli.replay_report import most_different, print_report
 from tests.unit.test_comparison import result
@@ -50,3 +52,17 @@ def test_tokens_are_neither_markup_nor_control_characters(
 def test_most_different_come_first() -> None:
     shown = most_different(replayed_with("12"), 2)
     assert [trajectory.trajectory_id for trajectory in shown] == ["t-2", "t-1"]
+
+
+def test_step_of_another_algorithm_is_shown_with_the_metrics_that_each_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(**metrics: float) -> StepResult:
+        return replace(result(), metrics=replace(result().metrics, metrics=metrics))
+
+    compared = ComparedStep(step(clip_fraction=0.25), step(clip_fraction=0.25))
+    changed = replace(replayed_with("12"), compared=compared, changed=step(sequence_ratio_mean=1.5))
+    print_report(RunLayout(tmp_path), changed, num_trajectories=0, tokens_of=None)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["clip", "fraction", "0.25", "0.25", "yes", "-"] in rows
+    assert ["sequence", "ratio", "mean", "-", "-", "yes", "1.5"] in rows

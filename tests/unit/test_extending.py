@@ -1,0 +1,307 @@
+"""The examples of docs/extending.md, each run against the real part that it extends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import import_module
+from inspect import getsource, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from areal_flow.algorithms import registry as algorithms
+from areal_flow.config import GenerationSettings, RewardSettings, build_recipe
+from areal_flow.errors import ConfigError, EngineError
+from areal_flow.generation.registry import ENGINES, engine_factory
+from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.import_path import import_function
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.registry import load_reward
+from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.testing import BigramEngine
+from areal_flow.trainer.backend import StepSettings
+from areal_flow.trainer.step import train_step
+from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from areal_flow.workflows.group import RolledOutGroup, run_group
+from areal_flow.workflows.registry import load_workflow
+from tests.contracts import test_engines as engine_contract
+from tests.contracts import test_rewards as reward_contract
+from tests.contracts import test_workflows as workflow_contract
+from tests.episodes import LOGITS, FakeServices, episode_of
+from tests.policies import small_policy, write_model_directory
+from tests.unit import test_losses as loss_contract
+from tests.unit.test_trainer import make_sequences, state
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+_BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def my_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ModuleType]]:
+    """Write every example to the file that it names; return how to import one."""
+    root = tmp_path_factory.mktemp("copied")
+    for name, code in _BLOCK.findall(PAGE.read_text()):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(code)
+    sys.path.insert(0, str(root))
+    try:
+        yield lambda name: import_module(f"my_project.{name}")
+    finally:
+        sys.path.remove(str(root))
+        for name in [name for name in sys.modules if name.split(".")[0] == "my_project"]:
+            del sys.modules[name]
+
+
+def apply_diff(text: str, before: str) -> str:
+    """Return a text with the lines that the page's diff with `before` takes out and puts in."""
+    (diff,) = [found for found in _DIFF.findall(PAGE.read_text()) if before in found]
+    kept = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " -")
+    changed = "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in " +")
+    assert text.count(kept) == 1, "the page shows a registry that is no longer so"
+    return text.replace(kept, changed)
+
+
+def checks_of(contract: ModuleType, *parameters: str) -> dict[str, Callable[..., Any]]:
+    """Return a contract's tests that take just these parameters."""
+    return {
+        name: test
+        for name, test in vars(contract).items()
+        if name.startswith("test_") and tuple(signature(test).parameters) == parameters
+    }
+
+
+def test_every_block_of_python_is_a_file_that_is_run_here(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    files = [name for name, _ in _BLOCK.findall(PAGE.read_text())]
+    assert PAGE.read_text().count("```python") == len(files) == len(set(files))
+    tested = ("brevity", "accepted", "adding", "cispo", "plain_engine")
+    assert [my_project(name).__file__ for name in tested] == [
+        my_project(Path(name).stem).__file__ for name in files
+    ]
+
+
+VERIFIERS = ("my_project.brevity:short_and_right", "my_project.accepted:AcceptedSpellings")
+
+
+@pytest.mark.parametrize("check", checks_of(reward_contract, "reward"))
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.usefixtures("my_project")
+def test_verifiers_keep_what_every_reward_promises(
+    verifier: str, check: str, tmp_path: Path
+) -> None:
+    getattr(reward_contract, check)(load_reward(verifier, tmp_path).reward)
+
+
+@pytest.mark.usefixtures("my_project")
+def test_verifiers_judge_as_the_page_says(tmp_path: Path) -> None:
+    settings = [RewardSettings(verifier=VERIFIERS[0]), RewardSettings(verifier=VERIFIERS[1])]
+    rewards = WeightedRewards(settings, tmp_path)
+    rewards.open()
+    inputs = [
+        RewardInput("1 + 1 =", completion, "2", {"max_words": 3})
+        for completion in ("2", "it must be 2", "3", "none", "Two")
+    ]
+    scores = asyncio.run(rewards.score(inputs))
+    rewards.close()
+    parts = [[part.reward for part in score.parts] for score in scores]
+    assert parts == [[1.0, 1.0], [0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+    assert scores[2].message == "3 is wrong."
+    assert scores[3].verdict == "parse_error"
+
+
+class EngineServices(FakeServices):
+    """`EpisodeServices` whose completions come from an engine's thread, and whose tools run."""
+
+    def __init__(self, engine: ThreadedEngine) -> None:
+        super().__init__(max_model_len=96)
+        self.engine = engine
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        self.requests.append(request)
+        return await self.engine.generate(request)
+
+    async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
+        self.tool_calls.append((path, arguments))
+        return import_function(path, setting="a tool", error=ConfigError)(*arguments)
+
+
+def adds_up(max_calls: int) -> Any:
+    """Return the workflow as a recipe names it."""
+    named = {"name": "imported", "path": "my_project.adding:AddsUp"}
+    recipe = build_recipe(
+        {"workflow": {**named, "settings": {"max_calls": max_calls}}}, source="the page"
+    )
+    return load_workflow(recipe.workflow)
+
+
+@pytest.mark.usefixtures("my_project")
+def test_workflow_runs_over_an_engine_with_its_tool() -> None:
+    async def roll_out() -> tuple[RolledOutGroup, EngineServices]:
+        services = EngineServices(ThreadedEngine(BigramEngine(LOGITS, max_num_seqs=64)))
+        try:
+            return await run_group(adds_up(2), episode_of(), services), services
+        finally:
+            services.engine.close()
+
+    group, services = asyncio.run(roll_out())
+    assert not group.errors
+    assert {member for member, _ in group.drafts} == set(range(6))
+    results = [sum(map(int, arguments[0].split())) for _, arguments in services.tool_calls]
+    told = {services.encode(f" sum: {result}\n") for result in results}
+    environment = {
+        tuple(t for t, chosen in zip(d.output_tokens, d.loss_mask, strict=True) if not chosen)
+        for _, d in group.drafts
+    }
+    assert len(results) > 3
+    assert all(
+        any(tokens[: len(each)] == each for each in told) for tokens in environment if tokens
+    )
+    assert all(draft.loss_mask[-1] for _, draft in group.drafts)
+
+
+@pytest.mark.parametrize("check", checks_of(workflow_contract, "workflow"))
+@pytest.mark.usefixtures("my_project")
+def test_workflow_keeps_what_every_workflow_promises(check: str) -> None:
+    getattr(workflow_contract, check)(adds_up(2))
+
+
+def test_workflow_refuses_settings_that_it_has_not(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    my_project("adding")
+    with pytest.raises(ConfigError, match="max_calls"):
+        adds_up(-1)
+
+
+def test_algorithm_is_in_recipes_by_the_line_that_the_page_shows(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    line = "from my_project.cispo import CISPO\n"
+    source = apply_diff(getsource(algorithms), "AnyAlgorithm").replace("AnyAlg", line + "AnyAlg", 1)
+    changed = ModuleType("changed_registry")
+    exec(compile(source, "registry", "exec", dont_inherit=True), vars(changed))
+    assert changed.ALGORITHMS["cispo"] is my_project("cispo").CISPO
+    assert set(changed.ALGORITHMS) == {*algorithms.ALGORITHMS, "cispo"}
+
+
+def test_algorithm_has_the_golden_losses_and_gradients_of_its_formula(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    """Ratios are e^0.5, e^-0.1 and e^1.5; the first and the last are clipped at 1.28."""
+    given = loss_contract.inputs()
+    found = my_project("cispo").CISPO().loss(given)
+    assert found.losses_T.tolist() == pytest.approx([1.28, -0.452419, 5.12], abs=1e-6)
+    assert found.metrics["weight_clip_fraction"].value == pytest.approx(2 / 3)
+    found.losses_T.sum().backward()
+    assert given.logprobs_T.grad.tolist() == pytest.approx([-1.28, 0.904837, -2.56], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "check", [name for name in checks_of(loss_contract, "name") if "every_algorithm" in name]
+)
+def test_algorithm_keeps_what_every_algorithm_promises(
+    my_project: Callable[[str], ModuleType], check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(algorithms.ALGORITHMS, "cispo", my_project("cispo").CISPO)
+    getattr(loss_contract, check)("cispo")
+
+
+def test_algorithm_trains_a_step(my_project: Callable[[str], ModuleType]) -> None:
+    backend = state()
+    before = backend.fingerprint()
+    settings = StepSettings(my_project("cispo").CISPO(num_minibatches=2), temperature=1.0, seed=0)
+    numbers = train_step(backend, make_sequences(), step=1, settings=settings)
+    assert backend.fingerprint() != before
+    assert 0 < numbers.metrics["weight_clip_fraction"].value < 1
+
+
+def plain_subject(engine: ModuleType) -> engine_contract.Subject:
+    """Return the page's engine, with the weights and the reference of the torch engine's."""
+    torch_subject = engine_contract.torch_subject()
+
+    def make(*, max_num_seqs: int = 8, version: int = 0) -> Any:
+        policy = small_policy(seed=version, vocab_size=engine_contract.VOCABULARY)
+        return engine.PlainEngine(
+            policy, version=version, max_num_seqs=max_num_seqs, max_model_len=64
+        )
+
+    return engine_contract.Subject(make, torch_subject.weights, torch_subject.reference)
+
+
+CORE_CHECKS = (
+    "test_tokens_after_an_interruption_come_from_the_new_weights",
+    "test_members_that_start_after_a_switch_come_from_the_new_weights",
+    "test_different_seeds_differ",
+    "test_stop_token_ends_a_completion_and_is_kept",
+    "test_more_members_than_slots_all_finish",
+    "test_cancelled_request_frees_its_slots",
+    "test_empty_prompt_is_refused",
+)
+
+
+@pytest.mark.parametrize("check", CORE_CHECKS)
+def test_engine_keeps_what_every_engine_promises(
+    my_project: Callable[[str], ModuleType], check: str
+) -> None:
+    getattr(engine_contract, check)(plain_subject(my_project("plain_engine")))
+
+
+def test_engine_gives_the_log_probabilities_of_a_full_forward(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    subject = plain_subject(my_project("plain_engine"))
+    engine_contract.test_logprobs_equal_a_full_forward(subject, {"temperature": 0.7})
+
+
+def test_engine_draws_the_same_whatever_its_company(
+    my_project: Callable[[str], ModuleType],
+) -> None:
+    subject = plain_subject(my_project("plain_engine"))
+    requests = [engine_contract.request_of(f"r{index}", length=6) for index in range(3)]
+    alone = engine_contract.run_all(subject.make(), requests[1])["r1"]
+    crowd = engine_contract.run_all(subject.make(max_num_seqs=5), *requests)
+    assert crowd["r1"] == alone
+
+
+@asynccontextmanager
+async def started_engine(tmp_path: Path, **settings: Any) -> AsyncIterator[Any]:
+    """Start the engine that a recipe calls `plain`, on a model directory."""
+    model = write_model_directory(tmp_path / "model")
+    publish_model_directory(model, tmp_path / "weights")
+    chosen = GenerationSettings(
+        engine="plain", max_num_seqs=2, max_model_len=32, max_new_tokens=4, **settings
+    )
+    reader = DirectoryReader(tmp_path / "weights")
+    engine = await engine_factory("plain")(model, chosen, reader)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.usefixtures("my_project")
+async def test_engine_starts_by_the_name_that_the_page_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(import_module("areal_flow.generation.registry").__file__ or "").read_text()
+    namespace = vars(ModuleType("changed_registry"))
+    exec(compile(apply_diff(source, "ENGINES"), "registry", "exec", dont_inherit=True), namespace)
+    monkeypatch.setitem(ENGINES, "plain", namespace["ENGINES"]["plain"])
+    async with started_engine(tmp_path) as engine:
+        assert engine.version == 0
+        (completion,) = await engine.generate(GroupRequest("r", (5, 6), (1,), Sampling(4)))
+        assert len(completion.tokens) == 4
+        with pytest.raises(EngineError, match="expected at most 32 tokens of context"):
+            await engine.generate(GroupRequest("long", (5,) * 30, (1,), Sampling(4)))
+    with pytest.raises(ConfigError, match="expected 'interrupt'"):
+        async with started_engine(tmp_path / "keep", interruption="keep"):
+            pass

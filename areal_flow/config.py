@@ -379,9 +379,10 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     overrides = overrides or {}
-    chosen = overrides.get("algorithm", {}).get("name")
-    if chosen not in (None, table.get("algorithm", {}).get("name", "decoupled_ppo")):
-        table.pop("algorithm", None)  # the settings of another algorithm
+    for section, default in (("algorithm", "decoupled_ppo"), ("workflow", "single_turn")):
+        chosen = overrides.get(section, {}).get("name")
+        if chosen not in (None, table.get(section, {}).get("name", default)):
+            table.pop(section, None)  # the settings of another one
     return build_recipe(merge(table, overrides), source=str(path))
 
 

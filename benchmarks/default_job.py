@@ -43,7 +43,7 @@ def summary_of(runs: Path, seed: int) -> dict[str, Any]:
 
 def print_table(summaries: dict[int, dict[str, Any]]) -> None:
     table = Table(title="The default job: held-out pass rate, 95% Wilson intervals")
-    labels = ("seed", "before", "after", "points", "s, all", "warm start", "training")
+    labels = ("seed", "before", "after", "points", "s, all", "fine-tuning", "training")
     for label in (*labels, "staleness", "max", "masked", "overlap eff."):
         table.add_column(label, justify="right")
     for seed, summary in summaries.items():
@@ -54,7 +54,7 @@ def print_table(summaries: dict[int, dict[str, Any]]) -> None:
             interval(after),
             f"{100 * (after['pass_rate'] - before['pass_rate']):+.1f}",
             f"{summary['seconds_total']:.0f}",
-            f"{summary['seconds_warm_start']:.0f}",
+            f"{summary['seconds_first_policy']:.0f}",
             f"{summary['seconds_training']:.0f}",
             f"{summary['staleness_mean']:.2f}",
             str(summary["staleness_max"]),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 from areal_flow.config import Recipe, build_recipe, load_recipe, merge, nest
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.rewards.shipping import ship_function
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model
@@ -86,8 +84,7 @@ def evaluate(
         directory = find_model(Path(runs), str(model), registry=registry)
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
         path = None if prompts is None else file_of(prompts, Path(scratch) / "given.jsonl")
-        with _main_module_hidden():
-            return evaluate_model(directory, prompts=path, limit=num_prompts)
+        return evaluate_model(directory, prompts=path, limit=num_prompts)
 
 
 def sft(
@@ -133,8 +130,7 @@ def _start(
         table = recipe.model_dump(mode="json") if recipe else {}
         stem, chosen = "python", build_recipe(merge(table, over), source="the settings given")
     layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
-    with _main_module_hidden():
-        start(job, layout, chosen, began=began, fill=brought.fill)
+    start(job, layout, chosen, began=began, fill=brought.fill)
     return layout
 
 
@@ -208,24 +204,4 @@ def _plain(value: Any) -> Any:
 def _shipped(reward: Callable[..., Any] | str, layout: RunLayout) -> str:
     if isinstance(reward, str):
         return reward
-    shipping = import_module("areal_flow.rewards.shipping")
-    return str(shipping.ship_function(reward, layout.root / "rewards"))
-
-
-@contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Let worker processes start without running the caller's script again.
-
-    `multiprocessing` would, wherever the script has no `if __name__ == "__main__"`; no worker needs
-    what the script defines, because functions are shipped by value.
-    """
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    return ship_function(reward, layout.rewards)

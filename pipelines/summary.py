@@ -35,7 +35,7 @@ def summarise(
     return {
         "held_out_before": _rate(held_out.get("before")),
         "held_out_after": _rate(held_out.get("after")),
-        "seconds_warm_start": genesis["seconds_train"],
+        "seconds_first_policy": genesis["seconds_train"],
         "seconds_training": seconds,
         "seconds_total": seconds_total,
         "num_steps": len(steps),
@@ -77,7 +77,7 @@ def print_summary(
         _print_rates(console, held_out["before"], held_out["after"])
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
-        f"(warm start {summary['seconds_warm_start']:.0f} s, all "
+        f"(first policy {summary['seconds_first_policy']:.0f} s, all "
         f"{summary['seconds_total']:.0f} s); "
         f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
         f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
@@ -93,7 +93,7 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     run = f"{layout.root.parent.name}/{layout.name}"
     read = f"import areal_flow; print(areal_flow.open_run('{run}').trajectories().tail())"
     commands = {
-        "nox -s ui": "the MLflow UI: metrics and models",
+        "areal-flow ui": "the MLflow UI: metrics and models",
         f'python -c "{read}"': "the trajectories in pandas",
         f"areal-flow trajectories {layout.name}": "what the policy wrote; --show 1 for one in full",
         f"areal-flow lineage {model}": "what the model was made from",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
@@ -33,7 +32,6 @@ print(len(run.steps()) - 1, run.trajectories().reward.min() > 0.25)
 
 
 def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
-    pytest.importorskip("areal_flow.rewards.shipping")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"],

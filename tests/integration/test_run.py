@@ -14,7 +14,7 @@ from tests.integration.runs import check_accounting, cli, small_arguments
 SUMMARY_KEYS = {
     "held_out_before",
     "held_out_after",
-    "seconds_warm_start",
+    "seconds_first_policy",
     "seconds_training",
     "seconds_total",
     "num_steps",
@@ -61,7 +61,7 @@ def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
     for part in ("step 4/4", "pass ", "staleness", "generators busy", "trainer busy", "left"):
         assert part in output
     for command in (
-        "nox -s ui",
+        "areal-flow ui",
         "open_run('runs/first')",
         "areal-flow evaluate",
         "areal-flow export",

@@ -114,3 +114,12 @@ def test_configuration_stays_small() -> None:
     counts = {section.__name__: len(section.model_fields) for section in inner}
     assert max(counts.values()) <= 12, counts
     assert sum(counts.values()) + len(Recipe.model_fields) < 150
+
+
+def test_override_that_names_another_workflow_drops_the_settings_of_the_first(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[workflow]\nname = "multi_turn"\nmax_turns = 3\n')
+    assert load_recipe(path, {"workflow": {"max_turns": 4}}).workflow.name == "multi_turn"
+    assert load_recipe(path, {"workflow": {"name": "single_turn"}}).workflow.name == "single_turn"

@@ -69,10 +69,12 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         listed = cli("runs", cwd=tmp_path).stdout
         assert "crashed" in listed
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
+        newest = list_checkpoints(layout.checkpoints)[-1]
         done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        replayed = head - max(s for s in range(0, head + 1, 4))
-        assert f"{replayed} steps replayed" in done.stdout
+        # The newest may have been half written when its driver was killed.
+        assert head - newest < 8
+        assert f"{head - newest} steps replayed" in done.stdout
         assert f"Resuming at step {head}" in done.stdout
         check_accounting(layout)
 
@@ -181,7 +183,7 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
 
 
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
-    recipe = small_recipe(num_steps=10_000, max_minutes=0.4)
+    recipe = small_recipe(num_steps=10_000, max_minutes=0.6)
     layout = run_small(tmp_path / "timed", recipe)
     steps = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
     summary = areal_flow.open_run(layout.root).summary()

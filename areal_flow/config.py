@@ -409,6 +409,15 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn a nested table into settings by dotted name: the reverse of `nest`."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Turn `SECTION.SETTING=VALUE` texts into a nested table."""
     pairs = (text.partition("=") for text in texts)

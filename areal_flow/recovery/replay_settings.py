@@ -13,6 +13,7 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import (
     Recipe,
     TrainerSettings,
+    flatten,
     load_recipe,
     parse_overrides,
 )
@@ -54,7 +55,7 @@ def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
     """
     recipe = load_recipe(config, dict(changes))
     allowed = settings_of_a_step()
-    idle = [name for name in _dotted(changes) if name not in allowed]
+    idle = [name for name in flatten(changes) if name not in allowed]
     if idle:
         raise ConfigError(
             f"--set {', '.join(idle)}: cannot change what a step computes from its trajectories; "
@@ -108,11 +109,3 @@ def _value(recipe: Recipe, name: str) -> Any:
     for key in name.split("."):
         found = getattr(found, key, None)
     return found
-
-
-def _dotted(table: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = []
-    for key, value in table.items():
-        is_section = isinstance(value, dict)
-        names += _dotted(value, f"{prefix}{key}.") if is_section else [f"{prefix}{key}"]
-    return names

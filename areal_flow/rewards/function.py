@@ -6,11 +6,11 @@ import asyncio
 import inspect
 import logging
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from areal_flow.errors import root_cause
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.types import Score
 
@@ -81,7 +81,4 @@ def score_of(returned: Any) -> Score:
 
 def error_score(error: Exception) -> Score:
     """Return the score of a completion whose verifier failed: no reward, and the root cause."""
-    cause = f"{type(error).__name__}: {error}"
-    if frames := traceback.extract_tb(error.__traceback__):
-        cause += f" (at {frames[-1].name}, line {frames[-1].lineno})"
-    return Score(None, "error", error=cause)
+    return Score(None, "error", error=root_cause(error))

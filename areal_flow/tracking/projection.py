@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from areal_flow.config import flatten
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.store.dataset import open_dataset
@@ -101,7 +102,7 @@ class Projection:
             logger.warning("the tracker refused %s, which is left out: %s", what, error)
 
     def _parameters(self) -> dict[str, Any]:
-        return dict(_flatten(tomllib.loads(self._layout.config.read_text())))
+        return flatten(tomllib.loads(self._layout.config.read_text()))
 
     def _deliver_steps(self) -> int:
         assert self._delivered is not None
@@ -162,14 +163,6 @@ class Projection:
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _milliseconds(moment: Any) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_flow.errors import ArealFlowError, EngineError, WeightsError
+from areal_flow.errors import ArealFlowError, EngineError, WeightsError, root_cause
 from areal_flow.types import Episode
 from areal_flow.workflows.context import EpisodeContext, EpisodeServices, GroupRequests
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
@@ -79,5 +78,4 @@ async def _run_member(
         raise
     except Exception as error:
         logger.exception("a member of group %s failed", episode.group_id)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} (at {frame.name}, line {frame.lineno})"
+        return root_cause(error)

@@ -237,19 +237,6 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step will consume, decided by the buffer."""
-
-    policy_version: int
-    trajectories: tuple[TrajectoryReceipt, ...]
-    num_groups: int
-
-    @property
-    def trajectory_ids(self) -> tuple[str, ...]:
-        return tuple(trajectory.trajectory_id for trajectory in self.trajectories)
-
-
-@dataclass(frozen=True, slots=True)
 class PassRate:
     """A rate with its 95% Wilson interval."""
 

@@ -25,7 +25,7 @@ from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.evaluation.held_out import answer_held_out
@@ -292,25 +292,18 @@ class Training:
         return max_running_trajectories(self.recipe, num_generators=num_generators)
 
     def _flow(self, initial: InitialState) -> Flow:
-        recipe, controller = self.recipe, self.recipe.controller
-        config = FlowConfig(
-            batch_size=controller.batch_size,
-            group_size=controller.group_size,
-            max_staleness=controller.max_staleness,
-            max_running=self._max_running(recipe.cluster.num_generators),
-            num_steps=recipe.num_steps,
-            run_seed=recipe.seed,
-            max_attempts=controller.max_attempts,
-            max_consecutive_failures=controller.max_consecutive_failures,
-            keeps_group=recipe.algorithm.keeps_group,
-        )
         backends = FlowBackends(
-            prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=self.rollouts,
-            log=self.logs,
-            ledger=self.logs,
+            logs=self.logs,
             trainer=self.trainer,
             weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
-            observer=self,
+            prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
+            on_step=self.on_step,
         )
-        return Flow(config, backends, initial, self.provenance)
+        return Flow(
+            self.recipe,
+            backends,
+            initial,
+            self.provenance,
+            max_running=self._max_running(self.recipe.cluster.num_generators),
+        )

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.audit.findings import ADVICE, Finding
-from areal_flow.controller.seeds import member_seed
+from areal_flow.controller.records import member_seed
 from areal_flow.errors import ArealFlowError
 from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
 from schemas import arrow_schema, content_hash_mismatches, violations

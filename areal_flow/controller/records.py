@@ -1,4 +1,4 @@
-"""How a step becomes its ledger row. Pure."""
+"""What a run is known by: the seeds of its members, and each step as its ledger row. Pure."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ class LogPosition:
     lance_version: int = 0
     next_submission_index: int = 0
     num_waiting_tokens: int = 0
+
+
+def member_seed(run_seed: int, submission_index: int, member: int) -> int:
+    """Return a 63-bit seed, the same on every retry, on any generator and after any restart."""
+    text = f"{run_seed}:{submission_index}:{member}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def group_seeds(run_seed: int, submission_index: int, group_size: int) -> tuple[int, ...]:
+    """Return the seeds of a group's members."""
+    return tuple(member_seed(run_seed, submission_index, m) for m in range(group_size))
 
 
 def batch_digest(policy_version: int, trajectory_ids: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from areal_flow.controller.seeds import member_seed
+from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class CommittedLogs:
-    """A `TrajectoryLog` and a `StepLedger` over Lance.
+    """The controller's `Logs` over Lance.
 
     Writes in a thread, and has each dataset maintained beside that, one round at a time.
     """

@@ -15,7 +15,7 @@ from areal_flow.cluster import tasks, worker_roles
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_roles import RewardRole
 from areal_flow.config import dump_recipe
-from areal_flow.controller.seeds import group_seeds
+from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of

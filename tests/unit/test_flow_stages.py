@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.change_notifier import ChangeNotifier
-from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
-from areal_flow.controller.records import Provenance, batch_digest
+from areal_flow.controller.flow import RETRY_DELAY_S, Flow
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.records import Provenance, batch_digest, group_seeds
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.controller.seeds import group_seeds
 from areal_flow.errors import ArealFlowError, EngineError
 from areal_flow.types import (
     Discard,
@@ -29,7 +27,7 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
-from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 
@@ -74,32 +72,32 @@ class Parts:
     log: MemoryLog = field(default_factory=MemoryLog)
     cluster: FakeCluster = field(default_factory=lambda: FakeCluster(random.Random(0)))
 
-    def flow(self, initial: InitialState | None = None, **config: Any) -> Flow:
+    def flow(
+        self, initial: InitialState | None = None, *, max_running: int = 64, **numbers: Any
+    ) -> Flow:
         defaults = {
             "batch_size": 2,
             "group_size": 2,
             "max_staleness": 0,
-            "max_running": 64,
             "num_steps": 9,
-            "run_seed": 5,
-            "retry_delay_s": 1.0,
+            "seed": 5,
         }
         initial = initial or InitialState()
         for receipt in initial.waiting:
             self.cluster.spans |= {t.trajectory_id: t.version_spans for t in receipt.trajectories}
         return Flow(
-            FlowConfig(**{**defaults, **config}),
+            flow_recipe(**{**defaults, **numbers}),
             FlowBackends(
-                prompts=FakePrompts(),
                 rollouts=self.rollouts,
-                log=self.log,
-                ledger=self.log,
+                logs=self.log,
                 trainer=self.cluster,
                 weights=self.cluster,
-                observer=self.log,
+                prompt_at=prompt_at,
+                on_step=self.log.on_step,
             ),
             initial,
             Provenance(6, "config", "code"),
+            max_running=max_running,
         )
 
 
@@ -238,7 +236,7 @@ def test_weights_that_cannot_be_announced_end_the_run() -> None:
     async def scenario() -> None:
         flow = parts.flow(waiting(0))
         await train_once(flow)
-        await flow.wait_for_change(flow.changes.count)
+        await flow.wait_for_change(flow.num_changes)
 
     with pytest.raises(ArealFlowError, match=r"could not be announced: OSError\('no weights 1'\)"):
         run(scenario())
@@ -305,7 +303,7 @@ def test_attempts_are_the_same_episode_later_each_time() -> None:
 
     flow = run(scenario())
     assert [episode.attempt for episode in parts.rollouts.episodes] == [0, 1, 2]
-    assert parts.rollouts.started_at == [0.0, 1.0, 3.0]
+    assert parts.rollouts.started_at == [0.0, RETRY_DELAY_S, 3 * RETRY_DELAY_S]
     assert {episode.seeds for episode in parts.rollouts.episodes} == {group_seeds(5, 12, 2)}
     assert {episode.writer_epoch for episode in parts.rollouts.episodes} == {6}
     assert len({episode.submitted_at for episode in parts.rollouts.episodes}) == 1
@@ -342,8 +340,8 @@ def fails(*outcomes: str) -> None:
     async def scenario() -> None:
         flow = parts.flow(max_attempts=1, max_consecutive_failures=2, max_staleness=9)
         await roll_out(flow, len(outcomes))
-        flow.changes.notify()
-        await flow.wait_for_change(flow.changes.count - 1)
+        flow.notify()
+        await flow.wait_for_change(flow.num_changes - 1)
 
     run(scenario())
 
@@ -364,7 +362,7 @@ def test_error_that_nobody_expected_ends_the_run() -> None:
     async def scenario() -> None:
         flow = parts.flow()
         flow.submit()
-        await flow.wait_for_change(flow.changes.count)
+        await flow.wait_for_change(flow.num_changes)
 
     with pytest.raises(ArealFlowError, match=r"an episode ended unexpectedly: KeyError\('prompt'"):
         run(scenario())
@@ -456,14 +454,12 @@ def test_close_commits_what_is_written_and_drops_what_is_not() -> None:
 def test_barrier_submits_when_every_generator_serves_the_newest_weights() -> None:
     cluster = FakeCluster(random.Random(0), duration_s=lambda r: 1.0, load_s=lambda r: 5.0)
     log = MemoryLog()
-    config = FlowConfig(
-        batch_size=4, group_size=2, max_staleness=3, max_running=64, num_steps=4, run_seed=0
-    )
     flow = Flow(
-        config,
-        FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log),
+        flow_recipe(num_steps=4, batch_size=4, group_size=2, max_staleness=3),
+        FlowBackends(cluster, log, cluster, cluster, prompt_at, log.on_step),
         InitialState(),
         Provenance(1, "", ""),
+        max_running=64,
     )
     served: list[tuple[int, set[int], bool]] = []
     submit = flow.submit
@@ -495,18 +491,18 @@ def test_schedule_leaves_no_stage_behind() -> None:
 
 def test_every_waiter_hears_of_a_change_that_it_has_not_seen() -> None:
     async def scenario() -> list[str]:
-        changes, heard = ChangeNotifier(), []
+        flow, heard = Parts().flow(), []
 
         async def listen(name: str, seen: int) -> None:
-            await changes.wait_beyond(seen)
-            heard.append(f"{name} at {changes.count}")
+            await flow.wait_for_change(seen)
+            heard.append(f"{name} at {flow.num_changes}")
 
-        assert changes.count == 0
-        changes.notify()
+        assert flow.num_changes == 0
+        flow.notify()
         waiters = [asyncio.create_task(listen(f"seen {seen}", seen)) for seen in (0, 1, 1, 2)]
         for _ in range(3):
             await asyncio.sleep(1)
-            changes.notify()
+            flow.notify()
         await asyncio.gather(*waiters)
         return heard
 

@@ -10,9 +10,10 @@ from areal_flow.controller.records import (
     Provenance,
     batch_digest,
     genesis_row,
+    group_seeds,
+    member_seed,
     step_row,
 )
-from areal_flow.controller.seeds import group_seeds, member_seed
 from areal_flow.recovery.comparison import result_from_row
 from areal_flow.types import Discard, PolicyHashes, StepRequest
 

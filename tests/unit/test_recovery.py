@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.plan import (
@@ -31,7 +31,7 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
-from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -45,18 +45,16 @@ def make_flow(
     num_steps: int,
     max_attempts: int = 3,
 ) -> Flow:
-    config = FlowConfig(
+    recipe = flow_recipe(
+        num_steps=num_steps,
         batch_size=8,
         group_size=2,
         max_staleness=2,
-        max_running=40,
-        num_steps=num_steps,
-        run_seed=0,
         max_attempts=max_attempts,
         max_consecutive_failures=99,
     )
-    backends = FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log)
-    return Flow(config, backends, initial, PROVENANCE)
+    backends = FlowBackends(cluster, log, cluster, cluster, prompt_at, log.on_step)
+    return Flow(recipe, backends, initial, PROVENANCE, max_running=40)
 
 
 def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialState:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import tomlkit
 from pydantic import Field, ValidationError, model_validator
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import ALGORITHMS, AlgorithmSettings
 from areal_flow.errors import ConfigError
 from areal_flow.settings import Settings, require

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import ControllerSettings, Recipe
 from areal_flow.errors import EngineError

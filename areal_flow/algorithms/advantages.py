@@ -7,9 +7,10 @@ the trajectory's reward. Letters: B trajectories of one step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def batch_norm_advantages(
@@ -33,7 +34,7 @@ def batch_norm_advantages(
 
 def dr_grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
     """Return r minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return rewards_B - _group_means(rewards_B, groups_B)
+    return rewards_B - _group_sums(rewards_B, groups_B) / _group_sizes(rewards_B, groups_B)
 
 
 def grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
@@ -42,14 +43,14 @@ def grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
     A group of one, or one whose rewards are all equal, has advantage 0.
     """
     centered_B = dr_grpo_advantages(rewards_B, groups_B)
-    sizes_B = _group_sums(torch.ones_like(rewards_B), groups_B)
+    sizes_B = _group_sizes(rewards_B, groups_B)
     variance_B = _group_sums(centered_B**2, groups_B) / (sizes_B - 1).clamp(min=1)
     return centered_B / (variance_B.sqrt() + 1e-6)
 
 
 def rloo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
     """Return r minus the mean of the group's other members (RLOO, arXiv 2402.14740); alone, 0."""
-    sizes_B = _group_sums(torch.ones_like(rewards_B), groups_B)
+    sizes_B = _group_sizes(rewards_B, groups_B)
     return dr_grpo_advantages(rewards_B, groups_B) * sizes_B / (sizes_B - 1).clamp(min=1)
 
 
@@ -62,12 +63,8 @@ GROUP_RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _group_sums(values_B: Tensor, groups_B: Tensor) -> Tensor:
     _, group_B = groups_B.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-    sums = torch.zeros(int(group_B.max()) + 1, dtype=values_B.dtype).index_add_(
-        0, group_B, values_B
-    )
-    return sums[group_B]
+    return values_B.new_zeros(len(values_B)).index_add_(0, group_B, values_B)[group_B]
 
 
-def _group_means(values_B: Tensor, groups_B: Tensor) -> Tensor:
-    sizes_B = _group_sums(torch.ones_like(values_B), groups_B)
-    return _group_sums(values_B, groups_B) / sizes_B
+def _group_sizes(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    return _group_sums(values_B.new_ones(len(values_B)), groups_B)

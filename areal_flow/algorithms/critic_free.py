@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
+from areal_flow.algorithms.advantages import GROUP_RELATIVE, batch_norm_advantages
 from areal_flow.algorithms.protocol import Advantage, AdvantageInputs, MinibatchSize
 from areal_flow.settings import Settings, require
 
@@ -61,17 +62,12 @@ class CriticFree(Settings):
 
     def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
         """Return one advantage a trajectory."""
-        from areal_flow.algorithms.advantages import GROUP_RELATIVE, batch_norm_advantages
-
-        if self.advantage != "batch_norm":
-            found_B = GROUP_RELATIVE[self.advantage](inputs.rewards_B, inputs.groups_B)
+        rewards_B = inputs.rewards_B
+        if self.advantage == "batch_norm":
+            bias, scale = self.reward_bias, self.reward_scale
+            found_B = batch_norm_advantages(rewards_B, inputs.num_trained_B, bias=bias, scale=scale)
         else:
-            found_B = batch_norm_advantages(
-                inputs.rewards_B,
-                inputs.num_trained_B,
-                bias=self.reward_bias,
-                scale=self.reward_scale,
-            )
+            found_B = GROUP_RELATIVE[self.advantage](rewards_B, inputs.groups_B)
         advantages: list[float] = found_B.tolist()
         return advantages
 

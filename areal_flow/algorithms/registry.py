@@ -6,9 +6,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 
 AnyAlgorithm = DecoupledPPO | PPO | GSPO
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings

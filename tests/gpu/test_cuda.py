@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout

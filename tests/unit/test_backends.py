@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,

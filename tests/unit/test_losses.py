@@ -10,13 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO, ImportanceWeightRule
 from areal_flow.algorithms.critic_free import constant, sequence_mean, sequence_means, token_mean
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO, ImportanceWeightRule
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.logprobs import MAX_LOG_RATIO, next_token_entropies, next_token_logprobs
 from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
-from areal_flow.algorithms.ratios import MAX_LOG_RATIO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError

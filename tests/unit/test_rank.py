@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.accounting import StepEntries

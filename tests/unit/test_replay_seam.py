@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.controller.accounting import StepEntries

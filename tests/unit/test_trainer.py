@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors

@@ -32,9 +32,10 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from areal_flow.config import ControllerSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.gate import ControllerSettings
 from areal_flow.controller.records import Provenance, genesis_row, group_seeds
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.lease import Writer, hold_lease

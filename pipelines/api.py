@@ -11,10 +11,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.config import Recipe, build_recipe, load_recipe, merge, nest
+from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.rewards.shipping import ship_function
+from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.cluster.worker_process import PRELOAD
-from areal_flow.config import NetworkSettings, load_recipe
+from areal_flow.config import load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout

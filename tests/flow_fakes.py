@@ -11,7 +11,8 @@ from typing import Any
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.staleness import count_staleness
-from areal_flow.config import ControllerSettings, Recipe
+from areal_flow.config import Recipe
+from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import EngineError
 from areal_flow.types import (
     NOTHING_TRAINED,

@@ -19,9 +19,9 @@ from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.cluster.worker_context import VERSION_METRIC
 from areal_flow.cluster.worker_process import connection_security
-from areal_flow.config import NetworkSettings
 from areal_flow.errors import EngineError, RunError
 
 HANDLER = "areal_flow_workers"

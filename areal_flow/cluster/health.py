@@ -18,7 +18,7 @@ import psutil
 from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.config import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from areal_flow.cluster.health import HealthMonitor
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.cluster.worker_process import DASK_SETTINGS, connection_security
-from areal_flow.config import ClusterSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
 DASHBOARD_HOST = "127.0.0.1"

@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from areal_flow.config import ClusterSettings, Recipe
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
 ROLES = ("generator", "reward", "trainer")

@@ -19,7 +19,7 @@ from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.config import NetworkSettings
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 
 DASK_SETTINGS = {

@@ -7,7 +7,33 @@ work needs no correction after a restart, a failure or a discard. So the gate co
 
 from __future__ import annotations
 
-from areal_flow.config import ControllerSettings
+from pydantic import Field, model_validator
+
+from areal_flow.settings import Settings, require
+
+
+class ControllerSettings(Settings):
+    """How much work is in flight and how old it may get. Sizes in trajectories."""
+
+    batch_size: int = Field(512, ge=1)
+    """Trajectories a training step."""
+    group_size: int = Field(16, ge=1)
+    """Completions of one prompt."""
+    max_staleness: int = Field(2, ge=0)
+    """The oldest token that may train, in policy versions before the current one."""
+    max_attempts: int = Field(3, ge=1)
+    """How often a group is tried before it is given up."""
+    max_consecutive_failures: int = Field(4, ge=1)
+    """So many groups that fail in a row end the run."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> ControllerSettings:
+        require(
+            self.batch_size % self.group_size == 0,
+            f"controller.group_size ({self.group_size}) must divide "
+            f"controller.batch_size ({self.batch_size})",
+        )
+        return self
 
 
 class Gate:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_flow.config import GenerationSettings
 from areal_flow.errors import EngineError
-from areal_flow.generation.protocol import Interruption
+from areal_flow.generation.protocol import GenerationSettings, Interruption
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SlotScheduler
 from areal_flow.generation.threaded_engine import ThreadedEngine

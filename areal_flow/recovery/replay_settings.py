@@ -10,15 +10,10 @@ import torch
 
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import (
-    Recipe,
-    TrainerSettings,
-    flatten,
-    load_recipe,
-    parse_overrides,
-)
+from areal_flow.config import Recipe, TrainerSettings, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
+from areal_flow.settings import flatten, parse_overrides
 
 WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
 """Settings of the trainer that say what is kept of a step, not what it computes."""

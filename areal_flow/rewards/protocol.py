@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from areal_flow.settings import Settings
 from areal_flow.types import Score
+
+
+class RewardSettings(Settings):
+    """One of the rewards whose weighted sum is the reward of a completion."""
+
+    verifier: str = "numeric"
+    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    weight: float = 1.0
+    """What this reward is multiplied by in the sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from areal_flow.config import RewardSettings
 from areal_flow.rewards.function import error_score, score_of
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import NamedReward, load_reward
 from areal_flow.types import RewardPart, Score
 

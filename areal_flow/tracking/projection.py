@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from areal_flow.config import flatten
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.settings import flatten
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run

@@ -18,7 +18,8 @@ from cyclopts import Group, Parameter
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from areal_flow.config import Recipe, parse_value
+from areal_flow.config import Recipe
+from areal_flow.settings import parse_value
 
 _TYPES: dict[Any, str] = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

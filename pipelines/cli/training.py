@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, Parameter
 
-from areal_flow.config import build_recipe, load_recipe, merge
+from areal_flow.config import build_recipe, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.settings import merge
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:

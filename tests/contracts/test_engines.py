@@ -16,9 +16,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from areal_flow.config import GenerationSettings
 from areal_flow.errors import ConfigError, EngineError, WeightsError
-from areal_flow.generation.protocol import EngineCore, Interruption
+from areal_flow.generation.protocol import EngineCore, GenerationSettings, Interruption
 from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.sampling import processed_logprobs
 from areal_flow.generation.threaded_engine import ThreadedEngine

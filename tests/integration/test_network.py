@@ -13,8 +13,8 @@ import areal_flow
 from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
+from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.config import ClusterSettings, NetworkSettings
 from areal_flow.errors import ConfigError, RunError
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.config import (
-    Recipe,
-    Settings,
-    build_recipe,
-    dump_recipe,
-    load_recipe,
-    nest,
-    parse_overrides,
-)
+from areal_flow.config import Recipe, Settings, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError
+from areal_flow.settings import nest, parse_overrides
 from benchmarks import chaos, failures
 
 RECIPES = sorted((Path(__file__).parents[2] / "pipelines" / "recipes").glob("*.toml"))

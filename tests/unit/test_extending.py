@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from areal_flow.algorithms import registry as algorithms
-from areal_flow.config import GenerationSettings, RewardSettings, build_recipe
+from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, EngineError
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.import_path import import_function
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import load_reward
 from areal_flow.rewards.weighted import WeightedRewards
 from areal_flow.testing import BigramEngine

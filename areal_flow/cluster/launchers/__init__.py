@@ -11,7 +11,7 @@ from collections.abc import Callable
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.protocol import Launcher
 from areal_flow.cluster.launchers.ssh import SshLauncher
-from areal_flow.config import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.errors import ConfigError
 
 LAUNCHERS: dict[str, Callable[[str, ClusterSettings], Launcher]] = {

@@ -8,8 +8,8 @@ import sysconfig
 
 from areal_flow.cluster.launchers.children import ChildLauncher
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_process import worker_arguments
-from areal_flow.config import ClusterSettings
 
 
 class LocalLauncher(ChildLauncher):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from areal_flow.cluster.launchers.children import Child, ChildLauncher
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
 from areal_flow.cluster.worker_process import worker_arguments
-from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
 
 OPTIONS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
@@ -276,10 +277,7 @@ def version_spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
 
 def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Return the spans with neighbours of one version made one."""
-    merged: list[VersionSpan] = []
-    for version, length in spans:
-        if merged and merged[-1].version == version:
-            merged[-1] = VersionSpan(version, merged[-1].length + length)
-        else:
-            merged.append(VersionSpan(version, length))
-    return tuple(merged)
+    return tuple(
+        VersionSpan(version, sum(span.length for span in alike))
+        for version, alike in groupby(spans, key=lambda span: span.version)
+    )

@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
 
@@ -71,7 +73,7 @@ class Flow:
         self._cursor = initial.next_submission_index
         self._resubmit = deque(initial.resubmit)
         self._written: list[GroupReceipt] = []
-        self._episodes: dict[asyncio.Task[None], int] = {}
+        self._episodes: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
         self._consecutive_failures = 0
@@ -140,9 +142,8 @@ class Flow:
         """Start one group's episode: the oldest unaccounted submission first, else the next."""
         submission_index = self._next_submission()
         self.gate.submitted()
-        task = asyncio.create_task(self._run_episode(submission_index))
-        self._episodes[task] = submission_index
-        task.add_done_callback(self._episode_ended)
+        episode = self._run_episode(submission_index)
+        self._start(episode, self._episodes, "an episode ended unexpectedly")
 
     def _next_submission(self) -> int:
         if self._resubmit:
@@ -153,16 +154,10 @@ class Flow:
     async def _run_episode(self, submission_index: int) -> None:
         prompt = self.backends.prompt_at(submission_index)
         seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
-        submitted_at = datetime.now(UTC)
+        epoch = self.provenance.writer_epoch
+        first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
         for attempt in range(self.recipe.controller.max_attempts):
-            episode = Episode(
-                submission_index,
-                prompt,
-                seeds,
-                attempt,
-                self.provenance.writer_epoch,
-                submitted_at,
-            )
+            episode = replace(first, attempt=attempt)
             try:
                 receipt = await self.backends.rollouts.run(episode)
             except ArealFlowError as error:
@@ -187,14 +182,21 @@ class Flow:
                 f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
             )
 
-    def _episode_ended(self, task: asyncio.Task[None]) -> None:
-        del self._episodes[task]
-        self.notify()
-        if task.cancelled() or task.exception() is None:
-            return
-        error = task.exception()
-        logger.error("an episode ended unexpectedly", exc_info=error)
-        self._fatal = ArealFlowError(f"an episode ended unexpectedly: {error!r}")
+    def _start(
+        self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]], if_it_fails: str
+    ) -> None:
+        """Begin what runs beside the stages; an error of it that nobody expected ends the run."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            among.discard(task)
+            self.notify()
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("%s", if_it_fails, exc_info=error)
+                self._fatal = ArealFlowError(f"{if_it_fails}: {error!r}")
+
+        task = asyncio.create_task(work)
+        among.add(task)
+        task.add_done_callback(ended)
 
     # Commit
 
@@ -292,7 +294,8 @@ class Flow:
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
         self._evict_stale()
-        self._release_when_served()
+        release = self._release_when_served(request.step)
+        self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)
 
     def log_position(self) -> LogPosition:
@@ -304,20 +307,9 @@ class Flow:
             num_waiting_tokens=self.buffer.num_waiting_tokens,
         )
 
-    def _release_when_served(self) -> None:
-        async def release(version: int) -> None:
-            await self.backends.weights.load_everywhere(version)
-            self.gate.released(self.recipe.groups_per_step)
-
-        task = asyncio.create_task(release(self.policy_version))
-        self._releases.add(task)
-        task.add_done_callback(self._release_ended)
-
-    def _release_ended(self, task: asyncio.Task[None]) -> None:
-        self._releases.discard(task)
-        self.notify()
-        if not task.cancelled() and (error := task.exception()):
-            self._fatal = ArealFlowError(f"weights could not be announced: {error!r}")
+    async def _release_when_served(self, version: int) -> None:
+        await self.backends.weights.load_everywhere(version)
+        self.gate.released(self.recipe.groups_per_step)
 
     async def wait_until_released(self) -> None:
         """Return when generators serve the newest weights."""

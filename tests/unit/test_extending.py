@@ -32,6 +32,7 @@ from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup, run_group
 from areal_flow.workflows.registry import load_workflow
+from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract
 from tests.contracts import test_workflows as workflow_contract
@@ -225,17 +226,17 @@ def test_algorithm_trains_a_step(my_project: Callable[[str], ModuleType]) -> Non
     assert 0 < numbers.metrics["weight_clip_fraction"].value < 1
 
 
-def plain_subject(engine: ModuleType) -> engine_contract.Subject:
+def plain_subject(engine: ModuleType) -> engines.Subject:
     """Return the page's engine, with the weights and the reference of the torch engine's."""
-    torch_subject = engine_contract.torch_subject()
+    torch_subject = engines.torch_subject()
 
     def make(*, max_num_seqs: int = 8, version: int = 0) -> Any:
-        policy = small_policy(seed=version, vocab_size=engine_contract.VOCABULARY)
+        policy = small_policy(seed=version, vocab_size=engines.VOCABULARY)
         return engine.PlainEngine(
             policy, version=version, max_num_seqs=max_num_seqs, max_model_len=64
         )
 
-    return engine_contract.Subject(make, torch_subject.weights, torch_subject.reference)
+    return engines.Subject(make, torch_subject.weights, torch_subject.reference)
 
 
 CORE_CHECKS = (
@@ -267,9 +268,9 @@ def test_engine_draws_the_same_whatever_its_company(
     my_project: Callable[[str], ModuleType],
 ) -> None:
     subject = plain_subject(my_project("plain_engine"))
-    requests = [engine_contract.request_of(f"r{index}", length=6) for index in range(3)]
-    alone = engine_contract.run_all(subject.make(), requests[1])["r1"]
-    crowd = engine_contract.run_all(subject.make(max_num_seqs=5), *requests)
+    requests = [engines.request_of(f"r{index}", length=6) for index in range(3)]
+    alone = engines.run_all(subject.make(), requests[1])["r1"]
+    crowd = engines.run_all(subject.make(max_num_seqs=5), *requests)
     assert crowd["r1"] == alone
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.generation.protocol import EngineCore, Interruption
+from areal_flow.generation.protocol import EngineCore, GenerationSettings, Interruption
 from areal_flow.generation.sampling import processed_logprobs
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
@@ -38,13 +38,13 @@ def torch_subject() -> Subject:
         *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
     ) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
-        return TorchEngine(
-            policy,
-            version=version,
+        settings = GenerationSettings(
             max_num_seqs=max_num_seqs,
             max_model_len=64,
+            max_new_tokens=1,
             interruption=interruption,
         )
+        return TorchEngine(policy, settings, version=version)
 
     @torch.no_grad()
     def reference(

@@ -72,33 +72,19 @@ class CriticFree(Settings):
         return advantages
 
     def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
-        """Return what these tokens add to the minibatch's loss."""
+        """Return what these tokens add to the minibatch's loss.
+
+        token_mean: sum_t l_t / N over the minibatch's N trained tokens; long sequences weigh more.
+        sequence_mean: (1 / S) sum_s (1 / |s|) sum_{t in s} l_t, |s| counting the trained tokens of
+        s; every sequence weighs the same, the objective of GRPO (arXiv 2402.03300, eq. 3).
+        constant: (1 / S) sum_s sum_{t in s} l_t / C, with C = aggregation_tokens; a sequence's
+        length changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2).
+        """
         if self.aggregation_tokens is not None:
-            return constant(losses_T, of, num_tokens=self.aggregation_tokens)
+            return losses_T.sum() / (of.num_sequences * self.aggregation_tokens)
         if self.aggregation == "sequence_mean":
-            return sequence_mean(losses_T, sequence_T, of)
-        return token_mean(losses_T, of)
-
-
-def token_mean(losses_T: Tensor, of: MinibatchSize) -> Tensor:
-    """Return sum_t l_t / N over the minibatch's N trained tokens: long sequences weigh more."""
-    return losses_T.sum() / of.num_tokens
-
-
-def sequence_mean(losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
-    """Return (1 / S) sum_s (1 / |s|) sum_{t in s} l_t, |s| counting the trained tokens of s.
-
-    The objective of GRPO (arXiv 2402.03300, eq. 3): every sequence weighs the same.
-    """
-    return sequence_means(losses_T, sequence_T).sum() / of.num_sequences
-
-
-def constant(losses_T: Tensor, of: MinibatchSize, *, num_tokens: int) -> Tensor:
-    """Return (1 / S) sum_s sum_{t in s} l_t / C, with C the constant `num_tokens`.
-
-    A sequence's length then changes no token's weight (Dr. GRPO, arXiv 2503.20783, section 3.2).
-    """
-    return losses_T.sum() / (of.num_sequences * num_tokens)
+            return sequence_means(losses_T, sequence_T).sum() / of.num_sequences
+        return losses_T.sum() / of.num_tokens
 
 
 def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:

@@ -122,7 +122,8 @@ class ThreadedEngine:
                     self._commands.get()()
                 if self._core.has_work():
                     for request_id, completions in self._core.step():
-                        self._deliver(request_id, completions)
+                        self._num_tokens += sum(len(c.tokens) for c in completions)
+                        self._resolve(self._waiting.pop(request_id), completions)
                 self._busy_s += perf_counter() - began
                 self._acknowledge_loads()
         except BaseException as error:
@@ -130,10 +131,6 @@ class ThreadedEngine:
             # Its frames hold this engine, and so the device's memory that its successor needs.
             self._broken = error.with_traceback(None)
         self._loop.call_soon_threadsafe(self._fail_outstanding)
-
-    def _deliver(self, request_id: str, completions: list[Completion]) -> None:
-        self._num_tokens += sum(len(completion.tokens) for completion in completions)
-        self._resolve(self._waiting.pop(request_id), completions)
 
     def _acknowledge_loads(self) -> None:
         served = [future for version, future in self._loads if version <= self._core.version]

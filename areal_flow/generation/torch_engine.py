@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import EngineError
-from areal_flow.generation.protocol import GenerationSettings, Interruption
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SlotScheduler
 from areal_flow.generation.threaded_engine import ThreadedEngine
@@ -38,20 +38,11 @@ PREFILL_ROWS = 16
 class TorchEngine:
     """An `EngineCore` over any Hugging Face causal language model."""
 
-    def __init__(
-        self,
-        policy: Any,
-        *,
-        version: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        interruption: Interruption = "interrupt",
-    ) -> None:
+    def __init__(self, policy: Any, settings: GenerationSettings, *, version: int) -> None:
         self.policy = policy
+        self.settings = settings
         self.version = version
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.interruption = interruption
+        max_num_seqs, max_length = settings.max_num_seqs, settings.max_model_len
         self._scheduler = SlotScheduler(max_num_seqs)
         self._prompts: dict[str, tuple[Prefix, Tensor]] = {}
         """Prefilled prompts of groups with members that still wait, and their logits, `[1, V]`."""
@@ -60,13 +51,13 @@ class TorchEngine:
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
         with torch.inference_mode():
             shapes, _ = prefill(policy, [[0]])
-            self._cache = SlotCache(shapes, max_num_seqs=max_num_seqs, max_length=max_model_len)
+            self._cache = SlotCache(shapes, max_num_seqs=max_num_seqs, max_length=max_length)
 
     def add(self, request: GroupRequest) -> None:
         num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
-        if num_tokens > self.max_model_len:
+        if num_tokens > self.settings.max_model_len:
             raise EngineError(
-                f"expected at most {self.max_model_len} tokens of context, found "
+                f"expected at most {self.settings.max_model_len} tokens of context, found "
                 f"{len(request.prompt_tokens)} of prompt and {request.sampling.max_new_tokens} new "
                 "ones: raise generation.max_model_len or shorten the prompt"
             )
@@ -81,7 +72,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, list[Completion]]]:
-        if self._pending and not (self.interruption == "drain" and self._scheduler.running):
+        may_switch = self.settings.interruption != "drain" or not self._scheduler.running
+        if self._pending and may_switch:
             self._switch_weights()
         if not self._pending:
             for request_id, slots in self._scheduler.admit():
@@ -94,7 +86,7 @@ class TorchEngine:
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self._pending = (tensors, version)
-        if self.interruption != "drain":
+        if self.settings.interruption != "drain":
             self._switch_weights()
 
     def _start(self, request_id: str, slots: list[int]) -> None:
@@ -110,14 +102,14 @@ class TorchEngine:
             del self._prompts[request_id]
 
     def _decode(self) -> None:
-        tokens_S = [0] * self.max_num_seqs
-        positions_S = [0] * self.max_num_seqs
+        tokens_S = [0] * self.settings.max_num_seqs
+        positions_S = [0] * self.settings.max_num_seqs
         for slot, sequence in self._scheduler.running.items():
             tokens_S[slot] = sequence.tokens[-1]
             positions_S[slot] = sequence.num_cached
         logits_SV = decode(self.policy, self._cache, tokens_S, positions_S)
         slots = sorted(self._scheduler.running)
-        self._sample(logits_SV if len(slots) == self.max_num_seqs else logits_SV[slots], slots)
+        self._sample(logits_SV if len(slots) == len(logits_SV) else logits_SV[slots], slots)
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
@@ -146,7 +138,7 @@ class TorchEngine:
         self._pending = None
         assign_tensors(self.policy, tensors)
         self._prompts.clear()
-        if self.interruption == "interrupt":
+        if self.settings.interruption == "interrupt":
             self._prefill_running()
 
     def _prefill_running(self) -> None:
@@ -174,10 +166,4 @@ def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader)
     policy = empty_policy(model, dtype=settings.dtype, device=settings.device)
     version = reader.newest()
     assign_tensors(policy, reader.load(version))
-    return TorchEngine(
-        policy,
-        version=version,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        interruption=settings.interruption,
-    )
+    return TorchEngine(policy, settings, version=version)

@@ -2,17 +2,16 @@
 
 With gamma = lambda = 1 the reward sits on the final token, so each token's return is the
 trajectory's reward. The micro-batches' losses add up to the minibatch's whatever the packing.
-Letters: T trained tokens of a micro-batch, S its sequences.
+Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.advantages import GROUP_RELATIVE, batch_norm_advantages
 from areal_flow.algorithms.protocol import Advantage, AdvantageInputs, MinibatchSize
 from areal_flow.settings import Settings, require
 
@@ -93,3 +92,60 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     zeros_S = values_T.new_zeros(num_sequences)
     lengths_S = zeros_S.index_add(0, sequence_T, values_T.new_ones(sequence_T.numel()))
     return zeros_S.index_add(0, sequence_T, values_T) / lengths_S.clamp(min=1)
+
+
+def batch_norm_advantages(
+    rewards_B: Tensor, num_tokens_B: Tensor, *, bias: float = -0.5, scale: float = 10.0
+) -> Tensor:
+    """Return (scale (r + bias) - mean) / (std + 1e-5), moments over all tokens of the global batch.
+
+    With rewards of 0 and 1 the defaults give the paper's -5 and +5 (arXiv 2505.24298, section 6.1).
+
+    Args:
+        rewards_B: float64, one reward a trajectory.
+        num_tokens_B: completion tokens of each, which weight the moments; unbiased deviation.
+    """
+    returns_B = scale * (rewards_B + bias)
+    num_tokens = num_tokens_B.sum()
+    mean = (returns_B * num_tokens_B).sum() / num_tokens
+    squares = ((returns_B - mean) ** 2 * num_tokens_B).sum()
+    std = (squares / (num_tokens - 1).clamp(min=1)).sqrt()
+    return (returns_B - mean) / (std + 1e-5)
+
+
+def dr_grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return r minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    return rewards_B - _group_sums(rewards_B, groups_B) / _group_sizes(rewards_B, groups_B)
+
+
+def grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return (r - group mean) / (group std + 1e-6), unbiased deviation (GRPO, arXiv 2402.03300).
+
+    A group of one, or one whose rewards are all equal, has advantage 0.
+    """
+    centered_B = dr_grpo_advantages(rewards_B, groups_B)
+    sizes_B = _group_sizes(rewards_B, groups_B)
+    variance_B = _group_sums(centered_B**2, groups_B) / (sizes_B - 1).clamp(min=1)
+    return centered_B / (variance_B.sqrt() + 1e-6)
+
+
+def rloo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Return r minus the mean of the group's other members (RLOO, arXiv 2402.14740); alone, 0."""
+    sizes_B = _group_sizes(rewards_B, groups_B)
+    return dr_grpo_advantages(rewards_B, groups_B) * sizes_B / (sizes_B - 1).clamp(min=1)
+
+
+GROUP_RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dr_grpo": dr_grpo_advantages,
+    "grpo": grpo_advantages,
+    "rloo": rloo_advantages,
+}
+
+
+def _group_sums(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    _, group_B = groups_B.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    return values_B.new_zeros(len(values_B)).index_add_(0, group_B, values_B)[group_B]
+
+
+def _group_sizes(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    return _group_sums(values_B.new_ones(len(values_B)), groups_B)

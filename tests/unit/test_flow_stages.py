@@ -209,6 +209,25 @@ def test_barrier_submits_when_every_generator_serves_the_newest_weights() -> Non
     assert lasted_s == pytest.approx(4 * (1.0 + 1.0 + 5.0), abs=0.2)
 
 
+def test_new_generators_get_work_at_once_also_where_nothing_else_happens() -> None:
+    parts = Parts()
+
+    async def scenario() -> None:
+        flow = parts.flow(max_running=0)
+        running = asyncio.create_task(run_async_schedule(flow))
+        await asyncio.sleep(1)
+        assert parts.rollouts.episodes == []
+        flow.set_max_running(64)
+        await asyncio.sleep(1)
+        assert len(parts.rollouts.episodes) == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await flow.close()
+
+    parts.rollouts.duration_s = 1000.0
+    run(scenario())
+
+
 def test_schedule_leaves_no_stage_behind() -> None:
     async def scenario(schedule: Any) -> set[Any]:
         await schedule(Parts().flow(num_steps=0, max_running=0))

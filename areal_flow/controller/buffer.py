@@ -5,9 +5,8 @@ Oldest submission first among the groups that are complete; nothing waits for a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from areal_flow.algorithms.staleness import fresh_enough
+from areal_flow.config import Recipe
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt
 
 Batch = tuple[TrajectoryReceipt, ...]
@@ -15,21 +14,12 @@ Batch = tuple[TrajectoryReceipt, ...]
 
 
 class Buffer:
-    """Groups that are committed and neither trained nor discarded.
+    """Groups that are committed and neither trained nor discarded."""
 
-    `keeps_group` decides by a group's rewards whether it is trained.
-    """
-
-    def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        max_staleness: int,
-        keeps_group: Callable[[Sequence[float]], bool],
-    ) -> None:
-        self.groups_per_step = groups_per_step
-        self.max_staleness = max_staleness
-        self._keeps_group = keeps_group
+    def __init__(self, recipe: Recipe) -> None:
+        self.groups_per_step = recipe.groups_per_step
+        self.max_staleness = recipe.controller.max_staleness
+        self._keeps_group = recipe.algorithm.keeps_group
         self._groups: dict[int, Batch] = {}
 
     def __len__(self) -> int:

@@ -60,11 +60,7 @@ class Flow:
         self.backends = backends
         self.provenance = provenance
         self.gate = Gate(recipe.controller, max_running=max_running)
-        self.buffer = Buffer(
-            groups_per_step=recipe.groups_per_step,
-            max_staleness=recipe.controller.max_staleness,
-            keeps_group=recipe.algorithm.keeps_group,
-        )
+        self.buffer = Buffer(recipe)
         self.accounting = initial.accounting
         self.log_head = initial.log_head
         self.policy_version = initial.policy_version

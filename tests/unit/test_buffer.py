@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import pytest
 
+from areal_flow.config import build_recipe
 from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
 
 
-def make_buffer(
-    *,
-    groups_per_step: int,
-    max_staleness: int,
-    keeps_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
-) -> Buffer:
-    return Buffer(
-        groups_per_step=groups_per_step, max_staleness=max_staleness, keeps_group=keeps_group
-    )
+def make_buffer(*, groups_per_step: int, max_staleness: int, group_filter: str = "all") -> Buffer:
+    table = {
+        "controller": {
+            "batch_size": 4 * groups_per_step,
+            "group_size": 4,
+            "max_staleness": max_staleness,
+        },
+        "algorithm": {"num_minibatches": 1, "group_filter": group_filter},
+    }
+    return Buffer(build_recipe(table, source="a test"))
 
 
 def ids(batch: Batch | None) -> list[str]:
@@ -77,7 +77,7 @@ def test_group_without_any_score_is_not_kept() -> None:
 
 
 def test_group_that_the_algorithm_would_not_train_is_discarded_and_frees_its_slot() -> None:
-    buffer = make_buffer(groups_per_step=1, max_staleness=2, keeps_group=lambda r: len(set(r)) > 1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, group_filter="mixed_rewards")
     discards = buffer.add(group(0, rewards=(1.0, None, 1.0)), policy_version=0)
     assert [d.reason for d in discards] == ["verifier_error", "group_filter", "group_filter"]
     assert len(buffer) == 0

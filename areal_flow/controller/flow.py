@@ -28,7 +28,6 @@ from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.records import (
-    LogPosition,
     Provenance,
     batch_digest,
     group_seeds,
@@ -66,7 +65,7 @@ class Flow:
         self.policy_version = initial.policy_version
         self.parent_hash = initial.weights_hash
         self.stop_requested = False
-        self._cursor = initial.next_submission_index
+        self.next_submission_index = initial.next_submission_index
         self._resubmit = deque(initial.resubmit)
         self._written: list[GroupReceipt] = []
         self._episodes: set[asyncio.Task[None]] = set()
@@ -144,8 +143,8 @@ class Flow:
     def _next_submission(self) -> int:
         if self._resubmit:
             return self._resubmit.popleft()
-        self._cursor += 1
-        return self._cursor - 1
+        self.next_submission_index += 1
+        return self.next_submission_index - 1
 
     async def _run_episode(self, submission_index: int) -> None:
         prompt = self.backends.prompt_at(submission_index)
@@ -279,7 +278,9 @@ class Flow:
             request,
             result,
             entries=self.accounting.close_entries(),
-            position=self.log_position(),
+            log_head=self.log_head,
+            next_submission_index=self.next_submission_index,
+            num_waiting_tokens=self.buffer.num_waiting_tokens,
             provenance=self.provenance,
             seconds_wait=seconds_wait,
             seconds_step=monotonic() - self._last_row_at,
@@ -293,15 +294,6 @@ class Flow:
         release = self._release_when_served(request.step)
         self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)
-
-    def log_position(self) -> LogPosition:
-        """Return where the log and the cursor stand now."""
-        return LogPosition(
-            trajectory_watermark=self.log_head.trajectory_watermark,
-            lance_version=self.log_head.lance_version,
-            next_submission_index=self._cursor,
-            num_waiting_tokens=self.buffer.num_waiting_tokens,
-        )
 
     async def _release_when_served(self, version: int) -> None:
         await self.backends.weights.load_everywhere(version)

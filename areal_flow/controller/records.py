@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import NOTHING_TRAINED, LogHead, PolicyHashes, StepRequest, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,6 @@ class Provenance:
     writer_epoch: int
     config_hash: str
     code_version: str
-
-
-@dataclass(frozen=True, slots=True)
-class LogPosition:
-    """Where the log and the prompt cursor stood when a row was written, and what still waited."""
-
-    trajectory_watermark: int = 0
-    lance_version: int = 0
-    next_submission_index: int = 0
-    num_waiting_tokens: int = 0
 
 
 def member_seed(run_seed: int, submission_index: int, member: int) -> int:
@@ -53,12 +43,21 @@ def step_row(
     result: StepResult,
     *,
     entries: StepEntries,
-    position: LogPosition,
+    log_head: LogHead,
+    next_submission_index: int,
+    num_waiting_tokens: int,
     provenance: Provenance,
     seconds_wait: float,
     seconds_step: float,
 ) -> dict[str, Any]:
-    """Return the ledger row of a computed step."""
+    """Return the ledger row of a computed step.
+
+    Args:
+        entries: what happened since the row before.
+        log_head: how far the trajectory log is when the row is written.
+        next_submission_index: the prompt cursor then.
+        num_waiting_tokens: committed then, and neither trained nor discarded.
+    """
     metrics = asdict(result.metrics)
     return {
         "step": request.step,
@@ -74,7 +73,9 @@ def step_row(
         "failed_submissions": list(entries.failed_submissions),
         "num_failed_members": entries.num_member_errors,
         "seconds_generate": entries.seconds_generate,
-        **asdict(position),
+        **asdict(log_head),
+        "next_submission_index": next_submission_index,
+        "num_waiting_tokens": num_waiting_tokens,
         **asdict(provenance),
         **asdict(result.hashes),
         **metrics,
@@ -102,7 +103,9 @@ def genesis_row(
         request,
         StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
         entries=StepEntries(),
-        position=LogPosition(),
+        log_head=LogHead(),
+        next_submission_index=0,
+        num_waiting_tokens=0,
         provenance=provenance,
         seconds_wait=0.0,
         seconds_step=0.0,

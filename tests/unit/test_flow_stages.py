@@ -171,7 +171,7 @@ def test_unaccounted_submissions_go_first_and_the_cursor_follows() -> None:
     async def scenario() -> int:
         flow = parts.flow(InitialState(next_submission_index=5, resubmit=(1, 3)))
         await roll_out(flow, 4)
-        return flow.log_position().next_submission_index
+        return flow.next_submission_index
 
     assert run(scenario()) == 7
     assert [episode.submission_index for episode in parts.rollouts.episodes] == [1, 3, 5, 6]

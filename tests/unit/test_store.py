@@ -20,7 +20,7 @@ from lance.optimize import Compaction
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
+from areal_flow.controller.records import Provenance, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
@@ -34,7 +34,7 @@ from areal_flow.store.trajectories import (
     create_trajectories,
     validate_groups,
 )
-from areal_flow.types import Discard, PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import Discard, LogHead, PolicyHashes, StepMetrics, StepRequest, StepResult
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 
@@ -72,7 +72,9 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         request,
         StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
         entries=entries,
-        position=LogPosition(10, 2, 5, 0),
+        log_head=LogHead(10, 2),
+        next_submission_index=5,
+        num_waiting_tokens=0,
         provenance=PROVENANCE,
         seconds_wait=0.1,
         seconds_step=0.5,

@@ -1,7 +1,7 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
 A layout decides what a token may see: `PackedLayout` serves training (sequences side by side in one
-row), `PrefillLayout` serves prompts (their keys and values are kept), and `DecodeLayout` serves
+row), `Prefix` serves prompts (their keys and values are kept), and `DecodeLayout` serves
 sampling (one token a slot against the cache). A model that asks for more than scaled, causal,
 windowed and soft-capped attention is refused, because to ignore what it asks for would change its
 numbers.
@@ -189,11 +189,17 @@ class PackedLayout:
 
 
 class Prefix:
-    """Keys and values of prefilled rows, `[N, K, L, D]` by layer."""
+    """Rows of right-padded prefixes: what they attend to is kept, `[N, K, L, D]` by layer."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        self.keys[layer], self.values[layer] = key, value
+        return attend_causally(query, key, value, rule).transpose(1, 2)
 
 
 class SlotCache:
@@ -217,20 +223,6 @@ class SlotCache:
             length = keys.shape[2]
             self.keys[layer][slots, :, :length] = keys[row]
             self.values[layer][slots, :, :length] = prefix.values[layer][row]
-
-
-class PrefillLayout:
-    """Rows of right-padded prefixes; what they attend to is kept in a `Prefix`."""
-
-    def __init__(self) -> None:
-        self.prefix = Prefix()
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        self.prefix.keys[layer] = key
-        self.prefix.values[layer] = value
-        return attend_causally(query, key, value, rule).transpose(1, 2)
 
 
 class DecodeLayout:

@@ -166,9 +166,7 @@ def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     lengths = [len(tokens) for tokens in sequences]
     layout = PackedLayout(lengths)
     row_1T = torch.tensor([list(chain(*sequences))])
-    logits_TV = logits_at(
-        policy, row_1T, layout.position_ids, layout, torch.arange(row_1T.shape[1])
-    )
+    logits_TV = logits_at(policy, row_1T, layout, torch.arange(row_1T.shape[1]))
     return list(torch.split(logits_TV.log_softmax(-1), lengths))
 
 

@@ -168,9 +168,7 @@ def pack_micro_batches(
 
 def trained_logits(policy: Any, micro: MicroBatch) -> Tensor:
     """Return the policy's logits at the positions that predict trained tokens, `[M, V]`."""
-    return logits_at(
-        policy, micro.input_ids_1T, micro.layout.position_ids, micro.layout, micro.predicting_M
-    )
+    return logits_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
 
 
 def micro_batch_logprobs(

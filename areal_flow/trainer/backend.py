@@ -42,19 +42,11 @@ class StepSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankBatch:
-    """What one rank computes of a minibatch; without `proximal`, its own forward pass serves."""
-
-    micro_batches: Sequence[MicroBatch]
-    proximal: Sequence[Tensor] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Minibatch:
     """What one optimizer update computes."""
 
-    rank_batches: Mapping[int, RankBatch]
-    """Of the ranks that this process computes."""
+    micro_batches: Mapping[int, Sequence[MicroBatch]]
+    """By rank, of the ranks that this process computes."""
     size: MinibatchSize
     learning_rate: float
 
@@ -119,11 +111,9 @@ class TrainerBackend(Protocol):
 
 def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
     """Return the backend that a recipe names, with a fresh optimizer over this policy."""
-    backend: Any = import_function(
-        BACKENDS[settings.backend], setting="trainer.backend", error=ConfigError
-    )
-    made: TrainerBackend = backend(policy, settings)
-    return made
+    path = BACKENDS[settings.backend]
+    backend = import_function(path, setting="trainer.backend", error=ConfigError)
+    return backend(policy, settings)  # type: ignore[no-any-return]
 
 
 def numeric_environment(settings: TrainerSettings, *, num_ranks: int) -> str:

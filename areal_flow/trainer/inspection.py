@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence, spans_of_row, token_versions
+from areal_flow.trainer.sequences import TrainingSequence, token_versions
 from areal_flow.trainer.step import compute_advantages, pack_micro_batches, plan_micro_batches
 
 
@@ -97,20 +98,16 @@ def completion_logprobs(
 ) -> list[tuple[float, ...]]:
     """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
-    found: list[tuple[float, ...]] = [()] * len(whole)
     packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
         max_tokens=backend.settings.tokens_per_micro_batch,
     )
-    for indices in packed:
-        micro = pack_micro_batches(
-            whole, [0.0] * len(whole), [indices], device=backend.settings.device
-        )
-        (logprobs_M,) = backend.logprobs(micro, temperature=temperature)
-        lengths = [len(whole[index].output_tokens) for index in indices]
-        for index, part in zip(indices, torch.split(logprobs_M, lengths), strict=True):
-            found[index] = tuple(part.tolist())
-    return found
+    micro_batches = pack_micro_batches(whole, packed, device=backend.settings.device)
+    logprobs_T = torch.cat(backend.logprobs(micro_batches, temperature=temperature))
+    order = list(chain.from_iterable(packed))
+    parts = torch.split(logprobs_T, [len(whole[index].output_tokens) for index in order])
+    found = {index: tuple(part.tolist()) for index, part in zip(order, parts, strict=True)}
+    return [found[index] for index in range(len(whole))]
 
 
 def trajectory_outcomes(
@@ -142,9 +139,7 @@ def trajectory_outcomes(
     clipped_by_sequence = {
         index: tuple(trained and next(clipped) for trained in sequences[index].trained)
         for minibatch in plan
-        for micro_batches in minibatch
-        for indices in micro_batches
-        for index in indices
+        for index in chain.from_iterable(chain.from_iterable(minibatch))
     }
     return [
         TrajectoryOutcome(
@@ -171,7 +166,7 @@ def inspect_trajectory(
         policy_version: that the step started from.
         proximal_logprobs: under that policy, one a completion token.
     """
-    versions = tuple(token_versions(spans_of_row(row)))
+    versions = tuple(token_versions(row))
     return InspectedTrajectory(
         trajectory_id=row["trajectory_id"],
         reward=row["reward"],

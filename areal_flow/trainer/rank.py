@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,12 +40,11 @@ from areal_flow.trainer.checkpoint import (
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,
-    chosen_spans_of_row,
     masked_fraction_by_tenth,
     sequences_from_rows,
 )
 from areal_flow.trainer.step import learning_rate, train_step
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult, version_spans_of
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
@@ -247,7 +247,10 @@ class TrainerRank:
         **seconds: float,
     ) -> StepMetrics:
         staleness = count_staleness(
-            (chosen_spans_of_row(row) for row in rows),
+            (
+                version_spans_of(compress(sequence.versions, row["loss_mask"]))
+                for sequence, row in zip(sequences, rows, strict=True)
+            ),
             policy_version=request.policy_version,
             max_staleness=request.max_staleness,
         )

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
-from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
@@ -29,11 +28,10 @@ from areal_flow.recovery.checkpoints import (
     set_aside,
 )
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.backend import Minibatch, RankBatch, StepSettings, make_backend
+from areal_flow.trainer.backend import StepSettings, make_backend
 from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import pack_micro_batches
+from areal_flow.trainer.step import train_step
 
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
@@ -98,7 +96,7 @@ class SftTrainer:
         self.step = 0
         self.backend = make_backend(policy.train(), trainer)
         self._step_settings = StepSettings(
-            DecoupledPPO(), temperature=1.0, seed=seed, loss=cross_entropy
+            DecoupledPPO(num_minibatches=1), temperature=1.0, seed=seed, loss=cross_entropy
         )
         self.rows = rows
         self._settings = settings
@@ -111,20 +109,13 @@ class SftTrainer:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        sequences = [self.rows.sequence(row) for row in self._rows_of(self.step)]
-        packed = pack_first_fit_decreasing(
-            [sequence.num_tokens for sequence in sequences],
-            max_tokens=self.backend.settings.tokens_per_micro_batch,
+        found = train_step(
+            self.backend,
+            [self.rows.sequence(row) for row in self._rows_of(self.step)],
+            step=self.step,
+            settings=self._step_settings,
+            rate=self.learning_rate(self.step),
         )
-        micro_batches = pack_micro_batches(
-            sequences, [0.0] * len(sequences), packed, device=self.backend.settings.device
-        )
-        minibatch = Minibatch(
-            {0: RankBatch(micro_batches, None)},
-            MinibatchSize(sum(s.num_trained for s in sequences), len(sequences)),
-            self.learning_rate(self.step),
-        )
-        found = self.backend.update(minibatch, self._step_settings, SingleProcess())
         self.step += 1
         return found.losses[0]
 

@@ -70,7 +70,8 @@ def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
     policy = small_policy()
     sequences = make_sequences(5)
     advantages = [float(index) for index in range(5)]
-    micro = pack_sequences(sequences, advantages)
+    weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
+    micro = pack_sequences(weighted)
     found = micro_batch_logprobs(policy, micro, temperature=1.0)
     policy.set_attn_implementation("eager")
     at = 0
@@ -93,10 +94,12 @@ def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
 
 def test_golden_micro_batch_of_two_sequences() -> None:
     sequences = [
-        TrainingSequence([1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0),
-        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0),
+        TrainingSequence(
+            [1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0, advantage=0.25
+        ),
+        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0, advantage=-2.0),
     ]
-    micro = pack_sequences(sequences, [0.25, -2.0])
+    micro = pack_sequences(sequences)
     assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     assert micro.predicting_M.tolist() == [1, 3, 8]
     assert micro.targets_M.tolist() == [3, 5, 10]
@@ -111,7 +114,7 @@ def test_golden_micro_batch_of_two_sequences() -> None:
 
 
 def test_sequence_without_a_trained_token_is_packed_as_context() -> None:
-    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)], [1.0])
+    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)])
     assert micro.input_ids_1T.tolist() == [[1, 2, 3]]
     assert (micro.predicting_M.shape, micro.predicting_M.dtype) == ((0,), torch.int64)
     assert (micro.targets_M.shape, micro.targets_M.dtype) == ((0,), torch.int64)
@@ -208,7 +211,7 @@ def test_training_raises_the_probability_of_what_was_rewarded() -> None:
         TrainingSequence([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, float(token == 5), 0)
         for token in (5, 6, 7, 8)
     ]
-    micro = pack_sequences(sequences[:1], [0.0])
+    micro = pack_sequences(sequences[:1])
     before = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
     for step in range(1, 6):
         train_step(trained, sequences, step=step, settings=settings(num_minibatches=1))

@@ -18,9 +18,8 @@ from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
-from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
-from areal_flow.recovery.restore import RestorableTrainer, restore_newest
+from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger

@@ -20,13 +20,8 @@ from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes
-from areal_flow.recovery.comparison import ComparedStep
-from areal_flow.recovery.replay_settings import (
-    changed_recipe,
-    describe_changes,
-    on_this_machine,
-)
-from areal_flow.recovery.restore import LedgerReplay, restore_newest
+from areal_flow.recovery.replay_settings import changed_recipe, describe_changes, on_this_machine
+from areal_flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.trajectories import TrainingRows
@@ -35,7 +30,7 @@ from areal_flow.trainer.inspection import (
     InspectedTrajectory,
     TrajectoryOutcome,
     completion_logprobs,
-    inspect_trajectory,
+    inspect_trajectories,
     trajectory_outcomes,
 )
 from areal_flow.trainer.rank import TrainerRank
@@ -97,31 +92,27 @@ def replay_step(
     recipe = changed_recipe(layout.config, changes or {})
 
     async def replay() -> Replayed:
-        local = LocalReplay(layout, step=step)
-        await local.restore(from_checkpoint)
-        before = await local.advance_to(step - 1)
-        rows, proximal = local.next_trajectories()
+        local = LocalTrainer(layout, step=step)
+        replay = await local.begin(from_checkpoint)
+        before = await _advance(replay, step - 1)
+        request = replay.next_request
+        rows = local.read_rows(request.trajectory_ids)
+        proximal = local.logprobs(rows, request)
         changed, changed_outcomes = None, None
         if changes or loss:
-            changed, changed_outcomes = local.try_next(on_this_machine(recipe), loss=loss)
-        compared, outcomes = await local.advance_watching()
-        trajectories = tuple(
-            inspect_trajectory(
-                row,
-                policy_version=step - 1,
-                proximal_logprobs=proximal[index],
-                replayed=outcomes[index],
-                changed=changed_outcomes[index] if changed_outcomes else None,
-            )
-            for index, row in enumerate(rows)
+            changed, changed_outcomes = local.try_step(request, on_this_machine(recipe), loss=loss)
+        local.rank.loss = watch = ClipWatch(local.recipe.algorithm.loss)
+        (compared,) = await _advance(replay, step)
+        trajectories = inspect_trajectories(
+            rows,
+            policy_version=request.policy_version,
+            proximal_logprobs=proximal,
+            replayed=local.outcomes(local.rank, request, watch),
+            changed=changed_outcomes,
         )
+        changed_settings = describe_changes(load_recipe(layout.config), recipe, loss=loss)
         return Replayed(
-            local.replay.checkpoint,
-            before,
-            compared,
-            changed,
-            describe_changes(load_recipe(layout.config), recipe, loss=loss),
-            trajectories,
+            replay.checkpoint, before, compared, changed, changed_settings, trajectories
         )
 
     return _run(replay())
@@ -137,9 +128,8 @@ def replay_to(
     """
 
     async def replay() -> tuple[ComparedStep, ...]:
-        local = LocalReplay(layout, step=step)
-        await local.restore(from_checkpoint)
-        return await local.advance_to(local.last_step)
+        local = LocalTrainer(layout, step=step)
+        return await _advance(await local.begin(from_checkpoint), local.last_step)
 
     return _run(replay())
 
@@ -161,37 +151,27 @@ def _run(replay: Coroutine[Any, Any, T]) -> T:
         torch.set_num_threads(num_threads)
 
 
+async def _advance(replay: LedgerReplay, step: int) -> tuple[ComparedStep, ...]:
+    """Train the rows up to and with `step`; return each beside what is recorded."""
+    return tuple([await replay.advance() for _ in range(replay.step, step)])
+
+
 class LocalTrainer:
-    """A `RestorableTrainer` that computes in this process. Its weights are hashed, never served."""
+    """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
 
-    def __init__(self, rank: TrainerRank) -> None:
-        self.rank = rank
-
-    async def restore(self, checkpoint: int) -> PolicyHashes:
-        return self.rank.restore(checkpoint)
-
-    async def step(self, request: StepRequest) -> StepResult:
-        await asyncio.sleep(0)  # where Ctrl-C is noticed
-        return self.rank.step(request)
-
-
-class LocalReplay:
-    """Replays a run with one trainer rank in this process."""
-
-    replay: LedgerReplay
-
-    def __init__(self, layout: RunLayout, *, step: int | None = None) -> None:
+    def __init__(self, layout: RunLayout, *, step: int | None) -> None:
         check_schema_version(layout)
         self._layout = layout
         self._ledger = LedgerReader(layout.steps, layout.writers)
+        self._environments = self._ledger.rows(["numeric_environment"])
         self.last_step = _checked_step(layout, step, head=self._ledger.head)
-        self._recipe = on_this_machine(load_recipe(layout.config))
-        self._read_rows = TrainingRows(layout.trajectories, layout.writers)
-        self._rank = TrainerRank(
-            layout, self._recipe, channel=HashingWriter(), read_rows=self._read_rows
+        self.recipe = on_this_machine(load_recipe(layout.config))
+        self.read_rows = TrainingRows(layout.trajectories, layout.writers)
+        self.rank = TrainerRank(
+            layout, self.recipe, channel=HashingWriter(), read_rows=self.read_rows
         )
 
-    async def restore(self, wanted: int | None) -> None:
+    async def begin(self, wanted: int | None) -> LedgerReplay:
         """Restore a checkpoint below the last step: the newest usable one, or the one wanted.
 
         Raises:
@@ -199,75 +179,66 @@ class LocalReplay:
         """
         found = checkpoint_hashes(self._layout.checkpoints)
         replay = await restore_newest(
-            LocalTrainer(self._rank),
+            self,
             self._ledger,
             {step: text for step, text in found.items() if wanted in (None, step)},
             at_most=self.last_step - 1,
-            max_staleness=self._recipe.controller.max_staleness,
+            max_staleness=self.recipe.controller.max_staleness,
             on_damaged=lambda _, error: logger.warning("%s", error),
         )
         if replay is None:
             raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self.last_step))
-        self.replay = replay
+        return replay
 
-    async def advance_to(self, step: int) -> tuple[ComparedStep, ...]:
-        """Train the rows up to and with `step`; return each beside what is recorded."""
-        compared = []
-        while self.replay.step < step:
-            self._take_recorded_threads()
-            compared.append(await self.replay.advance())
-        return tuple(compared)
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        return self.rank.restore(checkpoint)
 
-    async def advance_watching(self) -> tuple[ComparedStep, list[TrajectoryOutcome]]:
-        """Train the next row; return what it did to its trajectories, too."""
-        request = self.replay.next_request
-        self._take_recorded_threads()
-        self._rank.loss = watch = ClipWatch(self._recipe.algorithm.loss)
-        compared = await self.replay.advance()
-        self._rank.loss = None
-        return compared, self._outcomes(self._rank, request, watch)
+    async def step(self, request: StepRequest) -> StepResult:
+        await asyncio.sleep(0)  # where Ctrl-C is noticed
+        self._take_recorded_threads(request)
+        return self.rank.step(request)
 
-    def try_next(
-        self, recipe: Recipe, *, loss: TokenLoss | None
-    ) -> tuple[StepResult, list[TrajectoryOutcome]]:
-        """As `advance_watching`, under other settings; the replay stays where it is."""
-        request = replace(self.replay.next_request, max_staleness=recipe.controller.max_staleness)
-        self._take_recorded_threads()
-        random_state = torch.get_rng_state()
-        watch = ClipWatch(loss or recipe.algorithm.loss)
-        branch = self._rank.branch(recipe, loss=watch)
-        result = branch.step(request)
-        torch.set_rng_state(random_state)
-        return result, self._outcomes(branch, request, watch)
-
-    def next_trajectories(self) -> tuple[Sequence[Mapping[str, Any]], list[tuple[float, ...]]]:
-        """Return the rows that the next step trains, and their log-probabilities before it."""
-        self._take_recorded_threads()
-        request = self.replay.next_request
-        rows = self._read_rows(request.trajectory_ids)
-        return rows, completion_logprobs(
-            self._rank.backend, _sequences(rows, request), temperature=self._temperature
+    def logprobs(
+        self, rows: Sequence[Mapping[str, Any]], request: StepRequest
+    ) -> list[tuple[float, ...]]:
+        """Return the log-probabilities of the rows that a step will train, before it."""
+        self._take_recorded_threads(request)
+        return completion_logprobs(
+            self.rank.backend, _sequences(rows, request), temperature=self._temperature
         )
 
-    @property
-    def _temperature(self) -> float:
-        return self._recipe.generation.temperature
+    def try_step(
+        self, request: StepRequest, recipe: Recipe, *, loss: TokenLoss | None
+    ) -> tuple[StepResult, list[TrajectoryOutcome]]:
+        """Compute a step under other settings, and see what it does; the rank stays where it is."""
+        request = replace(request, max_staleness=recipe.controller.max_staleness)
+        random_state = torch.get_rng_state()
+        watch = ClipWatch(loss or recipe.algorithm.loss)
+        branch = self.rank.branch(recipe, loss=watch)
+        result = branch.step(request)
+        torch.set_rng_state(random_state)
+        return result, self.outcomes(branch, request, watch)
 
-    def _outcomes(
+    def outcomes(
         self, rank: TrainerRank, request: StepRequest, watch: ClipWatch
     ) -> list[TrajectoryOutcome]:
+        """Return what a watched step of a rank did to its trajectories."""
         return trajectory_outcomes(
             rank.backend,
-            _sequences(self._read_rows(request.trajectory_ids), request),
+            _sequences(self.read_rows(request.trajectory_ids), request),
             watch,
             step=request.step,
             settings=rank.settings,
             temperature=self._temperature,
         )
 
-    def _take_recorded_threads(self) -> None:
+    @property
+    def _temperature(self) -> float:
+        return self.recipe.generation.temperature
+
+    def _take_recorded_threads(self, request: StepRequest) -> None:
         """Use as many threads as the recorded step did: sums depend on how many share them."""
-        environment = json.loads(self.replay.next_row["numeric_environment"])
+        environment = json.loads(self._environments[request.step]["numeric_environment"])
         torch.set_num_threads(environment["threads"])
 
 

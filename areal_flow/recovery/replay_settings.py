@@ -10,15 +10,8 @@ import torch
 
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import (
-    Recipe,
-    TrainerSettings,
-    flatten,
-    load_recipe,
-    parse_overrides,
-)
+from areal_flow.config import Recipe, TrainerSettings, flatten, load_recipe, parse_overrides
 from areal_flow.errors import ConfigError
-from areal_flow.import_path import import_function
 
 WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
 """Settings of the trainer that say what is kept of a step, not what it computes."""
@@ -71,10 +64,11 @@ def describe_changes(
     recorded: Recipe, changed: Recipe, *, loss: TokenLoss | None
 ) -> dict[str, tuple[Any, Any]]:
     """Return, by dotted name, the recorded and the changed value of what can change a step."""
+    before, after = flatten(recorded.model_dump()), flatten(changed.model_dump())
     found = {
-        name: (before, after)
+        name: (before.get(name), after.get(name))
         for name in settings_of_a_step()
-        if (before := _value(recorded, name)) != (after := _value(changed, name))
+        if before.get(name) != after.get(name)
     }
     if loss is not None:
         found["loss"] = (recorded.algorithm.name, getattr(loss, "__name__", repr(loss)))
@@ -92,20 +86,3 @@ def on_this_machine(recipe: Recipe) -> Recipe:
         trainer = recipe.trainer.model_copy(update={"device": "cpu"})
         return recipe.model_copy(update={"trainer": trainer})
     return recipe
-
-
-def import_loss(path: str) -> TokenLoss:
-    """Return the loss at an import path; it takes `LossInputs` and returns a `PolicyLoss`.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    loss: TokenLoss = import_function(path, setting="--loss", error=ConfigError)
-    return loss
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    found: Any = recipe
-    for key in name.split("."):
-        found = getattr(found, key, None)
-    return found

@@ -6,7 +6,6 @@ completion token is looked at, those that are masked out of the loss as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -56,12 +55,8 @@ class InspectedTrajectory:
     @property
     def importance_weights(self) -> tuple[float, ...]:
         """Return w = pi_prox / pi_behav of each token."""
-        return tuple(
-            math.exp(proximal - behavior)
-            for proximal, behavior in zip(
-                self.proximal_logprobs, self.behavior_logprobs, strict=True
-            )
-        )
+        log_weights = np.subtract(self.proximal_logprobs, self.behavior_logprobs)
+        return tuple(np.exp(log_weights).tolist())
 
     @property
     def differences(self) -> tuple[float, ...]:
@@ -70,7 +65,7 @@ class InspectedTrajectory:
             before, after = self.proximal_logprobs, self.replayed.logprobs
         else:
             before, after = self.replayed.logprobs, self.changed.logprobs
-        return tuple(b - a for a, b in zip(before, after, strict=True))
+        return tuple(np.subtract(after, before).tolist())
 
     @property
     def mean_difference(self) -> float:
@@ -152,29 +147,33 @@ def trajectory_outcomes(
     ]
 
 
-def inspect_trajectory(
-    row: Mapping[str, Any],
+def inspect_trajectories(
+    rows: Sequence[Mapping[str, Any]],
     *,
     policy_version: int,
-    proximal_logprobs: tuple[float, ...],
-    replayed: TrajectoryOutcome,
-    changed: TrajectoryOutcome | None,
-) -> InspectedTrajectory:
-    """Put together what is stored of a trajectory and what steps made of it.
+    proximal_logprobs: Sequence[tuple[float, ...]],
+    replayed: Sequence[TrajectoryOutcome],
+    changed: Sequence[TrajectoryOutcome] | None,
+) -> tuple[InspectedTrajectory, ...]:
+    """Put together what is stored of trajectories and what steps made of them.
 
     Args:
         policy_version: that the step started from.
         proximal_logprobs: under that policy, one a completion token.
     """
-    versions = tuple(token_versions(row))
-    return InspectedTrajectory(
-        trajectory_id=row["trajectory_id"],
-        reward=row["reward"],
-        tokens=tuple(row["output_tokens"]),
-        versions=versions,
-        staleness_max=policy_version - min(versions, default=policy_version),
-        behavior_logprobs=tuple(row["behavior_logprobs"]),
-        proximal_logprobs=proximal_logprobs,
-        replayed=replayed,
-        changed=changed,
-    )
+    inspected = []
+    for index, row in enumerate(rows):
+        versions = tuple(token_versions(row))
+        trajectory = InspectedTrajectory(
+            trajectory_id=row["trajectory_id"],
+            reward=row["reward"],
+            tokens=tuple(row["output_tokens"]),
+            versions=versions,
+            staleness_max=policy_version - min(versions, default=policy_version),
+            behavior_logprobs=tuple(row["behavior_logprobs"]),
+            proximal_logprobs=proximal_logprobs[index],
+            replayed=replayed[index],
+            changed=changed[index] if changed else None,
+        )
+        inspected.append(trajectory)
+    return tuple(inspected)

@@ -13,7 +13,7 @@ from areal_flow.controller.records import (
     step_row,
 )
 from areal_flow.controller.seeds import group_seeds, member_seed
-from areal_flow.recovery.comparison import result_from_row
+from areal_flow.recovery.restore import result_from_row
 from areal_flow.types import Discard, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")

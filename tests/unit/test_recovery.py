@@ -14,12 +14,8 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.recovery.plan import (
-    CommittedGroups,
-    choose_checkpoint,
-    plan_initial_state,
-    request_from_row,
-)
+from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
+from areal_flow.recovery.restore import request_from_row, usable_checkpoints
 from areal_flow.types import (
     Discard,
     Episode,
@@ -194,9 +190,9 @@ def test_resumed_run_gives_up_each_submission_once() -> None:
 
 def test_checkpoint_must_match_its_row() -> None:
     ledger = [{"weights_hash": f"w{step}"} for step in range(6)]
-    assert choose_checkpoint({0: "w0", 3: "w3", 5: "other", 9: "w9"}, ledger) == 3
-    assert choose_checkpoint({4: "w3"}, ledger) is None
-    assert choose_checkpoint({}, ledger) is None
+    assert usable_checkpoints({0: "w0", 3: "w3", 5: "other", 9: "w9"}, ledger) == [3, 0]
+    assert usable_checkpoints({4: "w3"}, ledger) == []
+    assert usable_checkpoints({}, ledger) == []
 
 
 def test_replayed_request_is_the_one_that_was_made() -> None:
@@ -301,8 +297,8 @@ def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
     )
 
 
-def test_newest_checkpoint_that_matches_is_chosen() -> None:
+def test_newest_checkpoint_that_matches_comes_first() -> None:
     ledger = [{"weights_hash": f"w{step}"} for step in range(3)]
-    assert choose_checkpoint({2: "w2", 0: "w0", 1: "w1"}, ledger) == 2
-    assert choose_checkpoint({3: "w2", 2: "w1", 0: "w0"}, ledger) == 0
-    assert choose_checkpoint({0: "w0"}, []) is None
+    assert usable_checkpoints({2: "w2", 0: "w0", 1: "w1"}, ledger) == [2, 1, 0]
+    assert usable_checkpoints({3: "w2", 2: "w1", 0: "w0"}, ledger) == [0]
+    assert usable_checkpoints({0: "w0"}, []) == []

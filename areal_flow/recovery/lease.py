@@ -129,12 +129,9 @@ def is_sole_writer(writer: Writer) -> bool:
     return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
 
 
-def record_fence(
-    writer: Writer, *, trajectory_watermark: int, step: int, evaluation_watermark: int
-) -> None:
-    """Write down, durably, where the logs stand as this writer takes over."""
-    fence = Fence(writer.writer_epoch, trajectory_watermark, step, evaluation_watermark)
-    replace_file_durably(_fence_path(writer.root, writer.writer_epoch), json.dumps(asdict(fence)))
+def record_fence(root: Path, fence: Fence) -> None:
+    """Write down, durably, where the logs stand as a writer takes over."""
+    replace_file_durably(root / f"{fence.writer_epoch:08d}.fence.json", json.dumps(asdict(fence)))
 
 
 def read_fences(root: Path) -> tuple[Fence, ...]:
@@ -145,10 +142,6 @@ def read_fences(root: Path) -> tuple[Fence, ...]:
 
 def _lease_path(root: Path, epoch: int) -> Path:
     return root / f"{epoch:08d}.lock"
-
-
-def _fence_path(root: Path, epoch: int) -> Path:
-    return root / f"{epoch:08d}.fence.json"
 
 
 def _link_locked(root: Path, epoch: int) -> int:

@@ -67,30 +67,19 @@ class TrainerRank:
         self._recipe = recipe
         self._channel = channel
         self._read_rows = read_rows
-        self._snapshot: Snapshot | None = None
         self._replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
         self.loss = loss
-        self._last: tuple[StepRequest, StepResult] | None = None
+        self._backend: TrainerBackend | None = None
         self._hashes: PolicyHashes | None = None
         self._step = 0
-        self._adopted: TrainerBackend | None = None
+        self._last: tuple[StepRequest, StepResult] | None = None
+        self._snapshot: Snapshot | None = None
 
     @property
     def backend(self) -> TrainerBackend:
         """What holds this rank's policy."""
-        assert self._adopted is not None, "a rank has no policy before it adopts one"
-        return self._adopted
-
-    def adopt(self, policy: Any) -> TrainerBackend:
-        """Take a policy as the one to train, with a fresh optimizer."""
-        self._hashes = None
-        self._adopted = make_backend(policy.train(), self._recipe.trainer)
-        return self._adopted
-
-    def load_pretrained(self, directory: Path) -> None:
-        """Start from a Hugging Face model directory."""
-        settings = self._recipe.trainer
-        self.adopt(load_policy(directory, device=settings.device))
+        assert self._backend is not None, "a rank has no policy before it adopts one"
+        return self._backend
 
     @property
     def settings(self) -> StepSettings:
@@ -103,6 +92,16 @@ class TrainerRank:
             loss=self.loss,
         )
 
+    def adopt(self, policy: Any) -> TrainerBackend:
+        """Take a policy as the one to train, with a fresh optimizer."""
+        self._hashes = None
+        self._backend = make_backend(policy.train(), self._recipe.trainer)
+        return self._backend
+
+    def load_pretrained(self, directory: Path) -> None:
+        """Start from a Hugging Face model directory."""
+        self.adopt(load_policy(directory, device=self._recipe.trainer.device))
+
     def join(self, replicas: ReplicaGroup) -> None:
         """Compute with others from here on; a rank that never did computes every rank's batch."""
         self._replicas = replicas
@@ -113,9 +112,7 @@ class TrainerRank:
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        self._step, self._last = 0, None
-        self._hashes = self._stage(0)
-        return self._hashes, self._numeric_environment()
+        return self._stand_at(0), self._numeric_environment()
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
@@ -131,7 +128,7 @@ class TrainerRank:
         except BaseException:
             self.leave()
             raise
-        self._step, self._last = request.step, (request, result)
+        self._last = (request, result)
         return result
 
     def _compute(self, request: StepRequest) -> StepResult:
@@ -142,9 +139,18 @@ class TrainerRank:
             rows, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
         read = perf_counter()
-        numbers = self._train(request, sequences)
+        # From here until its weights are staged this rank stands nowhere: an error must not leave
+        # changed weights under the parent's name.
+        self._hashes = self._last = None
+        numbers = train_step(
+            self.backend,
+            sequences,
+            step=request.step,
+            settings=self.settings,
+            replicas=self._replicas,
+        )
         trained = perf_counter()
-        self._hashes = self._stage(request.step)
+        hashes = self._stand_at(request.step)
         metrics = self._metrics(
             request,
             rows,
@@ -154,7 +160,7 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, self._hashes, metrics, self._numeric_environment())
+        return StepResult(request.step, hashes, metrics, self._numeric_environment())
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
@@ -186,9 +192,7 @@ class TrainerRank:
         """Load a checkpoint and stage its weights again; return its identity."""
         backend = self._adopt_empty()
         read_checkpoint(checkpoint_path(self._layout.checkpoints, step), backend)
-        self._step, self._last = step, None
-        self._hashes = self._stage(step)
-        return self._hashes
+        return self._stand_at(step)
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank that stands where this one does, with a policy and settings of its own."""
@@ -211,32 +215,22 @@ class TrainerRank:
                 f"{self._step}): restore it from a checkpoint and the ledger"
             )
 
-    def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:
-        # From here until its weights are staged this rank stands nowhere: an error must not leave
-        # changed weights under the parent's name.
-        self._hashes = self._last = None
-        return train_step(
-            self.backend,
-            sequences,
-            step=request.step,
-            settings=self.settings,
-            replicas=self._replicas,
-        )
-
     def _numeric_environment(self) -> str:
         return numeric_environment(
             self._recipe.trainer, num_ranks=self._recipe.cluster.num_trainers
         )
 
-    def _stage(self, version: int) -> PolicyHashes:
-        """Write the weights aside, and hash the master weights meanwhile."""
+    def _stand_at(self, version: int) -> PolicyHashes:
+        """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
         dtype = DTYPES[self._recipe.generation.dtype]
         weights = self.backend.export_weights()
         channel = self._channel if self._replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
             served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
-            return PolicyHashes(weights_hash.result(), served_hash)
+            self._hashes = PolicyHashes(weights_hash.result(), served_hash)
+        self._step, self._last = version, None
+        return self._hashes
 
     def _metrics(
         self,

@@ -26,11 +26,10 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors
+from areal_flow.models.policy import DTYPES, assign_tensors, logits_at, policy_tensors
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
-from areal_flow.trainer.step import micro_batch_logprobs, trained_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,13 @@ class ReplicatedBackend:
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         with self.autocast():
             return [
-                micro_batch_logprobs(self.policy, micro, temperature=temperature)
-                for micro in micro_batches
+                next_token_logprobs(self._logits(m), m.targets_M, temperature=temperature)
+                for m in micro_batches
             ]
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        """Return the policy's logits at the positions that predict trained tokens, `[M, V]`."""
+        return logits_at(self.policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
@@ -153,7 +156,7 @@ class ReplicatedBackend:
     def _token_losses(self, micro: MicroBatch, settings: StepSettings) -> PolicyLoss:
         temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         with self.autocast():
-            logits_MV = trained_logits(self.policy, micro)
+            logits_MV = self._logits(micro)
             logprobs_M = next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
             entropy_M = None
             if settings.algorithm.needs_entropy:

@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from areal_flow.algorithms.logprobs import next_token_logprobs
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -27,7 +24,6 @@ from areal_flow.algorithms.protocol import (
     add_metrics,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.models.policy import logits_at
 from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
@@ -150,16 +146,3 @@ def pack_micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches that a packing, indices of sequences, describes."""
     return [pack_sequences([sequences[i] for i in indices], device=device) for indices in packed]
-
-
-def trained_logits(policy: Any, micro: MicroBatch) -> Tensor:
-    """Return the policy's logits at the positions that predict trained tokens, `[M, V]`."""
-    return logits_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
-
-
-def micro_batch_logprobs(
-    policy: torch.nn.Module, micro: MicroBatch, *, temperature: float
-) -> Tensor:
-    """Return the policy's log-probabilities of the trained tokens, `[M]`, in packing order."""
-    logits_MV = trained_logits(policy, micro)
-    return next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)

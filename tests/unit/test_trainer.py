@@ -26,7 +26,6 @@ from areal_flow.trainer.sequences import (
 )
 from areal_flow.trainer.step import (
     compute_advantages,
-    micro_batch_logprobs,
     train_step,
 )
 from tests.policies import small_policy
@@ -67,12 +66,13 @@ def state(seed: int = 0, **trainer: Any) -> ReplicatedBackend:
 
 def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
     """Against a forward pass of each sequence alone, indexed by hand."""
-    policy = small_policy()
+    backend = state()
+    policy = backend.policy
     sequences = make_sequences(5)
     advantages = [float(index) for index in range(5)]
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     micro = pack_sequences(weighted)
-    found = micro_batch_logprobs(policy, micro, temperature=1.0)
+    (found,) = backend.logprobs([micro], temperature=1.0)
     policy.set_attn_implementation("eager")
     at = 0
     for sequence, advantage in zip(sequences, advantages, strict=True):
@@ -212,10 +212,10 @@ def test_training_raises_the_probability_of_what_was_rewarded() -> None:
         for token in (5, 6, 7, 8)
     ]
     micro = pack_sequences(sequences[:1])
-    before = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    before = trained.logprobs([micro], temperature=1.0)[0].sum().item()
     for step in range(1, 6):
         train_step(trained, sequences, step=step, settings=settings(num_minibatches=1))
-    after = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    after = trained.logprobs([micro], temperature=1.0)[0].sum().item()
     assert after > before + 0.5
 
 

@@ -134,15 +134,6 @@ def replay_to(
     return _run(replay())
 
 
-def replay_from_genesis(layout: RunLayout) -> PolicyHashes:
-    """Compute the whole run again from checkpoint 0; return what its last step made.
-
-    Raises:
-        RunError: the run has trained no step, or checkpoint 0 is gone.
-    """
-    return replay_to(layout, from_checkpoint=0)[-1].replayed.hashes
-
-
 def _run(replay: Coroutine[Any, Any, T]) -> T:
     num_threads = torch.get_num_threads()
     try:

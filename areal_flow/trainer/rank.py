@@ -67,7 +67,8 @@ class TrainerRank:
         self._recipe = recipe
         self._channel = channel
         self._read_rows = read_rows
-        self._replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
+        self.replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
+        """With whom this rank computes; alone it computes every rank's batch."""
         self.loss = loss
         self._backend: TrainerBackend | None = None
         self._hashes: PolicyHashes | None = None
@@ -102,17 +103,9 @@ class TrainerRank:
         """Start from a Hugging Face model directory."""
         self.adopt(load_policy(directory, device=self._recipe.trainer.device))
 
-    def join(self, replicas: ReplicaGroup) -> None:
-        """Compute with others from here on; a rank that never did computes every rank's batch."""
-        self._replicas = replicas
-
-    def leave(self) -> None:
-        """Be of its replica group no more, so that nobody waits for this rank."""
-        self._replicas.leave()
-
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        return self._stand_at(0), self._numeric_environment()
+        return self._stand_at(0), numeric_environment(self._recipe)
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
@@ -126,7 +119,7 @@ class TrainerRank:
         try:
             result = self._compute(request)
         except BaseException:
-            self.leave()
+            self.replicas.leave()  # nobody waits for this rank
             raise
         self._last = (request, result)
         return result
@@ -147,7 +140,7 @@ class TrainerRank:
             sequences,
             step=request.step,
             settings=self.settings,
-            replicas=self._replicas,
+            replicas=self.replicas,
         )
         trained = perf_counter()
         hashes = self._stand_at(request.step)
@@ -160,7 +153,7 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, hashes, metrics, self._numeric_environment())
+        return StepResult(request.step, hashes, metrics, numeric_environment(self._recipe))
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
@@ -215,16 +208,11 @@ class TrainerRank:
                 f"{self._step}): restore it from a checkpoint and the ledger"
             )
 
-    def _numeric_environment(self) -> str:
-        return numeric_environment(
-            self._recipe.trainer, num_ranks=self._recipe.cluster.num_trainers
-        )
-
     def _stand_at(self, version: int) -> PolicyHashes:
         """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
         dtype = DTYPES[self._recipe.generation.dtype]
         weights = self.backend.export_weights()
-        channel = self._channel if self._replicas.leads else HashingWriter()
+        channel = self._channel if self.replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
             served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
@@ -250,13 +238,12 @@ class TrainerRank:
         )
         num_trained = sum(sequence.num_trained for sequence in sequences)
         num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
-        num_sequences = len(sequences)
         return StepMetrics(
-            loss=sum(numbers.losses) / max(1, len(numbers.losses)),
-            grad_norm=sum(numbers.grad_norms) / max(1, len(numbers.grad_norms)),
+            loss=_mean(numbers.losses),
+            grad_norm=_mean(numbers.grad_norms),
             learning_rate=learning_rate(self._recipe.trainer, request.step),
-            reward_mean=sum(sequence.reward for sequence in sequences) / num_sequences,
-            completion_tokens_mean=num_tokens / num_sequences,
+            reward_mean=_mean([sequence.reward for sequence in sequences]),
+            completion_tokens_mean=num_tokens / len(sequences),
             num_trained_tokens=num_trained,
             num_masked_tokens=num_tokens - num_trained,
             staleness_mean=staleness.staleness_mean,
@@ -265,3 +252,7 @@ class TrainerRank:
             metrics={name: metric.value for name, metric in numbers.metrics.items()},
             **seconds,
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

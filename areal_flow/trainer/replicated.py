@@ -50,7 +50,8 @@ class ReplicatedBackend:
         self.settings = settings
         # AdamW moves what has a gradient of zero, too: by weight decay and by older moments. So it
         # never sees a frozen parameter.
-        self._trainable = [p for p in policy.parameters() if p.requires_grad]
+        trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self._names, self._trainable = list(trainable), list(trainable.values())
         self.optimizer = torch.optim.AdamW(
             self._trainable,
             lr=settings.learning_rate,
@@ -115,27 +116,19 @@ class ReplicatedBackend:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state by parameter name; empty before the first update."""
-        names = {parameter: name for name, parameter in self.policy.named_parameters()}
         return {
-            f"{names[parameter]}.{key}": value
-            for parameter, state in self.optimizer.state.items()
+            f"{self._names[index]}.{key}": value
+            for index, state in self.optimizer.state_dict()["state"].items()
             for key, value in state.items()
         }
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `optimizer_tensors` returned."""
-        self.optimizer.state.clear()
-        for name, parameter in self.policy.named_parameters():
-            prefix = f"{name}."
-            state = {
-                key.removeprefix(prefix): value.to(
-                    "cpu" if key.endswith(".step") else parameter.device, copy=True
-                )
-                for key, value in tensors.items()
-                if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-            }
-            if state:
-                self.optimizer.state[parameter] = state
+        """Put back a copy of what `optimizer_tensors` returned, each part where AdamW needs it."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition(".")
+            state.setdefault(self._names.index(parameter), {})[key] = value.clone()
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _gradient(
         self, micro_batches: Sequence[MicroBatch], size: MinibatchSize, settings: StepSettings

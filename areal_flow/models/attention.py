@@ -126,11 +126,7 @@ AttentionInterface.register(ATTENTION_NAME, attend_by_layout)
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
     """Return values `[N, H, L, D]` of rows that start at their first token.
 
-    Args:
-        query: `[N, H, L, D]`.
-        key: `[N, K, L, D]`.
-        value: `[N, K, L, D]`.
-        rule: the layer's scale, window and soft-cap.
+    `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """
     length = query.shape[2]
     windowed = rule.window is not None and rule.window < length
@@ -208,14 +204,15 @@ class SlotCache:
     def __init__(self, like: Prefix, *, max_num_seqs: int, max_length: int) -> None:
         """Allocate for the layers, heads, types and device of any prefix of the same policy."""
         self.max_length = round_up_to_bucket(max_length)
-        self.keys = {layer: self._allocate(max_num_seqs, k) for layer, k in like.keys.items()}
-        self.values = {layer: self._allocate(max_num_seqs, v) for layer, v in like.values.items()}
+        self.keys, self.values = (
+            {
+                layer: t.new_zeros((max_num_seqs, t.shape[1], self.max_length, t.shape[3]))
+                for layer, t in tensors.items()
+            }
+            for tensors in (like.keys, like.values)
+        )
         device = next(iter(self.keys.values())).device
         self.slots_S = torch.arange(max_num_seqs, device=device)
-
-    def _allocate(self, max_num_seqs: int, like: Tensor) -> Tensor:
-        _, num_heads, _, head_dim = like.shape
-        return like.new_zeros((max_num_seqs, num_heads, self.max_length, head_dim))
 
     def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
         """Give each of `slots` its own copy of one prefilled row."""

@@ -106,24 +106,6 @@ def result_from_row(row: Mapping[str, Any]) -> StepResult:
     return StepResult(row["step"], hashes, StepMetrics(**metrics), row["numeric_environment"])
 
 
-def request_from_row(
-    row: Mapping[str, Any], *, parent_hash: str, max_staleness: int
-) -> StepRequest:
-    """Return the request that a ledger row answered: replaying it makes the same policy.
-
-    Args:
-        parent_hash: of the weights to replay on: the row's own, unless an earlier step forked.
-    """
-    return StepRequest(
-        step=row["step"],
-        parent_hash=parent_hash,
-        policy_version=row["policy_version"],
-        trajectory_ids=tuple(row["trajectory_ids"]),
-        batch_digest=row["batch_digest"],
-        max_staleness=max_staleness,
-    )
-
-
 @dataclass
 class LedgerReplay:
     """A restored trainer on its way through the ledger, row by row."""
@@ -144,9 +126,16 @@ class LedgerReplay:
 
     @property
     def next_request(self) -> StepRequest:
+        """The request that the next row answered, on the weights at hand."""
         row = self.rows[self.step + 1 - self.checkpoint]
-        parent = self.hashes.weights_hash
-        return request_from_row(row, parent_hash=parent, max_staleness=self.max_staleness)
+        return StepRequest(
+            step=row["step"],
+            parent_hash=self.hashes.weights_hash,
+            policy_version=row["policy_version"],
+            trajectory_ids=tuple(row["trajectory_ids"]),
+            batch_digest=row["batch_digest"],
+            max_staleness=self.max_staleness,
+        )
 
     async def advance(self) -> ComparedStep:
         """Train the next row again; return the step beside its record.
@@ -197,7 +186,7 @@ async def restore_newest(
             continue
         rows = ledger.rows(since=checkpoint)
         expected = result_from_row(rows[0]).hashes
-        if _agree(restored, expected):
+        if restored == expected:
             return LedgerReplay(trainer, rows, restored, max_staleness)
         logger.warning(
             "checkpoint %d was restored to %s, the ledger has %s", checkpoint, restored, expected
@@ -218,9 +207,3 @@ def usable_checkpoints(
     return sorted(
         (step for step, found in checkpoints.items() if recorded.get(step) == found), reverse=True
     )
-
-
-def _agree(restored: PolicyHashes, recorded: PolicyHashes) -> bool:
-    """Return whether all hashes that a row recorded were found again; it may lack some."""
-    found = asdict(restored)
-    return all(found[name] == text for name, text in asdict(recorded).items() if text)

@@ -15,7 +15,7 @@ from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialSt
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
-from areal_flow.recovery.restore import request_from_row, usable_checkpoints
+from areal_flow.recovery.restore import LedgerReplay, usable_checkpoints
 from areal_flow.types import (
     Discard,
     Episode,
@@ -201,8 +201,8 @@ def test_replayed_request_is_the_one_that_was_made() -> None:
     start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [
-        request_from_row(row, parent_hash=row["parent_hash"], max_staleness=2)
-        for row in log.rows[1:]
+        LedgerReplay(cluster, log.rows[step:], PolicyHashes(row["parent_hash"], ""), 2).next_request
+        for step, row in enumerate(log.rows[1:])
     ]
     assert replayed == cluster.requests
 

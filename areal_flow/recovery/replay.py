@@ -96,7 +96,7 @@ def replay_step(
         replay = await local.begin(from_checkpoint)
         before = await _advance(replay, step - 1)
         request = replay.next_request
-        rows = local.read_rows(request.trajectory_ids)
+        rows = local.rank.read_rows(request.trajectory_ids)
         proximal = local.logprobs(rows, request)
         changed, changed_outcomes = None, None
         if changes or loss:
@@ -157,10 +157,8 @@ class LocalTrainer:
         self._environments = self._ledger.rows(["numeric_environment"])
         self.last_step = _checked_step(layout, step, head=self._ledger.head)
         self.recipe = on_this_machine(load_recipe(layout.config))
-        self.read_rows = TrainingRows(layout.trajectories, layout.writers)
-        self.rank = TrainerRank(
-            layout, self.recipe, channel=HashingWriter(), read_rows=self.read_rows
-        )
+        read_rows = TrainingRows(layout.trajectories, layout.writers)
+        self.rank = TrainerRank(layout, self.recipe, channel=HashingWriter(), read_rows=read_rows)
 
     async def begin(self, wanted: int | None) -> LedgerReplay:
         """Restore a checkpoint below the last step: the newest usable one, or the one wanted.
@@ -216,7 +214,7 @@ class LocalTrainer:
         """Return what a watched step of a rank did to its trajectories."""
         return trajectory_outcomes(
             rank.backend,
-            _sequences(self.read_rows(request.trajectory_ids), request),
+            _sequences(rank.read_rows(request.trajectory_ids), request),
             watch,
             step=request.step,
             settings=rank.settings,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from time import perf_counter
@@ -51,30 +52,26 @@ ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Returns the rows of trajectory ids, in their order."""
 
 
+@dataclass
 class TrainerRank:
     """One rank's policy between two steps; not for concurrent use."""
 
-    def __init__(
-        self,
-        layout: RunLayout,
-        recipe: Recipe,
-        *,
-        channel: WeightsWriter,
-        read_rows: ReadRows,
-        loss: TokenLoss | None = None,
-    ) -> None:
-        self._layout = layout
-        self._recipe = recipe
-        self._channel = channel
-        self._read_rows = read_rows
-        self.replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
+    layout: RunLayout
+    recipe: Recipe
+    _: KW_ONLY
+    channel: WeightsWriter
+    read_rows: ReadRows
+    loss: TokenLoss | None = None
+    """Minimised instead of the algorithm's own."""
+    _backend: TrainerBackend | None = field(default=None, init=False)
+    _hashes: PolicyHashes | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _last: tuple[StepRequest, StepResult] | None = field(default=None, init=False)
+    _snapshot: Snapshot | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.replicas: ReplicaGroup = SingleProcess(self.recipe.cluster.num_trainers)
         """With whom this rank computes; alone it computes every rank's batch."""
-        self.loss = loss
-        self._backend: TrainerBackend | None = None
-        self._hashes: PolicyHashes | None = None
-        self._step = 0
-        self._last: tuple[StepRequest, StepResult] | None = None
-        self._snapshot: Snapshot | None = None
 
     @property
     def backend(self) -> TrainerBackend:
@@ -86,26 +83,26 @@ class TrainerRank:
     def settings(self) -> StepSettings:
         """Return what this rank's steps need beside policy and sequences."""
         return StepSettings(
-            algorithm=self._recipe.algorithm,
-            temperature=self._recipe.generation.temperature,
-            seed=self._recipe.seed,
-            num_ranks=self._recipe.cluster.num_trainers,
+            algorithm=self.recipe.algorithm,
+            temperature=self.recipe.generation.temperature,
+            seed=self.recipe.seed,
+            num_ranks=self.recipe.cluster.num_trainers,
             loss=self.loss,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
         """Take a policy as the one to train, with a fresh optimizer."""
         self._hashes = None
-        self._backend = make_backend(policy.train(), self._recipe.trainer)
+        self._backend = make_backend(policy.train(), self.recipe.trainer)
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
         """Start from a Hugging Face model directory."""
-        self.adopt(load_policy(directory, device=self._recipe.trainer.device))
+        self.adopt(load_policy(directory, device=self.recipe.trainer.device))
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        return self._stand_at(0), numeric_environment(self._recipe)
+        return self._stand_at(0), numeric_environment(self.recipe)
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
@@ -127,7 +124,7 @@ class TrainerRank:
     def _compute(self, request: StepRequest) -> StepResult:
         self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
-        rows = self._read_rows(request.trajectory_ids)
+        rows = self.read_rows(request.trajectory_ids)
         sequences = sequences_from_rows(
             rows, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
@@ -153,7 +150,7 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, hashes, metrics, numeric_environment(self._recipe))
+        return StepResult(request.step, hashes, metrics, numeric_environment(self.recipe))
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
@@ -163,7 +160,7 @@ class TrainerRank:
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
-            self._step, weights_hash, next_submission_index, self._recipe.digest()
+            self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
         self._snapshot = take_snapshot(self.backend, description)
 
@@ -179,26 +176,24 @@ class TrainerRank:
         if snapshot is None or snapshot.description.step != step:
             raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
         self._snapshot = None
-        return write_checkpoint(self._layout.checkpoints, self._layout.model, snapshot, writer)
+        return write_checkpoint(self.layout.checkpoints, self.layout.model, snapshot, writer)
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
         backend = self._adopt_empty()
-        read_checkpoint(checkpoint_path(self._layout.checkpoints, step), backend)
+        read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
         return self._stand_at(step)
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank that stands where this one does, with a policy and settings of its own."""
-        other = TrainerRank(
-            self._layout, recipe, channel=self._channel, read_rows=self._read_rows, loss=loss
-        )
+        other = replace(self, recipe=recipe, loss=loss)
         other._adopt_empty().load(self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
 
     def _adopt_empty(self) -> TrainerBackend:
         """Adopt the run's architecture, whose weights are to be loaded."""
-        return self.adopt(empty_policy(self._layout.model, device=self._recipe.trainer.device))
+        return self.adopt(empty_policy(self.layout.model, device=self.recipe.trainer.device))
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
@@ -210,9 +205,9 @@ class TrainerRank:
 
     def _stand_at(self, version: int) -> PolicyHashes:
         """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
-        dtype = DTYPES[self._recipe.generation.dtype]
+        dtype = DTYPES[self.recipe.generation.dtype]
         weights = self.backend.export_weights()
-        channel = self._channel if self.replicas.leads else HashingWriter()
+        channel = self.channel if self.replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
             served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
@@ -241,7 +236,7 @@ class TrainerRank:
         return StepMetrics(
             loss=_mean(numbers.losses),
             grad_norm=_mean(numbers.grad_norms),
-            learning_rate=learning_rate(self._recipe.trainer, request.step),
+            learning_rate=learning_rate(self.recipe.trainer, request.step),
             reward_mean=_mean([sequence.reward for sequence in sequences]),
             completion_tokens_mean=num_tokens / len(sequences),
             num_trained_tokens=num_trained,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 
+ONE_UPDATE = DecoupledPPO(num_minibatches=1)
+"""How a step is made of a batch; its loss is replaced by the cross-entropy."""
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
 
@@ -81,26 +83,19 @@ def cross_entropy(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-inputs.logprobs_T)
 
 
+@dataclass
 class SftTrainer:
     """A policy that learns rows; not for concurrent use."""
 
-    def __init__(
-        self,
-        policy: Any,
-        rows: CompletionRows,
-        settings: SftSettings,
-        trainer: TrainerSettings,
-        *,
-        seed: int,
-    ) -> None:
-        self.step = 0
+    policy: InitVar[Any]
+    rows: CompletionRows
+    settings: SftSettings
+    trainer: InitVar[TrainerSettings]
+    seed: int
+    step: int = 0
+
+    def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy.train(), trainer)
-        self._step_settings = StepSettings(
-            DecoupledPPO(num_minibatches=1), temperature=1.0, seed=seed, loss=cross_entropy
-        )
-        self.rows = rows
-        self._settings = settings
-        self._seed = seed
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def take_step(self) -> float:
@@ -113,7 +108,7 @@ class SftTrainer:
             self.backend,
             [self.rows.sequence(row) for row in self._rows_of(self.step)],
             step=self.step,
-            settings=self._step_settings,
+            settings=StepSettings(ONE_UPDATE, 1.0, self.seed, loss=cross_entropy),
             rate=self.learning_rate(self.step),
         )
         self.step += 1
@@ -121,7 +116,7 @@ class SftTrainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: warm-up times cosine or constant."""
-        settings = self._settings
+        settings = self.settings
         warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
         if settings.learning_rate_schedule == "constant":
             return settings.learning_rate * warmup
@@ -152,12 +147,12 @@ class SftTrainer:
                 logger.warning("%s; moved to %s, trying an older one", error, aside)
 
     def _rows_of(self, step: int) -> list[int]:
-        batch_size, num_rows = self._settings.batch_size, len(self.rows)
+        batch_size, num_rows = self.settings.batch_size, len(self.rows)
         places = (divmod(step * batch_size + offset, num_rows) for offset in range(batch_size))
         return [int(self._order(epoch)[position]) for epoch, position in places]
 
     def _make_order(self, epoch: int) -> np.ndarray:
         num_rows = len(self.rows)
-        if not self._settings.shuffle:
+        if not self.settings.shuffle:
             return np.arange(num_rows)
-        return np.random.default_rng([self._seed, epoch]).permutation(num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(num_rows)

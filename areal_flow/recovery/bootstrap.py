@@ -11,12 +11,11 @@ import logging
 import shutil
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
 from areal_flow.config import Recipe
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, pass_over
 from areal_flow.recovery.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.store.dataset import open_dataset
@@ -49,18 +48,14 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     for dataset in (layout.trajectories, layout.steps):
         if num_removed := remove_orphans(dataset, written_before=writer.began_at):
             logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
-    for leftover in _leftovers(layout, before=writer.writer_epoch):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
-    """Return weights, rendezvous points and half-written checkpoints of earlier epochs."""
-    candidates = [
+    leftovers = [
         *layout.weights.glob("[0-9]*"),
         *layout.rendezvous.glob("[0-9]*"),
         *layout.checkpoints.glob(".partial-*"),
     ]
-    return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]
+    for leftover in leftovers:
+        if int(leftover.name.rpartition("-")[2]) < writer.writer_epoch:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 async def restore_policy(
@@ -81,18 +76,13 @@ async def restore_policy(
         TrainerLost: a rank died meanwhile.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
-
-    def move_aside(checkpoint: int, error: TrainingError) -> None:
-        aside = set_aside(checkpoint_path(layout.checkpoints, checkpoint))
-        logger.warning("%s; moved to %s, trying an older one", error, aside)
-
     replay = await restore_newest(
         trainer,
         ledger,
         checkpoint_hashes(layout.checkpoints),
         at_most=ledger.head,
         max_staleness=recipe.controller.max_staleness,
-        on_damaged=move_aside,
+        on_damaged=lambda step, e: pass_over(checkpoint_path(layout.checkpoints, step), e),
     )
     if replay is None:
         raise RunError(

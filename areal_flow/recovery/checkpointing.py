@@ -27,7 +27,6 @@ from areal_flow.tracking.background import RunTracking
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_COLUMNS = ["weights_hash", "next_submission_index", "lance_version"]
 ATTEMPTS_AT_THE_END = 3
 
 
@@ -75,13 +74,11 @@ class Checkpoints:
         Raises:
             TrainerLost: it died again and again.
         """
-        (row,) = await asyncio.to_thread(
-            self.ledger.rows, CHECKPOINT_COLUMNS, since=self.ledger.head
-        )
+        rows = await asyncio.to_thread(self.ledger.rows, since=self.ledger.head)
         for _ in range(ATTEMPTS_AT_THE_END):
-            await self._begin(row)
+            await self._begin(rows[-1])
             await self.settle()
-            if self._is_written(row):
+            if self._is_written(rows[-1]):
                 return
         raise TrainerLost(f"the trainer died {ATTEMPTS_AT_THE_END} times in its last checkpoint")
 
@@ -110,8 +107,8 @@ class Checkpoints:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
         self.writer.check_current()
-        name = checkpoint_path(self.layout.checkpoints, row["step"]).name
-        self.trajectories.tag(_tag(name), row["lance_version"])
+        path = checkpoint_path(self.layout.checkpoints, row["step"])
+        self.trajectories.tag(f"checkpoint-{path.name}", row["lance_version"])
         self.registry.wake()
         await asyncio.to_thread(self._prune)
 
@@ -124,9 +121,5 @@ class Checkpoints:
         if len(list_checkpoints(root)) <= keep + 1:
             return
         for path in prune_checkpoints(root, keep=keep, protected=self.registry.protected()):
-            self.trajectories.untag(_tag(path.name))
+            self.trajectories.untag(f"checkpoint-{path.name}")
         self.registry.wake()
-
-
-def _tag(checkpoint: str) -> str:
-    return f"checkpoint-{checkpoint}"

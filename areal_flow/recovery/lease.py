@@ -106,10 +106,8 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 def newest_lease(root: Path) -> Lease | None:
     """Return the lease that counts, whether its driver is alive or not."""
-    epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
-    if not epochs:
-        return None
-    return Lease(max(epochs), **json.loads(_lease_path(root, max(epochs)).read_text()))
+    newest = max(root.glob("[0-9]*.lock"), default=None)
+    return Lease(int(newest.stem), **json.loads(newest.read_text())) if newest else None
 
 
 def is_held(root: Path, epoch: int) -> bool:
@@ -136,8 +134,8 @@ def record_fence(root: Path, fence: Fence) -> None:
 
 def read_fences(root: Path) -> tuple[Fence, ...]:
     """Return the fences of all takeovers, oldest first."""
-    found = [Fence(**json.loads(path.read_text())) for path in root.glob("[0-9]*.fence.json")]
-    return tuple(sorted(found, key=lambda fence: fence.writer_epoch))
+    paths = sorted(root.glob("[0-9]*.fence.json"))
+    return tuple(Fence(**json.loads(path.read_text())) for path in paths)
 
 
 def _lease_path(root: Path, epoch: int) -> Path:

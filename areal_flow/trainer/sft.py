@@ -7,7 +7,6 @@ does not know where rows come from, or which process it runs in.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
@@ -24,8 +23,8 @@ from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
     list_checkpoints,
+    pass_over,
     prune_checkpoints,
-    set_aside,
 )
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import StepSettings, make_backend
@@ -37,8 +36,6 @@ ONE_UPDATE = DecoupledPPO(num_minibatches=1)
 """How a step is made of a batch; its loss is replaced by the cross-entropy."""
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +136,12 @@ class SftTrainer:
     def restore(self, root: Path) -> None:
         """Go on from the newest checkpoint that can be read; without one, from step 0."""
         for step in reversed(list_checkpoints(root)):
+            path = checkpoint_path(root, step)
             try:
-                self.step = read_checkpoint(checkpoint_path(root, step), self.backend).step
+                self.step = read_checkpoint(path, self.backend).step
                 return
             except TrainingError as error:
-                aside = set_aside(checkpoint_path(root, step))
-                logger.warning("%s; moved to %s, trying an older one", error, aside)
+                pass_over(path, error)
 
     def _rows_of(self, step: int) -> list[int]:
         batch_size, num_rows = self.settings.batch_size, len(self.rows)

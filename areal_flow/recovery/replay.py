@@ -96,23 +96,29 @@ def replay_step(
         replay = await local.begin(from_checkpoint)
         before = await _advance(replay, step - 1)
         request = replay.next_request
-        rows = local.rank.read_rows(request.trajectory_ids)
-        proximal = local.logprobs(rows, request)
+        sequences = local.sequences(request)
+        local.take_recorded_threads(request)
+        proximal = completion_logprobs(
+            local.rank.backend, sequences, temperature=local.recipe.generation.temperature
+        )
         changed, changed_outcomes = None, None
         if changes or loss:
             changed, changed_outcomes = local.try_step(request, on_this_machine(recipe), loss=loss)
-        local.rank.loss = watch = ClipWatch(local.recipe.algorithm.loss)
+        local.rank.loss = ClipWatch(local.recipe.algorithm.loss)
         (compared,) = await _advance(replay, step)
-        trajectories = inspect_trajectories(
-            rows,
-            policy_version=request.policy_version,
-            proximal_logprobs=proximal,
-            replayed=local.outcomes(local.rank, request, watch),
-            changed=changed_outcomes,
-        )
-        changed_settings = describe_changes(load_recipe(layout.config), recipe, loss=loss)
         return Replayed(
-            replay.checkpoint, before, compared, changed, changed_settings, trajectories
+            replay.checkpoint,
+            before,
+            compared,
+            changed,
+            describe_changes(load_recipe(layout.config), recipe, loss=loss),
+            inspect_trajectories(
+                request,
+                sequences,
+                proximal,
+                local.outcomes(local.rank, request),
+                changed_outcomes,
+            ),
         )
 
     return _run(replay())
@@ -184,17 +190,8 @@ class LocalTrainer:
 
     async def step(self, request: StepRequest) -> StepResult:
         await asyncio.sleep(0)  # where Ctrl-C is noticed
-        self._take_recorded_threads(request)
+        self.take_recorded_threads(request)
         return self.rank.step(request)
-
-    def logprobs(
-        self, rows: Sequence[Mapping[str, Any]], request: StepRequest
-    ) -> list[tuple[float, ...]]:
-        """Return the log-probabilities of the rows that a step will train, before it."""
-        self._take_recorded_threads(request)
-        return completion_logprobs(
-            self.rank.backend, _sequences(rows, request), temperature=self._temperature
-        )
 
     def try_step(
         self, request: StepRequest, recipe: Recipe, *, loss: TokenLoss | None
@@ -202,39 +199,32 @@ class LocalTrainer:
         """Compute a step under other settings, and see what it does; the rank stays where it is."""
         request = replace(request, max_staleness=recipe.controller.max_staleness)
         random_state = torch.get_rng_state()
-        watch = ClipWatch(loss or recipe.algorithm.loss)
-        branch = self.rank.branch(recipe, loss=watch)
+        branch = self.rank.branch(recipe, loss=ClipWatch(loss or recipe.algorithm.loss))
         result = branch.step(request)
         torch.set_rng_state(random_state)
-        return result, self.outcomes(branch, request, watch)
+        return result, self.outcomes(branch, request)
 
-    def outcomes(
-        self, rank: TrainerRank, request: StepRequest, watch: ClipWatch
-    ) -> list[TrajectoryOutcome]:
+    def outcomes(self, rank: TrainerRank, request: StepRequest) -> list[TrajectoryOutcome]:
         """Return what a watched step of a rank did to its trajectories."""
         return trajectory_outcomes(
             rank.backend,
-            _sequences(rank.read_rows(request.trajectory_ids), request),
-            watch,
+            self.sequences(request),
             step=request.step,
             settings=rank.settings,
-            temperature=self._temperature,
+            temperature=self.recipe.generation.temperature,
         )
 
-    @property
-    def _temperature(self) -> float:
-        return self.recipe.generation.temperature
+    def sequences(self, request: StepRequest) -> list[TrainingSequence]:
+        """Return what a step trains."""
+        rows = self.rank.read_rows(request.trajectory_ids)
+        return sequences_from_rows(
+            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
 
-    def _take_recorded_threads(self, request: StepRequest) -> None:
+    def take_recorded_threads(self, request: StepRequest) -> None:
         """Use as many threads as the recorded step did: sums depend on how many share them."""
         environment = json.loads(self._environments[request.step]["numeric_environment"])
         torch.set_num_threads(environment["threads"])
-
-
-def _sequences(rows: Sequence[Mapping[str, Any]], request: StepRequest) -> list[TrainingSequence]:
-    return sequences_from_rows(
-        rows, policy_version=request.policy_version, max_staleness=request.max_staleness
-    )
 
 
 def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:

@@ -6,10 +6,9 @@ completion token is looked at, those that are masked out of the loss as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ import torch
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence, token_versions
+from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import compute_advantages, pack_micro_batches, plan_micro_batches
+from areal_flow.types import StepRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,6 @@ def completion_logprobs(
 def trajectory_outcomes(
     backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
-    watch: ClipWatch,
     *,
     step: int,
     settings: StepSettings,
@@ -118,62 +117,56 @@ def trajectory_outcomes(
 
     Args:
         backend: after the step.
-        watch: the loss that the step was computed with.
-        settings: of the step.
+        settings: of the step, whose loss was a `ClipWatch`.
         temperature: to see log-probabilities at; not that of the step, if two are compared.
     """
+    assert isinstance(settings.loss, ClipWatch), "a step that is inspected is watched"
     advantages = compute_advantages(sequences, settings.algorithm)
     logprobs = completion_logprobs(backend, sequences, temperature=temperature)
-    plan = plan_micro_batches(
-        sequences,
-        step=step,
-        settings=settings,
-        max_tokens=backend.settings.tokens_per_micro_batch,
-    )
-    clipped = iter(watch.clipped)
-    clipped_by_sequence = {
-        index: tuple(trained and next(clipped) for trained in sequences[index].trained)
+    max_tokens = backend.settings.tokens_per_micro_batch
+    plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
+    watched = iter(settings.loss.clipped)
+    clipped = {
+        index: tuple(trained and next(watched) for trained in sequences[index].trained)
         for minibatch in plan
         for index in chain.from_iterable(chain.from_iterable(minibatch))
     }
     return [
         TrajectoryOutcome(
-            float(np.mean(advantages[index])),
-            tuple(sequence.trained),
-            clipped_by_sequence[index],
-            logprobs[index],
+            float(np.mean(advantages[index])), tuple(s.trained), clipped[index], logprobs[index]
         )
-        for index, sequence in enumerate(sequences)
+        for index, s in enumerate(sequences)
     ]
 
 
 def inspect_trajectories(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    policy_version: int,
+    request: StepRequest,
+    sequences: Sequence[TrainingSequence],
     proximal_logprobs: Sequence[tuple[float, ...]],
     replayed: Sequence[TrajectoryOutcome],
     changed: Sequence[TrajectoryOutcome] | None,
 ) -> tuple[InspectedTrajectory, ...]:
-    """Put together what is stored of trajectories and what steps made of them.
+    """Put together what a step was asked for and what it made, of each trajectory.
 
     Args:
-        policy_version: that the step started from.
-        proximal_logprobs: under that policy, one a completion token.
+        sequences: of the step, in the order of the request.
+        proximal_logprobs: under the policy before the step, one a completion token.
     """
-    inspected = []
-    for index, row in enumerate(rows):
-        versions = tuple(token_versions(row))
-        trajectory = InspectedTrajectory(
-            trajectory_id=row["trajectory_id"],
-            reward=row["reward"],
-            tokens=tuple(row["output_tokens"]),
-            versions=versions,
-            staleness_max=policy_version - min(versions, default=policy_version),
-            behavior_logprobs=tuple(row["behavior_logprobs"]),
-            proximal_logprobs=proximal_logprobs[index],
-            replayed=replayed[index],
-            changed=changed[index] if changed else None,
+    changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
+    together = zip(
+        request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
+    )
+    return tuple(
+        InspectedTrajectory(
+            trajectory_id=identifier,
+            reward=sequence.reward,
+            tokens=tuple(sequence.output_tokens),
+            versions=tuple(sequence.versions),
+            staleness_max=max((request.policy_version - v for v in sequence.versions), default=0),
+            behavior_logprobs=tuple(sequence.behavior_logprobs),
+            proximal_logprobs=proximal,
+            replayed=outcome,
+            changed=change,
         )
-        inspected.append(trajectory)
-    return tuple(inspected)
+        for identifier, sequence, proximal, outcome, change in together
+    )

@@ -35,7 +35,6 @@ from areal_flow.trainer.backend import (
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     read_checkpoint,
-    take_snapshot,
     write_checkpoint,
 )
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
@@ -162,7 +161,7 @@ class TrainerRank:
         description = CheckpointState(
             self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        self._snapshot = take_snapshot(self.backend, description)
+        self._snapshot = Snapshot(self.backend.save(), description)
 
     def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.

@@ -28,7 +28,7 @@ from areal_flow.recovery.checkpoints import (
 )
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import StepSettings, make_backend
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 
@@ -128,7 +128,7 @@ class SftTrainer:
             StorageError: the disk refused; older checkpoints are intact.
         """
         description = CheckpointState(self.step, self.backend.fingerprint(), 0, config_hash="")
-        snapshot = take_snapshot(self.backend, description)
+        snapshot = Snapshot(self.backend.save(), description)
         path = write_checkpoint(root, model_directory, snapshot, writer)
         prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
         return path

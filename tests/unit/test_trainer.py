@@ -16,7 +16,7 @@ from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import StepSettings
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -256,7 +256,7 @@ def test_checkpoint_continues_to_the_bit(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     straight = state()
     train_step(straight, make_sequences(seed=1), step=1, settings=settings())
-    snapshot = take_snapshot(straight, description(straight, 1))
+    snapshot = Snapshot(straight.save(), description(straight, 1))
     train_step(straight, make_sequences(seed=2), step=2, settings=settings())
     path = write_checkpoint(tmp_path / "checkpoints", model, snapshot, WRITER)
     restored = state(seed=5)
@@ -270,7 +270,7 @@ def test_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     trained = state()
     wrong = CheckpointState(0, "0" * 32, 0, "")
-    snapshot = take_snapshot(trained, wrong)
+    snapshot = Snapshot(trained.save(), wrong)
     path = write_checkpoint(tmp_path / "checkpoints", tmp_path / "model", snapshot, WRITER)
     with pytest.raises(TrainingError, match="hashes differ"):
         read_checkpoint(path, state())
@@ -280,11 +280,11 @@ def test_failed_checkpoint_leaves_the_older_ones(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     root = tmp_path / "checkpoints"
     trained = state()
-    snapshot = take_snapshot(trained, description(trained, 0))
+    snapshot = Snapshot(trained.save(), description(trained, 0))
     write_checkpoint(root, tmp_path / "model", snapshot, WRITER)
     with pytest.raises(StorageError, match="Older checkpoints are intact"):
         write_checkpoint(
-            root, tmp_path / "absent", take_snapshot(trained, description(trained, 1)), WRITER
+            root, tmp_path / "absent", Snapshot(trained.save(), description(trained, 1)), WRITER
         )
     assert list_checkpoints(root) == [0]
 

@@ -92,8 +92,7 @@ class Checkpoints:
         await self.settle()
         if not self._is_written(row):
             await self.trainer.take_snapshot(
-                weights_hash=row["weights_hash"],
-                next_submission_index=row["next_submission_index"],
+                weights_hash=row["weights_hash"], next_submission_index=row["next_submission_index"]
             )
         self._writing = asyncio.create_task(self._write(row))
 

@@ -12,13 +12,7 @@ from typing import Any
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow_setup import InitialState
-from areal_flow.types import (
-    Discard,
-    GroupReceipt,
-    LogHead,
-    TrajectoryReceipt,
-    submission_index_of,
-)
+from areal_flow.types import Discard, GroupReceipt, LogHead, TrajectoryReceipt, submission_index_of
 
 PLAN_COLUMNS = [
     "weights_hash",

@@ -113,11 +113,7 @@ def replay_step(
             changed,
             describe_changes(load_recipe(layout.config), recipe, loss=loss),
             inspect_trajectories(
-                request,
-                sequences,
-                proximal,
-                local.outcomes(local.rank, request),
-                changed_outcomes,
+                request, sequences, proximal, local.outcomes(local.rank, request), changed_outcomes
             ),
         )
 

@@ -32,11 +32,7 @@ from areal_flow.trainer.backend import (
     make_backend,
     numeric_environment,
 )
-from areal_flow.trainer.checkpoint import (
-    Snapshot,
-    read_checkpoint,
-    write_checkpoint,
-)
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,

@@ -9,7 +9,7 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,40 +68,30 @@ def pack_sequences(
     sequences: Sequence[TrainingSequence], *, device: torch.device | str = "cpu"
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens."""
-    input_ids: list[int] = []
-    columns: list[tuple[np.ndarray, ...]] = []
-    for index, sequence in enumerate(sequences):
-        first_prediction = len(input_ids) + len(sequence.prompt_tokens) - 1
-        columns.append(_trained_columns(sequence, index, first_prediction))
-        input_ids += [*sequence.prompt_tokens, *sequence.output_tokens]
-    predicting, targets, behavior, advantages, owners, versions = (
-        torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*columns, strict=True)
+    num_outputs = [len(sequence.output_tokens) for sequence in sequences]
+    trained = np.concatenate([np.asarray(sequence.trained, bool) for sequence in sequences])
+    is_output_T = np.concatenate(
+        [np.arange(s.num_tokens) >= len(s.prompt_tokens) for s in sequences]
     )
+
+    def column(values: Iterable[Any], dtype: type[np.generic]) -> Tensor:
+        """Return trained tokens' values; a sequence has one for each of its tokens or for all."""
+        by_token = [
+            np.broadcast_to(np.asarray(value, dtype), num)
+            for value, num in zip(values, num_outputs, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(by_token)[trained]).to(device)
+
+    row = [token for s in sequences for token in (*s.prompt_tokens, *s.output_tokens)]
     return MicroBatch(
-        input_ids_1T=torch.tensor([input_ids], device=device),
+        input_ids_1T=torch.tensor([row], device=device),
         layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),
-        predicting_M=predicting,
-        targets_M=targets,
-        behavior_logprobs_M=behavior,
-        advantages_M=advantages,
-        sequence_M=owners,
-        versions_M=versions,
-    )
-
-
-def _trained_columns(
-    sequence: TrainingSequence, index: int, first_prediction: int
-) -> tuple[np.ndarray, ...]:
-    """Return, of the trained tokens: position, target, log-prob, advantage, sequence, version."""
-    num_tokens = len(sequence.output_tokens)
-    at = np.flatnonzero(np.asarray(sequence.trained, bool))
-    return (
-        first_prediction + at,
-        np.asarray(sequence.output_tokens, np.int64)[at],
-        np.asarray(sequence.behavior_logprobs, np.float32)[at],
-        np.broadcast_to(np.asarray(sequence.advantage, np.float32), num_tokens)[at],
-        np.full(len(at), index),
-        np.asarray(sequence.versions or [-1] * num_tokens, np.int64)[at],
+        predicting_M=torch.from_numpy(np.flatnonzero(is_output_T)[trained] - 1).to(device),
+        targets_M=column((s.output_tokens for s in sequences), np.int64),
+        behavior_logprobs_M=column((s.behavior_logprobs for s in sequences), np.float32),
+        advantages_M=column((s.advantage for s in sequences), np.float32),
+        sequence_M=column(range(len(sequences)), np.int64),
+        versions_M=column((s.versions or -1 for s in sequences), np.int64),
     )
 
 

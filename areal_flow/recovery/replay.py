@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -39,7 +39,6 @@ from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +89,11 @@ def replay_step(
         ConfigError: a changed setting is wrong.
     """
     recipe = changed_recipe(layout.config, changes or {})
+    local = LocalTrainer(layout, step=step)
 
     async def replay() -> Replayed:
-        local = LocalTrainer(layout, step=step)
         replay = await local.begin(from_checkpoint)
-        before = await _advance(replay, step - 1)
+        before = [await replay.advance() for _ in range(replay.step + 1, step)]
         request = replay.next_request
         sequences = local.sequences(request)
         local.take_recorded_threads(request)
@@ -105,59 +104,35 @@ def replay_step(
         if changes or loss:
             changed, changed_outcomes = local.try_step(request, on_this_machine(recipe), loss=loss)
         local.rank.loss = ClipWatch(local.recipe.algorithm.loss)
-        (compared,) = await _advance(replay, step)
+        compared = await replay.advance()
+        outcomes = local.outcomes(local.rank, request)
         return Replayed(
             replay.checkpoint,
-            before,
+            tuple(before),
             compared,
             changed,
             describe_changes(load_recipe(layout.config), recipe, loss=loss),
-            inspect_trajectories(
-                request, sequences, proximal, local.outcomes(local.rank, request), changed_outcomes
-            ),
+            inspect_trajectories(request, sequences, proximal, outcomes, changed_outcomes),
         )
 
-    return _run(replay())
-
-
-def replay_to(
-    layout: RunLayout, step: int | None = None, *, from_checkpoint: int | None = None
-) -> tuple[ComparedStep, ...]:
-    """Compute every step after a checkpoint again, up to one (the ledger's newest, if None).
-
-    Raises:
-        RunError: there is no such step, or no checkpoint to start from.
-    """
-
-    async def replay() -> tuple[ComparedStep, ...]:
-        local = LocalTrainer(layout, step=step)
-        return await _advance(await local.begin(from_checkpoint), local.last_step)
-
-    return _run(replay())
-
-
-def _run(replay: Coroutine[Any, Any, T]) -> T:
     num_threads = torch.get_num_threads()
     try:
-        return asyncio.run(replay)
+        return asyncio.run(replay())
     finally:
         torch.set_num_threads(num_threads)
-
-
-async def _advance(replay: LedgerReplay, step: int) -> tuple[ComparedStep, ...]:
-    """Train the rows up to and with `step`; return each beside what is recorded."""
-    return tuple([await replay.advance() for _ in range(replay.step, step)])
 
 
 class LocalTrainer:
     """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
 
-    def __init__(self, layout: RunLayout, *, step: int | None) -> None:
+    def __init__(self, layout: RunLayout, *, step: int) -> None:
+        """Take the step that is the last to be computed."""
         check_schema_version(layout)
         self._layout = layout
         self._ledger = LedgerReader(layout.steps, layout.writers)
+        _check_step(layout, step, head=self._ledger.head)
+        self._last_step = step
         self._environments = self._ledger.rows(["numeric_environment"])
-        self.last_step = _checked_step(layout, step, head=self._ledger.head)
         self.recipe = on_this_machine(load_recipe(layout.config))
         read_rows = TrainingRows(layout.trajectories, layout.writers)
         self.rank = TrainerRank(layout, self.recipe, channel=HashingWriter(), read_rows=read_rows)
@@ -173,12 +148,12 @@ class LocalTrainer:
             self,
             self._ledger,
             {step: text for step, text in found.items() if wanted in (None, step)},
-            at_most=self.last_step - 1,
+            at_most=self._last_step - 1,
             max_staleness=self.recipe.controller.max_staleness,
             on_damaged=lambda _, error: logger.warning("%s", error),
         )
         if replay is None:
-            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self.last_step))
+            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self._last_step))
         return replay
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
@@ -223,7 +198,7 @@ class LocalTrainer:
         torch.set_num_threads(environment["threads"])
 
 
-def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
+def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
     if head < 1:
         raise RunError(f"run {layout.name} has trained no step yet: there is nothing to replay")
     if step == 0:
@@ -231,9 +206,8 @@ def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
             f"step 0 of run {layout.name} is the policy before training, made by the warm start or "
             f"taken from a model: it cannot be replayed; expected a step from 1 to {head}"
         )
-    if step is not None and not 1 <= step <= head:
+    if not 1 <= step <= head:
         raise RunError(f"run {layout.name} has no step {step}: expected a step from 1 to {head}")
-    return head if step is None else step
 
 
 def _no_checkpoint(

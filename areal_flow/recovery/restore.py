@@ -176,7 +176,11 @@ async def restore_newest(
     Raises:
         TrainerLost: a rank died meanwhile.
     """
-    for checkpoint in usable_checkpoints(checkpoints, ledger.rows(["weights_hash"])[: at_most + 1]):
+    known = ledger.rows(["weights_hash"])[: at_most + 1]
+    recorded = {row["step"]: row["weights_hash"] for row in known}
+    for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):
+        if recorded.get(checkpoint) != weights_hash:
+            continue
         try:
             restored = await trainer.restore(checkpoint)
         except TrainerLost:
@@ -192,18 +196,3 @@ async def restore_newest(
             "checkpoint %d was restored to %s, the ledger has %s", checkpoint, restored, expected
         )
     return None
-
-
-def usable_checkpoints(
-    checkpoints: Mapping[int, str], ledger: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    """Return the checkpointed steps whose weights hash is that of their ledger row, newest first.
-
-    Args:
-        checkpoints: weights hash by step.
-        ledger: rows by step, from 0.
-    """
-    recorded = {step: row["weights_hash"] for step, row in enumerate(ledger)}
-    return sorted(
-        (step for step, found in checkpoints.items() if recorded.get(step) == found), reverse=True
-    )

@@ -15,7 +15,7 @@ from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialSt
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
-from areal_flow.recovery.restore import LedgerReplay, usable_checkpoints
+from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.types import (
     Discard,
     Episode,
@@ -188,13 +188,6 @@ def test_resumed_run_gives_up_each_submission_once() -> None:
     assert committed.isdisjoint(failed)
 
 
-def test_checkpoint_must_match_its_row() -> None:
-    ledger = [{"weights_hash": f"w{step}"} for step in range(6)]
-    assert usable_checkpoints({0: "w0", 3: "w3", 5: "other", 9: "w9"}, ledger) == [3, 0]
-    assert usable_checkpoints({4: "w3"}, ledger) == []
-    assert usable_checkpoints({}, ledger) == []
-
-
 def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
@@ -295,10 +288,3 @@ def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
         discarded=5,
         entries=StepEntries(num_generated_tokens=20),
     )
-
-
-def test_newest_checkpoint_that_matches_comes_first() -> None:
-    ledger = [{"weights_hash": f"w{step}"} for step in range(3)]
-    assert usable_checkpoints({2: "w2", 0: "w0", 1: "w1"}, ledger) == [2, 1, 0]
-    assert usable_checkpoints({3: "w2", 2: "w1", 0: "w0"}, ledger) == [0]
-    assert usable_checkpoints({0: "w0"}, []) == []

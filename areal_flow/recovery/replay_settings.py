@@ -13,16 +13,15 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, TrainerSettings, flatten, load_recipe, parse_overrides
 from areal_flow.errors import ConfigError
 
-WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
-"""Settings of the trainer that say what is kept of a step, not what it computes."""
-BEFORE_A_STEP = frozenset({"group_filter"})
-"""Settings of the algorithm that say which groups come to a step."""
+WITHOUT_INFLUENCE = frozenset(
+    {"trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"}
+)
+"""Settings that say what is kept of a step, or which groups come to it: not what it computes."""
 
 
 def settings_of_a_step() -> list[str]:
     """Return the dotted names of the settings that can change what a step computes."""
-    fields = {name: None for a in ALGORITHMS.values() for name in a.model_fields}
-    algorithm = [f"algorithm.{name}" for name in fields if name not in BEFORE_A_STEP]
+    algorithm = {f"algorithm.{name}": None for a in ALGORITHMS.values() for name in a.model_fields}
     trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
     return [name for name in names if name not in WITHOUT_INFLUENCE]

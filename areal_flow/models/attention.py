@@ -184,17 +184,13 @@ class PackedLayout:
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self.scatter_T)[None]
 
 
-class Prefix:
-    """Rows of right-padded prefixes: what they attend to is kept, `[N, K, L, D]` by layer."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+class Prefix(dict[int, tuple[Tensor, Tensor]]):
+    """Rows of right-padded prefixes: keeps their keys and values, `[N, K, L, D]` by layer."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        self.keys[layer], self.values[layer] = key, value
+        self[layer] = (key, value)
         return attend_causally(query, key, value, rule).transpose(1, 2)
 
 
@@ -204,22 +200,19 @@ class SlotCache:
     def __init__(self, like: Prefix, *, max_num_seqs: int, max_length: int) -> None:
         """Allocate for the layers, heads, types and device of any prefix of the same policy."""
         self.max_length = round_up_to_bucket(max_length)
-        self.keys, self.values = (
-            {
-                layer: t.new_zeros((max_num_seqs, t.shape[1], self.max_length, t.shape[3]))
-                for layer, t in tensors.items()
-            }
-            for tensors in (like.keys, like.values)
-        )
-        device = next(iter(self.keys.values())).device
-        self.slots_S = torch.arange(max_num_seqs, device=device)
+        self.layers = {
+            layer: [
+                t.new_zeros((max_num_seqs, t.shape[1], self.max_length, t.shape[3])) for t in pair
+            ]
+            for layer, pair in like.items()
+        }
+        self.slots_S = torch.arange(max_num_seqs, device=like[min(like)][0].device)
 
     def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
         """Give each of `slots` its own copy of one prefilled row."""
-        for layer, keys in prefix.keys.items():
-            length = keys.shape[2]
-            self.keys[layer][slots, :, :length] = keys[row]
-            self.values[layer][slots, :, :length] = prefix.values[layer][row]
+        for layer, pair in prefix.items():
+            for cached, prefilled in zip(self.layers[layer], pair, strict=True):
+                cached[slots, :, : prefilled.shape[2]] = prefilled[row]
 
 
 class DecodeLayout:
@@ -238,15 +231,14 @@ class DecodeLayout:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.cache.slots_S, :, self.positions_S] = key[:, :, 0]
-        values[self.cache.slots_S, :, self.positions_S] = value[:, :, 0]
+        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
+            cached[self.cache.slots_S, :, self.positions_S] = new[:, :, 0]
+        keys, values = (cached[:, :, : self.width] for cached in self.cache.layers[layer])
         max_num_seqs, num_heads, _, head_dim = query.shape
         grouped = query.view(max_num_seqs, key.shape[1], -1, head_dim)
-        scores = grouped @ keys[:, :, : self.width].transpose(2, 3)
+        scores = grouped @ keys.transpose(2, 3)
         weights = rule.weights(scores, self._hidden(rule.window)).to(query.dtype)
-        attended = weights @ values[:, :, : self.width]
-        return attended.reshape(max_num_seqs, 1, num_heads, -1)
+        return (weights @ values).reshape(max_num_seqs, 1, num_heads, -1)
 
     def _hidden(self, window: int | None) -> Tensor:
         if window not in self._hidden_by_window:

@@ -173,9 +173,9 @@ def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     """Return logits of each sequence's last tokens, decoded after a joint prefill."""
     prefix, _ = prefill(policy, [tokens[:-_NUM_DECODED] for tokens in sequences])
     num_layers = policy.config.num_hidden_layers
-    if len(prefix.keys) != num_layers:
+    if len(prefix) != num_layers:
         raise ModelError(
-            f"{num_layers - len(prefix.keys)} of {num_layers} layers mix tokens by something else "
+            f"{num_layers - len(prefix)} of {num_layers} layers mix tokens by something else "
             "than the attention that transformers lets us choose"
         )
     longest = max(map(len, sequences))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def pack_sequences(
         ]
         return torch.from_numpy(np.concatenate(by_token)[trained]).to(device)
 
-    row = [token for s in sequences for token in (*s.prompt_tokens, *s.output_tokens)]
+    row = list(chain.from_iterable(chain(s.prompt_tokens, s.output_tokens) for s in sequences))
     return MicroBatch(
         input_ids_1T=torch.tensor([row], device=device),
         layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),

@@ -49,13 +49,10 @@ def plan_initial_state(
     """
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
+    beyond_head = [t for t in unconsumed if t.newest_version > head["step"]]
     waiting: dict[int, list[TrajectoryReceipt]] = {}
-    discards: list[Discard] = []
     for trajectory in unconsumed:
-        if trajectory.newest_version > head["step"]:
-            lost = Discard(trajectory.trajectory_id, trajectory.num_tokens, "beyond_head")
-            discards.append(lost)
-        else:
+        if trajectory.newest_version <= head["step"]:
             index = submission_index_of(trajectory.trajectory_id)
             waiting.setdefault(index, []).append(trajectory)
     indices = committed.submission_indices
@@ -67,7 +64,7 @@ def plan_initial_state(
         next_submission_index=cursor,
         resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
-        discards=tuple(discards),
+        discards=tuple(Discard(t.trajectory_id, t.num_tokens, "beyond_head") for t in beyond_head),
         log_head=log_head,
         accounting=TokenAccounting(
             committed=committed.num_tokens,

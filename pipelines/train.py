@@ -26,7 +26,7 @@ from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.evaluation.held_out import answer_held_out
 from areal_flow.evaluation.intervals import tabulate
@@ -37,7 +37,7 @@ from areal_flow.models.directory import (
 )
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.bootstrap import commit_genesis, restore_policy, take_over
+from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
@@ -183,9 +183,10 @@ class Training:
         )
         if source is None:
             return None
-        begun = await self.replicas.lead(tasks.begin_from_directory, source)
-        seconds = monotonic() - began
-        commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
+        hashes, environment = await self.replicas.lead(tasks.begin_from_directory, source)
+        row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
+        self.ledger.append({**row, "seconds_train": monotonic() - began})
+        self.channel.publish(0)
         await self.checkpoints.complete()
         if self.recipe.cluster.num_trainers > 1:
             await self.trainer.restore()  # only the leader has version 0 so far

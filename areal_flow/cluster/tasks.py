@@ -180,13 +180,13 @@ def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashe
         TrainerLost: the other ranks did not come.
     """
     rank = trainer_rank()
-    rank.leave()
+    rank.replicas.leave()
     if rendezvous.num_ranks > 1:
         from areal_flow.trainer.replicas import GlooGroup
 
         of = holder()
         point = RunLayout(of.run_directory).rendezvous_file(of.writer_epoch, rendezvous.name)
-        rank.join(GlooGroup(rendezvous, point, host=get_worker().ip))
+        rank.replicas = GlooGroup(rendezvous, point, host=get_worker().ip)
     return rank.restore(checkpoint_step)
 
 

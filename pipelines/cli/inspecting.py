@@ -169,8 +169,9 @@ def replay(
         tokens: Show a trajectory's tokens, by its id.
         json: Print one JSON object instead.
     """
+    from areal_flow.import_path import import_function
     from areal_flow.recovery.replay import replay_step
-    from areal_flow.recovery.replay_settings import import_loss, parse_changes
+    from areal_flow.recovery.replay_settings import parse_changes
     from areal_flow.recovery.run_directory import existing_run
     from pipelines.cli.replay_report import print_json, print_report
 
@@ -180,7 +181,7 @@ def replay(
         step=step,
         from_checkpoint=from_,
         changes=parse_changes(set_ or []),
-        loss=import_loss(loss) if loss else None,
+        loss=import_function(loss, setting="--loss", error=ConfigError) if loss else None,
     )
     print_results = print_json if json else print_report
     print_results(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)

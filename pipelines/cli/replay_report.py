@@ -12,8 +12,8 @@ from rich.console import Console
 
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.recovery.replay import Replayed
+from areal_flow.recovery.restore import ComparedStep, compared_values
 from areal_flow.trainer.inspection import InspectedTrajectory
 from pipelines.cli.tables import make_console, print_table
 

@@ -136,7 +136,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         layout = PackedLayout([len(tokens) for tokens in sequences])
         row_1T = torch.tensor([list(chain(*sequences))])
         everywhere = torch.arange(row_1T.shape[1])
-        packed_TV = logits_at(policy, row_1T, layout.position_ids, layout, everywhere)
+        packed_TV = logits_at(policy, row_1T, layout, everywhere)
     assert float((packed_TV.log_softmax(-1) - torch.cat(expected)).abs().max()) < 1e-4
     completions = [completion for group in found.values() for completion in group]
     for logprobs_TV, tokens, completion in zip(expected, sequences, completions, strict=True):

@@ -295,12 +295,7 @@ def test_held_run_names_the_ways_on(tmp_path: Path) -> None:
 def test_fences_are_read_as_written_oldest_first(tmp_path: Path) -> None:
     assert read_fences(tmp_path) == ()
     for epoch in (12, 3, 7):
-        record_fence(
-            Writer(tmp_path, epoch),
-            trajectory_watermark=10 * epoch,
-            step=epoch - 1,
-            evaluation_watermark=2 * epoch,
-        )
+        record_fence(tmp_path, Fence(epoch, 10 * epoch, epoch - 1, 2 * epoch))
     assert read_fences(tmp_path) == (
         Fence(3, 30, 2, 6),
         Fence(7, 70, 6, 14),

@@ -13,7 +13,7 @@ from areal_flow.controller.records import (
     member_seed,
     step_row,
 )
-from areal_flow.recovery.comparison import result_from_row
+from areal_flow.recovery.restore import result_from_row
 from areal_flow.types import Discard, LogHead, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")

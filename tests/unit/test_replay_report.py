@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.replay import Replayed
+from areal_flow.recovery.restore import ComparedStep
 from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
 from areal_flow.types import StepResult
 from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model

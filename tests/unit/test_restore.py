@@ -110,6 +110,25 @@ async def test_rows_after_the_newest_checkpoint_are_trained_again_in_order() -> 
     assert replay.hashes.weights_hash == ledger.all[4]["weights_hash"]
 
 
+@pytest.mark.parametrize(
+    ("checkpoints", "chosen"),
+    [
+        ({0: "w0", 3: "w0+1+2+3", 4: "other", 9: "w9"}, 3),
+        ({2: "w0+1+2", 0: "w0", 1: "w0+1"}, 2),
+        ({3: "w0+1+2", 2: "w0+1", 0: "w0"}, 0),
+        ({4: "w0+1+2+3"}, None),
+        ({}, None),
+    ],
+)
+async def test_newest_checkpoint_whose_weights_are_its_rows_is_chosen(
+    checkpoints: dict[int, str], chosen: int | None
+) -> None:
+    replay = await restore_newest(
+        FakeTrainer(), Rows(), checkpoints, at_most=4, max_staleness=2, on_damaged=pytest.fail
+    )
+    assert (replay and replay.checkpoint) == chosen
+
+
 async def test_checkpoint_beyond_the_wanted_step_is_not_used() -> None:
     replay = await restored(FakeTrainer(), Rows(), 0, 2, 4, at_most=3)
     assert replay is not None

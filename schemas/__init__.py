@@ -1,7 +1,7 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
 from schemas.arrow import arrow_schema, validate, violations
-from schemas.content import content_hash_mismatches, content_hashes
+from schemas.content import content_hashes
 from schemas.evaluations import EvaluationRow
 from schemas.prompts import PromptRow
 from schemas.steps import StepRow
@@ -13,7 +13,6 @@ __all__ = [
     "StepRow",
     "TrajectoryRow",
     "arrow_schema",
-    "content_hash_mismatches",
     "content_hashes",
     "validate",
     "violations",

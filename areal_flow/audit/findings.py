@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 Severity = Literal["error", "note"]
 
 MAX_PER_RULE = 20
-"""AuditFindings of one rule that are kept; more are only counted."""
+"""Findings of one rule that are kept; more are only counted."""
 
 ADVICE = {
     "ledger": "steps.lance was changed after it was written: restore it from a copy",
@@ -26,6 +26,8 @@ ADVICE = {
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
     "harmless": "nothing: nobody reads it",
+    "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
+    "unjudged": "mend what cannot be read, then check again",
 }
 """What to do, by what is damaged."""
 
@@ -39,6 +41,12 @@ class Finding(NamedTuple):
     found: str
     advice: str
     severity: Severity = "error"
+
+
+def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Finding:
+    """Return the finding of something that cannot be read."""
+    cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return Finding("unreadable", where, "something readable", cause, advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,13 @@ class AuditFindings:
 
     def all(self) -> tuple[Finding, ...]:
         """Return what is kept; a rule that has more ends with a finding that counts them."""
-        last = {finding.rule: finding for finding in self._kept}
-        more = [
-            last[rule]._replace(where=f"{count - MAX_PER_RULE} more places")
-            for rule, count in self._counts.items()
-            if count > MAX_PER_RULE
-        ]
-        return (*self._kept, *(m._replace(expected="as above", found="as above") for m in more))
+        more = {
+            finding.rule: finding._replace(
+                where=f"{self._counts[finding.rule] - MAX_PER_RULE} more places",
+                expected="as above",
+                found="as above",
+            )
+            for finding in self._kept
+            if self._counts[finding.rule] > MAX_PER_RULE
+        }
+        return (*self._kept, *more.values())

@@ -22,7 +22,6 @@ from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
 from areal_flow.recovery.restore import RestorableTrainer, restore_newest
 from areal_flow.store.dataset import open_dataset
-from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans
 from areal_flow.types import PolicyHashes
@@ -41,13 +40,14 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     """
     writer.check_current()
     if not is_sole_writer(writer):
-        watermark = open_dataset(layout.trajectories).count_rows()
-        head = Ledger(layout.steps, writer).head
+        evaluations = layout.evaluations
         record_fence(
             writer,
-            trajectory_watermark=watermark,
-            step=head,
-            evaluation_watermark=num_evaluation_rows(layout.evaluations),
+            trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
+            step=Ledger(layout.steps, writer).head,
+            evaluation_watermark=open_dataset(evaluations).count_rows()
+            if evaluations.exists()
+            else 0,
         )
         return
     for dataset in (layout.trajectories, layout.steps):

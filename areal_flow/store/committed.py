@@ -1,17 +1,24 @@
-"""The two logs as the controller's protocols: blocking calls leave the event loop."""
+"""The two logs as the driver has them: written off the event loop, and what of them still waits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pyarrow.compute as pc
+
 from areal_flow.errors import StorageError
+from areal_flow.recovery.plan import CommittedGroups
+from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
+from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
+from areal_flow.store.dataset import open_dataset, that_count
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.types import GroupReceipt, LogHead
+from areal_flow.types import GroupReceipt, LogHead, TrajectoryReceipt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,3 +59,20 @@ async def _maintain(maintenance: Maintenance) -> None:
         await asyncio.to_thread(maintenance.run)
     except (OSError, RuntimeError, ValueError, StorageError) as error:
         logger.warning("a dataset could not be compacted, it only grows: %s", error)
+
+
+def read_unconsumed(
+    trajectories: Path, writers: Path, ledger: Ledger
+) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
+    """Return the trajectories that no ledger row names, and the account of all that there are."""
+    columns = {"submission_index", *RECEIPT_COLUMNS, *LOG_COLUMNS}
+    stored = open_dataset(trajectories).to_table(
+        columns=sorted(columns), filter=that_count(trajectories, writers)
+    )
+    statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
+    lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
+    committed = CommittedGroups(
+        submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
+        num_tokens=pc.sum(lengths).as_py() or 0,
+    )
+    return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed

@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.dataset import (
-    both,
+    all_of,
     create_dataset,
-    evaluations_that_count,
     open_dataset,
     storage_errors,
+    that_count,
 )
 from schemas import EvaluationRow, arrow_schema, validate
 
@@ -41,11 +41,6 @@ def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]
     """Return the rows of an evaluation, those that count; none if it was never made."""
     if not path.is_dir():
         return []
-    condition = both(f"evaluation = '{name}'", evaluations_that_count(writers))
+    condition = all_of(f"evaluation = '{name}'", that_count(path, writers))
     rows: list[dict[str, Any]] = open_dataset(path).to_table(filter=condition).to_pylist()
     return rows
-
-
-def num_evaluation_rows(path: Path) -> int:
-    """Return how long the dataset is, rows of superseded drivers included: a fence's watermark."""
-    return int(open_dataset(path).count_rows()) if path.is_dir() else 0

@@ -13,15 +13,13 @@ from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
-from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import (
-    COMMIT_ORDER,
-    both,
-    evaluations_that_count,
-    open_dataset,
-    steps_that_count,
-    trajectories_that_count,
+from areal_flow.store.database import (
+    LEDGER_COLUMNS,
+    LOG_COLUMNS,
+    connect,
+    consumption_table,
 )
+from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, that_count
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 
@@ -61,10 +59,8 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        counted = trajectories_that_count(self.layout.writers)
-        if at is not None:
-            counted = both(counted, f"{COMMIT_ORDER} < {self._watermark(at)}")
-        return self._table(self.layout.trajectories, format, columns, where, counted)
+        earlier = None if at is None else f"{COMMIT_ORDER} < {self._watermark(at)}"
+        return self._table(self.layout.trajectories, format, columns, where, earlier)
 
     def steps(
         self,
@@ -77,8 +73,8 @@ class Run:
 
         Each metric of the algorithm is a column, too, which `where` does not know.
         """
-        counted = both(where, steps_that_count(self.layout.writers))
-        return convert(read_steps(self.layout.steps, columns, counted), format)
+        counted = that_count(self.layout.steps, self.layout.writers)
+        return convert(read_steps(self.layout.steps, columns, all_of(where, counted)), format)
 
     def evaluations(
         self,
@@ -88,8 +84,7 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        counted = evaluations_that_count(self.layout.writers)
-        return self._table(self.layout.evaluations, format, columns, where, counted)
+        return self._table(self.layout.evaluations, format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
@@ -103,9 +98,7 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        steps = self.steps(
-            "arrow", columns=LEDGER_COLUMNS, where=None if at is None else f"step <= {at}"
-        )
+        steps = self.steps("arrow", columns=LEDGER_COLUMNS, where=_until(at))
         log = self.trajectories("arrow", columns=LOG_COLUMNS, at=at)
         return convert(consumption_table(steps, log), format)
 
@@ -116,10 +109,14 @@ class Run:
             RunError: it is not in the log.
         """
         with self.database() as database:
-            found = database.sql(
-                "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
-            )
-            rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+            return self.find_row(database, trajectory_id)
+
+    def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
+        """As `trajectory`, in a connection that `database` made."""
+        found = database.sql(
+            "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
+        )
+        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
         if not rows:
             raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
         return rows[0]
@@ -141,17 +138,13 @@ class Run:
         Args:
             at: time travel, as in `trajectories`; of the ledger, rows up to this step.
         """
-        from areal_flow.store.database import connect
-
         tables = {
             "stored": open_dataset(self.layout.trajectories),
             "consumption": self.consumption("arrow", at=at),
-            "steps": self.steps("arrow", where=None if at is None else f"step <= {at}"),
+            "steps": self.steps("arrow", where=_until(at)),
         }
         if self.layout.evaluations.is_dir():
-            counted = evaluations_that_count(self.layout.writers)
-            dataset = open_dataset(self.layout.evaluations)
-            tables["evaluations"] = dataset.to_table(filter=counted) if counted else dataset
+            tables["evaluations"] = self.evaluations("arrow")
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))
             tables["prompts"] = pa.ipc.open_file(prompts).read_all()
@@ -194,13 +187,14 @@ class Run:
         format: TableFormat,
         columns: Sequence[str] | None,
         where: str | None,
-        counted: str | None = None,
+        earlier: str | None = None,
     ) -> Any:
+        counted = all_of(that_count(path, self.layout.writers), earlier)
         dataset = open_dataset(path)
         names = list(columns) if columns is not None else None
         if format == "duckdb" and counted is None:
             return _duckdb_relation(dataset, names, where)
-        return convert(dataset.to_table(columns=names, filter=both(where, counted)), format)
+        return convert(dataset.to_table(columns=names, filter=all_of(where, counted)), format)
 
 
 def open_run(path: Path | str) -> Run:
@@ -210,6 +204,10 @@ def open_run(path: Path | str) -> Run:
         RunError: there is no run.
     """
     return Run(path)
+
+
+def _until(step: int | None) -> str | None:
+    return None if step is None else f"step <= {step}"
 
 
 def convert(table: pa.Table, format: TableFormat) -> Any:

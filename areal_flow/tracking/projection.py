@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+
+import polars as pl
 
 from areal_flow.config import flatten
 from areal_flow.layout import RunLayout
@@ -20,7 +21,7 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.tracking.protocol import TrackedCheckpoint, Tracker
+from areal_flow.tracking.protocol import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class Projection:
         """
         if self._delivered is None:
             delivered = self._sink.begin()
-            self._attempt("the recipe", partial(self._sink.log_parameters, self._parameters()))
+            recipe = flatten(tomllib.loads(self._layout.config.read_text()))
+            self._attempt("the recipe", partial(self._sink.log_parameters, recipe))
             # The sink can be ahead of a ledger that lost its last rows with the machine's power.
             self._delivered = max(0, min(delivered, self._ledger().head))
         num_steps = self._deliver_steps()
@@ -100,9 +102,6 @@ class Projection:
             if not self._sink.is_reachable():
                 raise
             logger.warning("the tracker refused %s, which is left out: %s", what, error)
-
-    def _parameters(self) -> dict[str, Any]:
-        return flatten(tomllib.loads(self._layout.config.read_text()))
 
     def _deliver_steps(self) -> int:
         assert self._delivered is not None
@@ -120,15 +119,15 @@ class Projection:
         version_now = open_dataset(self._layout.evaluations).version
         if version_now == self._evaluations:
             return
-        answers = defaultdict(list)
-        found = Run(self._layout.root).evaluations("arrow", columns=_EVALUATION_COLUMNS)
-        for row in found.to_pylist():
-            answers[row["evaluation"], row["policy_version"]].append(row)
-        for (name, version), rows in answers.items():
-            num_passed = sum((row["reward"] or 0) > 0 for row in rows)
-            at = _milliseconds(max(row["evaluated_at"] for row in rows))
-            metrics = {"held_out/pass_rate": num_passed / len(rows)}
-            log = partial(self._sink.log_evaluation, version, metrics, timestamp_ms=at)
+        answers = Run(self._layout.root).evaluations("polars", columns=_EVALUATION_COLUMNS)
+        measured = answers.group_by("evaluation", "policy_version", maintain_order=True).agg(
+            rate=(pl.col("reward").fill_null(0) > 0).mean(), at=pl.col("evaluated_at").max()
+        )
+        for name, version, rate, at in measured.iter_rows():
+            metrics = {"held_out/pass_rate": rate}
+            log = partial(
+                self._sink.log_evaluation, version, metrics, timestamp_ms=_milliseconds(at)
+            )
             self._attempt(f"evaluation {name}", log)
         self._evaluations = version_now
 
@@ -137,29 +136,19 @@ class Projection:
         if hashes == self._checkpoints:
             return
         rows = self._ledger().rows(_CHECKPOINT_COLUMNS)
-        present = [
-            self._tracked(rows[step])
+        present = {
+            checkpoint_path(self._layout.checkpoints, step): {
+                "step": str(step),
+                "run": self._layout.name,
+                "weights_hash": weights_hash,
+                "trajectories_version": str(rows[step]["lance_version"]),
+                "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
+            }
             for step, weights_hash in hashes.items()
             if step < len(rows) and rows[step]["weights_hash"] == weights_hash
-        ]
+        }
         self._attempt("checkpoints", partial(self._sink.register_checkpoints, present))
         self._checkpoints = hashes
-
-    def _tracked(self, row: Mapping[str, Any]) -> TrackedCheckpoint:
-        tags = {
-            "step": str(row["step"]),
-            "run": self._layout.name,
-            "weights_hash": row["weights_hash"],
-            "trajectories_version": str(row["lance_version"]),
-            "trajectories_watermark": str(row["trajectory_watermark"]),
-        }
-        return TrackedCheckpoint(
-            checkpoint_path(self._layout.checkpoints, row["step"]),
-            tags,
-            self._layout.trajectories,
-            dataset_version=row["lance_version"],
-            num_rows=row["trajectory_watermark"],
-        )
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)

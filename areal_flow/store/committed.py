@@ -1,4 +1,4 @@
-"""The two logs as the driver has them: written off the event loop, and what of them still waits."""
+"""The logs as the driver has them: commits off the event loop, what waits, evaluations."""
 
 from __future__ import annotations
 
@@ -8,20 +8,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lance
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import StorageError
+from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import open_dataset, that_count
+from areal_flow.store.dataset import (
+    all_of,
+    create_dataset,
+    open_dataset,
+    storage_errors,
+    that_count,
+)
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import GroupReceipt, LogHead, TrajectoryReceipt
+from schemas import EvaluationRow, arrow_schema, validate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+EVALUATIONS = arrow_schema(EvaluationRow)
 
 
 class CommittedLogs:
@@ -76,3 +88,27 @@ def read_unconsumed(
         num_tokens=pc.sum(lengths).as_py() or 0,
     )
     return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed
+
+
+def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
+    """Validate and append held-out answers, all of one evaluation; the first make the dataset.
+
+    Raises:
+        RunError: another driver took over; this one must end.
+        SchemaError, StorageError: nothing was written.
+    """
+    table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
+    writer.check_current()
+    if not path.exists():
+        create_dataset(path, EVALUATIONS, stable_row_ids=True)
+    with storage_errors(path):
+        lance.write_dataset(table, str(path), mode="append")
+
+
+def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows of an evaluation, those that count; none if it was never made."""
+    if not path.is_dir():
+        return []
+    condition = all_of(f"evaluation = '{name}'", that_count(path, writers))
+    rows: list[dict[str, Any]] = open_dataset(path).to_table(filter=condition).to_pylist()
+    return rows

@@ -34,9 +34,8 @@ from areal_flow.recovery.lease import (
 )
 from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.committed import read_unconsumed
+from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
 from areal_flow.store.dataset import open_dataset, that_count
-from areal_flow.store.evaluations import append_evaluation, read_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
     TrainingRows,

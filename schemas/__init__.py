@@ -2,8 +2,7 @@
 
 from schemas.arrow import arrow_schema, validate, violations
 from schemas.content import content_hashes
-from schemas.evaluations import EvaluationRow
-from schemas.prompts import PromptRow
+from schemas.prompts import EvaluationRow, PromptRow
 from schemas.steps import StepRow
 from schemas.trajectories import TrajectoryRow
 

@@ -5,7 +5,7 @@ An error is damage or a bug. A note is what a crash leaves behind and nobody rea
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -83,28 +83,27 @@ class AuditFindings:
     """Collects findings in bounded memory: the first `MAX_PER_RULE` of a rule, the rest a count."""
 
     def __init__(self) -> None:
-        self._kept: list[Finding] = []
+        self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
 
     def add(self, finding: Finding, *, num_more: int = 0) -> None:
         """Keep a finding, and count others of its rule that nobody will see."""
         self._counts[finding.rule] += 1 + num_more
-        if self._counts[finding.rule] - num_more <= MAX_PER_RULE:
-            self._kept.append(finding)
+        if len(self._kept[finding.rule]) < MAX_PER_RULE:
+            self._kept[finding.rule].append(finding)
 
     def extend(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.add(finding)
 
     def all(self) -> tuple[Finding, ...]:
-        """Return what is kept; a rule that has more ends with a finding that counts them."""
-        more = {
-            finding.rule: finding._replace(
-                where=f"{self._counts[finding.rule] - MAX_PER_RULE} more places",
-                expected="as above",
-                found="as above",
-            )
-            for finding in self._kept
-            if self._counts[finding.rule] > MAX_PER_RULE
-        }
-        return (*self._kept, *more.values())
+        """Return what is kept, by rule; one that has more ends with a finding that counts them."""
+        findings: list[Finding] = []
+        for rule, kept in self._kept.items():
+            findings += kept
+            if num_more := self._counts[rule] - len(kept):
+                where = f"{num_more} more places"
+                findings.append(
+                    kept[-1]._replace(where=where, expected="as above", found="as above")
+                )
+        return tuple(findings)

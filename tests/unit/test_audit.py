@@ -195,7 +195,8 @@ def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None
     found.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
     report = Report("run", {}, found.all())
     assert not report.clean
-    assert [f.where for f in report.findings[-2:]] == ["5 more places", "3 more places"]
+    more = {f.rule: f.where for f in report.findings if f.found == "as above"}
+    assert more == {"seed": "5 more places", "group-id": f"{MAX_PER_RULE + 2} more places"}
     assert len(report.findings) == MAX_PER_RULE + 4
 
 

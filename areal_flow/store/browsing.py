@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.store.queries import Run
@@ -46,7 +47,7 @@ def select_trajectories(
     Raises:
         ConfigError: the condition or the order cannot be read; names the columns there are.
     """
-    columns = column_names(database)
+    columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
     there_are = f"Columns are: {', '.join(sorted(columns))}"
     if selection.sort is not None and selection.sort not in columns:
         raise ConfigError(f"--sort {selection.sort}: no such column. {there_are}")
@@ -106,11 +107,6 @@ def stream_rows(
     """Yield every column of these trajectories, a bounded number of rows at a time."""
     for start in range(0, len(identifiers), ROWS_PER_BATCH):
         yield read_rows(database, identifiers[start : start + ROWS_PER_BATCH])
-
-
-def column_names(database: duckdb.DuckDBPyConnection) -> list[str]:
-    """Return the columns of the `trajectories` view."""
-    return [row[0] for row in database.sql("DESCRIBE trajectories").fetchall()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +183,16 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def _tokens(
     row: dict[str, Any], texts: Sequence[str], max_staleness: int
 ) -> tuple[ShownToken, ...]:
-    columns = ("output_tokens", "token_versions", "behavior_logprobs", "loss_mask")
-    parent = row["policy_version"] if row["status"] == "trained" else None
-    tokens = []
-    for text, token, version, logprob, chosen in zip(
-        texts, *(row[name] for name in columns), strict=True
-    ):
-        staleness = None if parent is None else parent - version
-        trained = None if staleness is None else chosen and staleness <= max_staleness
-        tokens.append(ShownToken(text, token, version, logprob, staleness, trained, chosen))
-    return tuple(tokens)
+    versions, chosen = row["token_versions"], row["loss_mask"]
+    staleness: Sequence[int | None] = [None] * len(texts)
+    trained: Sequence[bool | None] = [None] * len(texts)
+    if row["status"] == "trained":
+        at = row["policy_version"]
+        staleness = [at - version for version in versions]
+        trained = trained_mask(versions, chosen, policy_version=at, max_staleness=max_staleness)
+    stored = row["output_tokens"], versions, row["behavior_logprobs"]
+    columns = (texts, *stored, staleness, trained, chosen)
+    return tuple(ShownToken(*token) for token in zip(*columns, strict=True))
 
 
 def _batch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,42 +70,27 @@ def listed_weights(layout: RunLayout) -> list[Path]:
     return sorted({file.parent for file in files if file.parent.name.isdigit()})
 
 
-def read_checkpoints(
-    layout: RunLayout, paths: Sequence[Path]
+def read_directories(
+    layout: RunLayout, kind: str, paths: Sequence[Path]
 ) -> Iterator[dict[str, Any] | Finding]:
-    """Yield what each checkpoint says of itself, and the hashes of its tensors."""
-    from areal_flow.models.hashing import hash_file
+    """Yield what checkpoints or published weights say of themselves, and hashes of their tensors.
 
-    def read(path: Path) -> dict[str, Any]:
-        return {
-            "place": f"checkpoint {int(path.name)}",
-            "listed_step": int(path.name),
-            **asdict(read_checkpoint_state(path)),
-            "found_weights_hash": hash_file(path / "model.safetensors"),
-            "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
-            "other_files": ", ".join(_other_files(layout.model, path)),
-        }
-
+    Args:
+        kind: checkpoint or weights, as in `ADVICE`.
+    """
     for path in paths:
-        where, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
-        yield from _read_directory(path, read, "checkpoint", where, expected)
-
-
-def read_weights(layout: RunLayout, paths: Sequence[Path]) -> Iterator[dict[str, Any] | Finding]:
-    """Yield the hash file of each published version, and the hash of its tensors."""
-    from areal_flow.models.hashing import hash_file
-
-    def read(path: Path) -> dict[str, Any]:
-        return {
-            "place": path.relative_to(layout.root).as_posix(),
-            "step": int(path.name),
-            "recorded_hash": (path / "hash").read_text(),
-            "tensors_hash": hash_file(path / "model.safetensors"),
-        }
-
-    for path in paths:
-        where = path.relative_to(layout.root).as_posix()
-        yield from _read_directory(path, read, "weights", where, "published weights")
+        found: dict[str, Any] | Finding
+        place, expected = path.relative_to(layout.root).as_posix(), "published weights"
+        if kind == "checkpoint":
+            place, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
+        try:
+            described = _checkpoint(layout, path) if kind == "checkpoint" else _weights(path)
+            found = {"place": place, **described}
+        except _UNREADABLE as error:
+            cause = f"{type(error).__name__}: {error}"[:300]
+            found = Finding(f"{kind}-unreadable", place, expected, cause, ADVICE[kind])
+        if path.exists():
+            yield found
 
 
 def not_prepared(layout: RunLayout) -> bool:
@@ -141,28 +126,33 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
         yield from _orphan_fragments(path)
 
 
-def _read_directory(
-    path: Path, read: Callable[[Path], dict[str, Any]], kind: str, where: str, expected: str
-) -> Iterator[dict[str, Any] | Finding]:
-    found: dict[str, Any] | Finding
-    try:
-        found = read(path)
-    except _UNREADABLE as error:
-        cause = f"{type(error).__name__}: {error}"[:300]
-        found = Finding(f"{kind}-unreadable", where, expected, cause, ADVICE[kind])
-    if path.exists():
-        yield found
+def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
+    from areal_flow.models.hashing import hash_file
+
+    names = [file.name for file in layout.model.iterdir()]
+    _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
+    return {
+        "listed_step": int(path.name),
+        **asdict(read_checkpoint_state(path)),
+        "found_weights_hash": hash_file(path / "model.safetensors"),
+        "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
+        "other_files": ", ".join((*different, *missing)),
+    }
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    from areal_flow.models.hashing import hash_file
+
+    return {
+        "step": int(path.name),
+        "recorded_hash": (path / "hash").read_text(),
+        "tensors_hash": hash_file(path / "model.safetensors"),
+    }
 
 
 def _validate_arrow(path: Path) -> None:
     with pa.memory_map(str(path)) as file:
         pa.ipc.open_file(file).read_all().validate(full=True)
-
-
-def _other_files(model: Path, checkpoint: Path) -> tuple[str, ...]:
-    names = [file.name for file in model.iterdir()]
-    _, different, missing = filecmp.cmpfiles(model, checkpoint, names, shallow=False)
-    return (*different, *missing)
 
 
 def _orphan_fragments(path: Path) -> Iterator[Finding]:

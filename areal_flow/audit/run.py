@@ -176,8 +176,8 @@ class _Audit:
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
         """Judge checkpoints and published weights; hashing them takes the longest."""
-        found = files.read_checkpoints(self.layout, checkpoints)
+        found = files.read_directories(self.layout, "checkpoint", checkpoints)
         self.database.add("checkpoints", self._kept(found, "checkpoints"))
-        found = files.read_weights(self.layout, published)
+        found = files.read_directories(self.layout, "weights", published)
         self.database.add("published", self._kept(found, "published weights"))
         self._judge("files")

@@ -17,13 +17,7 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import (
-    all_of,
-    create_dataset,
-    open_dataset,
-    storage_errors,
-    that_count,
-)
+from areal_flow.store.dataset import create_dataset, read_rows, storage_errors
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
@@ -78,9 +72,7 @@ def read_unconsumed(
 ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
     """Return the trajectories that no ledger row names, and the account of all that there are."""
     columns = {"submission_index", *RECEIPT_COLUMNS, *LOG_COLUMNS}
-    stored = open_dataset(trajectories).to_table(
-        columns=sorted(columns), filter=that_count(trajectories, writers)
-    )
+    stored = read_rows(trajectories, writers, sorted(columns))
     statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
     lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
     committed = CommittedGroups(
@@ -109,6 +101,6 @@ def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]
     """Return the rows of an evaluation, those that count; none if it was never made."""
     if not path.is_dir():
         return []
-    condition = all_of(f"evaluation = '{name}'", that_count(path, writers))
-    rows: list[dict[str, Any]] = open_dataset(path).to_table(filter=condition).to_pylist()
+    found = read_rows(path, writers, where=f"evaluation = '{name}'")
+    rows: list[dict[str, Any]] = found.to_pylist()
     return rows

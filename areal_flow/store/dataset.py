@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,6 +74,23 @@ def open_dataset(path: Path) -> lance.LanceDataset:
         index_cache_size_bytes=CACHE_BYTES, metadata_cache_size_bytes=CACHE_BYTES
     )
     return lance.dataset(str(path), session=session)
+
+
+def read_rows(
+    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
+) -> pa.Table:
+    """Return the rows of a run's dataset that count.
+
+    Args:
+        columns: read only these.
+        where: an SQL condition, evaluated by Lance.
+
+    Raises:
+        RunError: there is no dataset.
+    """
+    names = None if columns is None else list(columns)
+    condition = all_of(where, that_count(path, writers))
+    return open_dataset(path).to_table(columns=names, filter=condition)
 
 
 def that_count(path: Path, writers: Path) -> str | None:

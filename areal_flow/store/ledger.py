@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.dataset import all_of, create_dataset, open_dataset, that_count
+from areal_flow.store.dataset import all_of, create_dataset, open_dataset, read_rows, that_count
 from areal_flow.store.maintenance import Maintenance
 from schemas import StepRow, arrow_schema
 
@@ -24,7 +24,7 @@ def create_ledger(path: Path) -> None:
 
 
 def read_steps(
-    path: Path, columns: Sequence[str] | None = None, where: str | None = None
+    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
     """Return step rows with a column for each name in their `metrics` map, null where it lacks.
 
@@ -38,7 +38,7 @@ def read_steps(
     stored = None if columns is None else [name for name in columns if name in STEPS.names]
     if columns is not None and len(stored or ()) < len(columns):
         stored = [*(stored or ()), "metrics"]
-    steps = _flatten_metrics(open_dataset(path).to_table(columns=stored, filter=where))
+    steps = _flatten_metrics(read_rows(path, writers, stored, where))
     if missing := set(columns or ()).difference(steps.column_names):
         raise RunError(
             f"expected columns of the ledger or names of metrics that a step of {path} has, found "

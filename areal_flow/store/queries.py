@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import duckdb
 import pyarrow as pa
 
 from areal_flow.config import load_recipe
@@ -19,7 +20,7 @@ from areal_flow.store.database import (
     connect,
     consumption_table,
 )
-from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, that_count
+from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 
@@ -59,8 +60,9 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        earlier = None if at is None else f"{COMMIT_ORDER} < {self._watermark(at)}"
-        return self._table(self.layout.trajectories, format, columns, where, earlier)
+        if at is not None:
+            where = all_of(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._read(self.layout.trajectories, format, columns, where)
 
     def steps(
         self,
@@ -73,8 +75,8 @@ class Run:
 
         Each metric of the algorithm is a column, too, which `where` does not know.
         """
-        counted = that_count(self.layout.steps, self.layout.writers)
-        return convert(read_steps(self.layout.steps, columns, all_of(where, counted)), format)
+        steps = read_steps(self.layout.steps, self.layout.writers, columns, where)
+        return convert(steps, format)
 
     def evaluations(
         self,
@@ -84,7 +86,7 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        return self._table(self.layout.evaluations, format, columns, where)
+        return self._read(self.layout.evaluations, format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
@@ -181,20 +183,15 @@ class Run:
             raise RunError(f"{self.layout.name} has no step {step} yet")
         return int(found["trajectory_watermark"][0].as_py())
 
-    def _table(
-        self,
-        path: Path,
-        format: TableFormat,
-        columns: Sequence[str] | None,
-        where: str | None,
-        earlier: str | None = None,
+    def _read(
+        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
-        counted = all_of(that_count(path, self.layout.writers), earlier)
-        dataset = open_dataset(path)
-        names = list(columns) if columns is not None else None
-        if format == "duckdb" and counted is None:
-            return _duckdb_relation(dataset, names, where)
-        return convert(dataset.to_table(columns=names, filter=all_of(where, counted)), format)
+        by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
+        if format == "duckdb" and not by_lance:
+            relation = duckdb.connect().from_arrow(open_dataset(path))
+            relation = relation.filter(where) if where else relation
+            return relation.select(*columns) if columns else relation
+        return convert(read_rows(path, self.layout.writers, columns, where), format)
 
 
 def open_run(path: Path | str) -> Run:
@@ -224,14 +221,6 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
 
             return pl.from_arrow(table)
         case "duckdb":
-            return _duckdb_relation(table, None, None)
+            return duckdb.connect().from_arrow(table)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
-
-
-def _duckdb_relation(dataset: Any, columns: list[str] | None, where: str | None) -> Any:
-    import duckdb
-
-    relation = duckdb.connect().from_arrow(dataset)
-    relation = relation.filter(where) if where else relation
-    return relation.select(*columns) if columns else relation

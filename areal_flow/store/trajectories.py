@@ -23,6 +23,7 @@ from areal_flow.store.dataset import (
     all_of,
     create_dataset,
     open_dataset,
+    read_rows,
     storage_errors,
     that_count,
 )
@@ -72,8 +73,7 @@ class TrajectoryCommitter:
         self._dataset = open_dataset(path)
         self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
         self._committed = bytearray()
-        counted = that_count(path, writer.root)
-        stored = self._dataset.to_table(columns=["submission_index"], filter=counted)
+        stored = read_rows(path, writer.root, ["submission_index"])
         for index in pc.unique(stored["submission_index"]).to_pylist():
             self._mark(index)
 

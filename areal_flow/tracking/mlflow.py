@@ -69,19 +69,16 @@ class MlflowTracker:
         self._client.log_batch(self.run_id, params=new)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        from mlflow.entities import RunTag
-
-        delivered = [RunTag(DELIVERED_TAG, str(step))]
-        self._log(step, metrics, timestamp_ms, tags=delivered)
+        self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int
     ) -> None:
-        self._log(policy_version, metrics, timestamp_ms, tags=[])
+        self._log(policy_version, metrics, timestamp_ms, tags={})
 
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         versions = {version.source: version.version for version in self._versions()}
-        sources = {_source(path): tags for path, tags in present.items()}
+        sources = {f"file://{path}": tags for path, tags in present.items()}
         for source, tags in sources.items():
             if source not in versions:
                 self._log_dataset(tags)
@@ -123,12 +120,13 @@ class MlflowTracker:
         return self._client
 
     def _log(
-        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: list[Any]
+        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: dict[str, str]
     ) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         points = [Metric(name, value, timestamp_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self.run_id, metrics=points, tags=tags)
+        named = [RunTag(name, value) for name, value in tags.items()]
+        self._client.log_batch(self.run_id, metrics=points, tags=named)
 
     def _versions(self) -> list[Any]:
         """Return the model versions of this run."""
@@ -160,10 +158,6 @@ class MlflowTracker:
 def default_tracking_uri(runs: Path) -> str:
     """Return the database beside the runs."""
     return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
-
-
-def _source(path: Path) -> str:
-    return f"file://{path}"
 
 
 def _path(source: str) -> Path:

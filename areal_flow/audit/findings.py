@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Severity = Literal["error", "note"]
@@ -49,13 +48,36 @@ def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Findi
     return Finding("unreadable", where, "something readable", cause, advice)
 
 
-@dataclass(frozen=True, slots=True)
 class Report:
-    """What was looked at, by kind, and what was found."""
+    """What was looked at, by kind, and what was found: of each rule the first, the rest a count."""
 
-    run: str
-    checked: dict[str, int]
-    findings: tuple[Finding, ...]
+    def __init__(self, run: str, kinds: Iterable[str] = ()) -> None:
+        self.run = run
+        self.checked = Counter(dict.fromkeys(kinds, 0))
+        self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
+        self._num_more: Counter[str] = Counter()
+
+    def add(self, *findings: Finding, num_more: int = 0) -> None:
+        """Keep findings, and count others of the last one's rule that nobody will see."""
+        for finding in findings:
+            if len(self._kept[finding.rule]) < MAX_PER_RULE:
+                self._kept[finding.rule].append(finding)
+            else:
+                self._num_more[finding.rule] += 1
+        if num_more:
+            self._num_more[findings[-1].rule] += num_more
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is kept, by rule; one that has more ends with a finding that counts them."""
+        findings: list[Finding] = []
+        for rule, kept in self._kept.items():
+            findings += kept
+            if num_more := self._num_more[rule]:
+                where = f"{num_more} more places"
+                last = kept[-1]._replace(where=where, expected="as above", found="as above")
+                findings.append(last)
+        return tuple(findings)
 
     @property
     def clean(self) -> bool:
@@ -77,33 +99,3 @@ class Report:
             "checked": self.checked,
             "findings": [finding._asdict() for finding in self.findings],
         }
-
-
-class AuditFindings:
-    """Collects findings in bounded memory: the first `MAX_PER_RULE` of a rule, the rest a count."""
-
-    def __init__(self) -> None:
-        self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
-        self._counts: Counter[str] = Counter()
-
-    def add(self, finding: Finding, *, num_more: int = 0) -> None:
-        """Keep a finding, and count others of its rule that nobody will see."""
-        self._counts[finding.rule] += 1 + num_more
-        if len(self._kept[finding.rule]) < MAX_PER_RULE:
-            self._kept[finding.rule].append(finding)
-
-    def extend(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self.add(finding)
-
-    def all(self) -> tuple[Finding, ...]:
-        """Return what is kept, by rule; one that has more ends with a finding that counts them."""
-        findings: list[Finding] = []
-        for rule, kept in self._kept.items():
-            findings += kept
-            if num_more := self._counts[rule] - len(kept):
-                where = f"{num_more} more places"
-                findings.append(
-                    kept[-1]._replace(where=where, expected="as above", found="as above")
-                )
-        return tuple(findings)

@@ -7,7 +7,6 @@ it, so that each row finds what it names.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import pyarrow as pa
 from areal_flow import __version__
 from areal_flow.audit import files
 from areal_flow.audit.database import AuditDatabase
-from areal_flow.audit.findings import ADVICE, AuditFindings, Finding, Report, unreadable
+from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
 from areal_flow.audit.rows import check_schema, scan
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError
@@ -43,31 +42,30 @@ KINDS = (
 
 def check_run(layout: RunLayout) -> Report:
     """Return what is wrong with a run; raises nothing for it."""
-    found, checked = AuditFindings(), Counter(dict.fromkeys(KINDS, 0))
+    report = Report(layout.name, KINDS)
     if not layout.config.is_file():
         advice = "restore it from a copy: nothing was checked without it"
-        found.add(unreadable(layout.config.name, "no such file", advice))
+        report.add(unreadable(layout.config.name, "no such file", advice))
     elif files.not_prepared(layout):
         what = (layout.steps.name, "a prepared run", "no ledger and no policy yet")
-        found.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
+        report.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
     else:
         try:
             with closing(AuditDatabase()) as database:
-                _Audit(layout, database, found, checked).read()
+                _Audit(layout, database, report).read()
         except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
             damaged = unreadable(layout.steps.name, error, ADVICE["both"])
-            found.add(damaged._replace(expected="numbers that can be counted again"))
-    return Report(layout.name, dict(checked), found.all())
+            report.add(damaged._replace(expected="numbers that can be counted again"))
+    return report
 
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
-    """One reading of a run: what was found, and how much of each kind was looked at."""
+    """One reading of a run."""
 
     layout: RunLayout
     database: AuditDatabase
-    found: AuditFindings
-    checked: Counter[str]
+    report: Report
 
     def read(self) -> None:
         """Read everything once, in the order that the module explains."""
@@ -89,12 +87,12 @@ class _Audit:
         self._files(checkpoints, published)
         if layout.evaluations.exists():
             list(self._rows(layout.evaluations, EvaluationRow, "evaluation answers", "evaluations"))
-        self.found.extend(files.broken_descriptions(layout))
-        self.found.extend(files.leftovers(layout))
+        self.report.add(*files.broken_descriptions(layout))
+        self.report.add(*files.leftovers(layout))
 
     def _judge(self, rules: str) -> None:
         for finding, num_more in self.database.broken(rules):
-            self.found.add(finding, num_more=num_more)
+            self.report.add(finding, num_more=num_more)
 
     def _kept(
         self, values: Iterable[dict[str, Any] | Finding], counted: str | None = None
@@ -102,9 +100,9 @@ class _Audit:
         """Yield what could be read, and add what could not to the findings."""
         for value in values:
             if counted:
-                self.checked[counted] += 1
+                self.report.checked[counted] += 1
             if isinstance(value, Finding):
-                self.found.add(value)
+                self.report.add(value)
             else:
                 yield value
 
@@ -115,18 +113,18 @@ class _Audit:
         for piece in scan(path, that_count(path, self.layout.writers)):
             rows = None
             if isinstance(piece, Finding):
-                self.found.add(piece)
+                self.report.add(piece)
             else:
-                self.checked[counted] += len(piece.rows)
+                self.report.checked[counted] += len(piece.rows)
                 findings, rows = check_schema(piece, model, kind=kind)
-                self.found.extend(findings)
+                self.report.add(*findings)
             yield rows
 
     def _recipe(self) -> Recipe | None:
         try:
             recipe = load_recipe(self.layout.config)
         except (ArealFlowError, OSError) as error:
-            self.found.add(unreadable(self.layout.config.name, error))
+            self.report.add(unreadable(self.layout.config.name, error))
             return None
         row = {
             "config_hash": recipe.digest(),
@@ -161,7 +159,7 @@ class _Audit:
         if not all_read:
             found = "some cannot be read: ledger and trajectories were not compared"
             what = (self.layout.trajectories.name, "every trajectory", found)
-            self.found.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
+            self.report.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
         return all_read
 
     def _prompts(self, recipe: Recipe | None) -> PromptTable | None:
@@ -169,9 +167,9 @@ class _Audit:
             return None
         prompts = files.read_prompts(self.layout, seed=recipe.seed)
         if isinstance(prompts, Finding):
-            self.found.add(prompts)
+            self.report.add(prompts)
             return None
-        self.checked["prompts"] = len(prompts)
+        self.report.checked["prompts"] = len(prompts)
         return prompts
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.audit.database import AuditDatabase
-from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
+from areal_flow.audit.findings import MAX_PER_RULE, Finding, Report
 from areal_flow.audit.rows import Piece, check_schema
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
@@ -188,12 +188,11 @@ def test_rows_with_holes_are_named_and_not_computed_with() -> None:
 
 
 def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None:
-    found = AuditFindings()
-    found.add(Finding("a-note", "", "", "", "", "note"))
-    assert Report("run", {}, found.all()).clean
-    found.extend(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5))
-    found.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
-    report = Report("run", {}, found.all())
+    report = Report("run")
+    report.add(Finding("a-note", "", "", "", "", "note"))
+    assert report.clean
+    report.add(*(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5)))
+    report.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
     assert not report.clean
     more = {f.rule: f.where for f in report.findings if f.found == "as above"}
     assert more == {"seed": "5 more places", "group-id": f"{MAX_PER_RULE + 2} more places"}

@@ -69,23 +69,6 @@ def select_trajectories(
     return [identifier for identifier, _ in rows], rows[0][1] if rows else 0
 
 
-def find_trajectory(run: Run, which: str, *, selection: Selection, at: int | None) -> str:
-    """Return a trajectory's id, given that id or its number in a selection.
-
-    Raises:
-        ConfigError: the selection is smaller, or cannot be made.
-    """
-    if not which.isdecimal():
-        return which
-    with closing(run.database(at=at)) as database:
-        identifiers, _ = select_trajectories(database, selection)
-    if not 1 <= int(which) <= len(identifiers):
-        raise ConfigError(
-            f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
-        )
-    return identifiers[int(which) - 1]
-
-
 def read_rows(
     database: duckdb.DuckDBPyConnection,
     identifiers: Sequence[str],
@@ -145,16 +128,29 @@ class ShownTrajectory:
     max_staleness: int
 
 
-def show_trajectory(run: Run, identifier: str, *, at: int | None = None) -> ShownTrajectory:
+def show_trajectory(
+    run: Run, which: str, *, selection: Selection, at: int | None = None
+) -> ShownTrajectory:
     """Read one trajectory and, if a step trained it, that step's batch.
 
+    Args:
+        which: its id, or its number in the listing that `selection` makes.
+
     Raises:
+        ConfigError: the listing is shorter, or cannot be made.
         RunError: there is no such trajectory.
     """
     recipe = load_recipe(run.layout.config)
     max_staleness = recipe.controller.max_staleness
     with closing(run.database(at=at)) as database:
-        row = run.find_row(database, identifier)
+        if which.isdecimal():
+            identifiers, _ = select_trajectories(database, selection)
+            if not 1 <= int(which) <= len(identifiers):
+                raise ConfigError(
+                    f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
+                )
+            which = identifiers[int(which) - 1]
+        row = run.find_row(database, which)
         group = database.sql(
             "SELECT trajectory_id, reward FROM trajectories WHERE group_id = ? ORDER BY 1",
             params=[row["group_id"]],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import polars as pl
@@ -83,7 +82,7 @@ class Projection:
         if self._delivered is None:
             delivered = self._sink.begin()
             recipe = flatten(tomllib.loads(self._layout.config.read_text()))
-            self._attempt("the recipe", partial(self._sink.log_parameters, recipe))
+            self._attempt("the recipe", self._sink.log_parameters, recipe)
             # The sink can be ahead of a ledger that lost its last rows with the machine's power.
             self._delivered = max(0, min(delivered, self._ledger().head))
         num_steps = self._deliver_steps()
@@ -91,10 +90,10 @@ class Projection:
         self._deliver_checkpoints()
         return num_steps
 
-    def _attempt(self, what: str, deliver: Callable[[], None]) -> None:
+    def _attempt(self, what: str, deliver: Callable[..., None], *things: Any, **at: int) -> None:
         """Deliver one thing; one that is refused must not block all later ones."""
         try:
-            deliver()
+            deliver(*things, **at)
         except Exception as error:
             if not self._sink.is_reachable():
                 raise
@@ -105,8 +104,8 @@ class Projection:
         before = self._delivered
         for row in self._ledger().rows(_STEP_COLUMNS, since=before + 1):
             step, at = row["step"], _milliseconds(row["committed_at"])
-            log = partial(self._sink.log_step, step, step_metrics(row), timestamp_ms=at)
-            self._attempt(f"step {step}", log)
+            log = self._sink.log_step
+            self._attempt(f"step {step}", log, step, step_metrics(row), timestamp_ms=at)
             self._delivered = step
         return self._delivered - before
 
@@ -121,11 +120,9 @@ class Projection:
             rate=(pl.col("reward").fill_null(0) > 0).mean(), at=pl.col("evaluated_at").max()
         )
         for name, version, rate, at in measured.iter_rows():
-            metrics = {"held_out/pass_rate": rate}
-            log = partial(
-                self._sink.log_evaluation, version, metrics, timestamp_ms=_milliseconds(at)
-            )
-            self._attempt(f"evaluation {name}", log)
+            metrics, log = {"held_out/pass_rate": rate}, self._sink.log_evaluation
+            what = f"evaluation {name}"
+            self._attempt(what, log, version, metrics, timestamp_ms=_milliseconds(at))
         self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:
@@ -144,7 +141,7 @@ class Projection:
             for step, weights_hash in hashes.items()
             if step < len(rows) and rows[step]["weights_hash"] == weights_hash
         }
-        self._attempt("checkpoints", partial(self._sink.register_checkpoints, present))
+        self._attempt("checkpoints", self._sink.register_checkpoints, present)
         self._checkpoints = hashes
 
     def _ledger(self) -> LedgerReader:

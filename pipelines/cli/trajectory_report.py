@@ -24,7 +24,6 @@ from areal_flow.store.browsing import (
     Selection,
     ShownToken,
     ShownTrajectory,
-    find_trajectory,
     read_rows,
     select_trajectories,
     show_trajectory,
@@ -77,9 +76,8 @@ def print_trajectory(
         ConfigError: the listing is shorter, or cannot be made.
         RunError: there is no such trajectory.
     """
-    run = Run(layout.root)
-    identifier = find_trajectory(run, which, selection=selection, at=at)
-    print_page(make_console(), show_trajectory(run, identifier, at=at), by_token=by_token)
+    shown = show_trajectory(Run(layout.root), which, selection=selection, at=at)
+    print_page(make_console(), shown, by_token=by_token)
 
 
 def export_trajectories(

@@ -160,17 +160,16 @@ class MemoryTracker:
         for name, value in metrics.items():
             self.metrics.setdefault(name, {})[policy_version] = value
 
-    def register_checkpoints(self, present: Sequence[Any]) -> None:
+    def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         self._answer()
-        for checkpoint in present:
+        for path, tags in present.items():
             number = str(len(self.tags) + 1)
-            self.versions.setdefault(checkpoint.path, number)
-            self.tags.setdefault(checkpoint.path, checkpoint.tags)
-            self.datasets.add(checkpoint.dataset_version)
-            self.aliases["current"] = checkpoint.path
-            self.model_version = self.versions[checkpoint.path]
-        kept = {checkpoint.path for checkpoint in present}
-        self.versions = {path: n for path, n in self.versions.items() if path in kept}
+            self.versions.setdefault(path, number)
+            self.tags.setdefault(path, tags)
+            self.datasets.add(int(tags["trajectories_version"]))
+            self.aliases["current"] = path
+            self.model_version = self.versions[path]
+        self.versions = {path: n for path, n in self.versions.items() if path in present}
 
     def protected(self) -> frozenset[Path]:
         self._answer()

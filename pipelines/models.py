@@ -11,8 +11,11 @@ from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.recovery.run_directory import find_run
-from areal_flow.tracking.mlflow import RegisteredVersion, registered_version
-from areal_flow.tracking.registry import default_tracking_uri
+from areal_flow.tracking.mlflow import (
+    RegisteredVersion,
+    default_tracking_uri,
+    registered_version,
+)
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage

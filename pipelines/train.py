@@ -43,9 +43,12 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
 from areal_flow.rewards.weighted import WeightedRewards
-from areal_flow.store.committed import CommittedLogs
-from areal_flow.store.consumption import read_unconsumed
-from areal_flow.store.evaluations import append_evaluation, read_evaluation
+from areal_flow.store.committed import (
+    CommittedLogs,
+    append_evaluation,
+    read_evaluation,
+    read_unconsumed,
+)
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking

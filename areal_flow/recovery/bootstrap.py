@@ -19,7 +19,6 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, 
 from areal_flow.recovery.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.store.dataset import open_dataset
-from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans
 from areal_flow.weights.channel import WeightsWriter
@@ -37,11 +36,14 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     """
     writer.check_current()
     if not is_sole_writer(writer):
+        evaluations = layout.evaluations
         fence = Fence(
             writer.writer_epoch,
             trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
             step=Ledger(layout.steps, writer).head,
-            evaluation_watermark=num_evaluation_rows(layout.evaluations),
+            evaluation_watermark=open_dataset(evaluations).count_rows()
+            if evaluations.exists()
+            else 0,
         )
         record_fence(layout.writers, fence)
         return

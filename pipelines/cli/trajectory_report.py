@@ -24,10 +24,8 @@ from areal_flow.store.browsing import (
     Selection,
     ShownToken,
     ShownTrajectory,
-    count_trajectories,
-    find_trajectory,
     read_rows,
-    select_ids,
+    select_trajectories,
     show_trajectory,
     stream_rows,
 )
@@ -51,8 +49,7 @@ def list_trajectories(layout: RunLayout, *, selection: Selection, at: int | None
         ConfigError: the condition or the order cannot be read.
     """
     with closing(Run(layout.root).database(at=at)) as database:
-        num_matching = count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
+        identifiers, num_matching = select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
         rows = read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
     console = make_console()
@@ -79,9 +76,8 @@ def print_trajectory(
         ConfigError: the listing is shorter, or cannot be made.
         RunError: there is no such trajectory.
     """
-    run = Run(layout.root)
-    identifier = find_trajectory(run, which, selection=selection, at=at)
-    print_page(make_console(), show_trajectory(run, identifier, at=at), by_token=by_token)
+    shown = show_trajectory(Run(layout.root), which, selection=selection, at=at)
+    print_page(make_console(), shown, by_token=by_token)
 
 
 def export_trajectories(
@@ -94,8 +90,7 @@ def export_trajectories(
     """
     refuse_target(path)
     with closing(Run(layout.root).database(at=at)) as database:
-        count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
+        identifiers, _ = select_trajectories(database, selection)
         schema = read_rows(database, []).schema
         num_rows = write_table_file(path, stream_rows(database, identifiers), schema)
     print(f"{num_rows} trajectories of {layout.name} in {path}")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.tracking.registry import default_tracking_uri
+from areal_flow.tracking.mlflow import default_tracking_uri
 
 
 def serve(runs: Path, port: int) -> None:

@@ -24,8 +24,7 @@ from areal_flow.store.browsing import (
     token_texts,
 )
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.consumption import consumption_table
-from areal_flow.store.database import connect
+from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.lineage_report import bucketed

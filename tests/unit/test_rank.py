@@ -18,8 +18,7 @@ from areal_flow.controller.records import Provenance, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.consumption import consumption_table
-from areal_flow.store.database import connect
+from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
 from areal_flow.trainer.rank import TrainerRank

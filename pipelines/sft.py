@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers, trainer_name
 from areal_flow.cluster.sft import sft_checkpoint, sft_chunk
@@ -18,8 +16,8 @@ from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import stop_token_ids
-from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.models.directory import stop_token_ids, tokenizer_of
+from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.lease import Writer
 from pipelines.built_in import initial_model, prepare_model, with_files
@@ -43,7 +41,7 @@ def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
     return tokenise_completions(
         recipe.sft.path,
         layout.sft_rows,
-        tokenizer=Tokenizer.from_file(str(layout.model / "tokenizer.json")),
+        tokenizer=tokenizer_of(layout.model),
         stop_token_id=stop_token_ids(layout.model)[0],
         max_tokens=recipe.trainer.tokens_per_micro_batch,
     )

@@ -18,8 +18,7 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
-from areal_flow.evaluation.held_out import answer_held_out
-from areal_flow.evaluation.intervals import tabulate
+from areal_flow.evaluation import answer_held_out, tabulate
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,

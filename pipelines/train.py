@@ -28,8 +28,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.evaluation.held_out import answer_held_out
-from areal_flow.evaluation.intervals import tabulate
+from areal_flow.evaluation import answer_held_out, tabulate
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (

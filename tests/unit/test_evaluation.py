@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.controller.seeds import member_seed
-from areal_flow.evaluation.held_out import answer_held_out
-from areal_flow.evaluation.intervals import tabulate, wilson_interval
+from areal_flow.evaluation import answer_held_out, tabulate, wilson_interval
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext

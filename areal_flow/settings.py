@@ -5,7 +5,7 @@ It refuses to know any component.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Settings(BaseModel):
@@ -28,3 +28,8 @@ def require(holds: bool, rule: str) -> None:
     """
     if not holds:
         raise ValueError(rule)
+
+
+def unnamed_is(name: str) -> BeforeValidator:
+    """Return what gives a table that names none of several settings models the name of one."""
+    return BeforeValidator(lambda given: {"name": name, **given} if type(given) is dict else given)

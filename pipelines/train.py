@@ -41,7 +41,7 @@ from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.consumption import read_unconsumed
 from areal_flow.store.evaluations import append_evaluation, read_evaluation

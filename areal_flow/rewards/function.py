@@ -36,49 +36,44 @@ class FunctionReward:
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         if inspect.iscoroutinefunction(self.function):
-            return await asyncio.gather(*map(self._score_awaited, inputs))
-        return await asyncio.to_thread(lambda: [self._score_one(given) for given in inputs])
+            calls = map(self._awaited, inputs)
+            returned = await asyncio.gather(*calls, return_exceptions=True)
+        else:
+            returned = await asyncio.to_thread(lambda: [*map(self._called, inputs)])
+        return [*map(judged, returned)]
 
-    def _score_one(self, given: RewardInput) -> Score:
-        try:
-            return score_of(self.function(**self._arguments(given)))
-        except Exception as error:
-            logger.exception("the reward function raised")
-            return error_score(error)
+    async def _awaited(self, given: RewardInput) -> Any:
+        return await self.function(**self._arguments(given))  # type: ignore[misc]
 
-    async def _score_awaited(self, given: RewardInput) -> Score:
+    def _called(self, given: RewardInput) -> Any:
         try:
-            return score_of(await self.function(**self._arguments(given)))  # type: ignore[misc]
-        except Exception as error:
-            logger.exception("the reward function raised")
-            return error_score(error)
+            return self.function(**self._arguments(given))
+        except Exception as error:  # noqa: BLE001 - `judged` does
+            return error
 
     def _arguments(self, given: RewardInput) -> dict[str, Any]:
-        values = {field.name: getattr(given, field.name) for field in fields(given)}
-        named = {name: value for name, value in values.items() if name in self._names}
-        columns = {
-            name: value
-            for name, value in given.metadata.items()
-            if name not in values and (self._takes_columns or name in self._names)
-        }
-        return columns | named
+        own = {field.name: getattr(given, field.name) for field in fields(given)}
+        columns = {name: value for name, value in given.metadata.items() if name not in own}
+        named = {name: value for name, value in (columns | own).items() if name in self._names}
+        return columns | named if self._takes_columns else named
 
 
-def score_of(returned: Any) -> Score:
-    """Return a score as it is, and a bare reward as the score that it stands for.
+def judged(returned: Any) -> Score:
+    """Return the score that a verifier's word stands for; none where it failed, with the cause.
 
-    Raises:
-        ValueError, TypeError: it is neither, or the reward is not finite.
+    Args:
+        returned: a score, a bare reward, or what the verifier raised.
     """
-    score = returned
-    if not isinstance(score, Score):
-        reward = float(returned)
-        score = Score(reward, "right" if reward > 0 else "wrong")
-    if score.reward is not None and not math.isfinite(score.reward):
-        raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
-    return score
-
-
-def error_score(error: Exception) -> Score:
-    """Return the score of a completion whose verifier failed: no reward, and the root cause."""
-    return Score(None, "error", error=root_cause(error))
+    try:
+        if isinstance(returned, BaseException):
+            raise returned
+        score = returned
+        if not isinstance(score, Score):
+            reward = float(returned)
+            score = Score(reward, "right" if reward > 0 else "wrong")
+        if score.reward is not None and not math.isfinite(score.reward):
+            raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
+        return score
+    except Exception as error:
+        logger.exception("a verifier failed")
+        return Score(None, "error", error=root_cause(error))

@@ -30,7 +30,7 @@ MAX_LOST_TRAINERS = 3
 logger = logging.getLogger(__name__)
 
 
-def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
+def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     """Tokenise the rows of supervised fine-tuning; return how many there are, 0 without the stage.
 
     Raises:
@@ -47,21 +47,21 @@ def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
     )
 
 
-def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> int:
-    """Write everything that a run of supervised fine-tuning alone needs; return its rows.
+def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
+    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it.
 
     Raises:
         ConfigError: the recipe asks for no step, or has no rows.
         PromptError, ModelError: nothing was started.
     """
     prepare_model(recipe, layout)
-    num_rows = prepare_sft(with_files(recipe, layout), layout)
+    num_rows = prepare_sft(layout, with_files(recipe, layout))
     if not num_rows:
         raise ConfigError(
             "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and completion: "
             f"found {recipe.sft.num_steps} and {recipe.sft.path}"
         )
-    return num_rows
+    return f"{num_rows} rows to learn from"
 
 
 async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: object) -> Outcome:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
+from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.cluster.worker_process import PRELOAD
 from areal_flow.config import NetworkSettings, load_recipe
@@ -76,32 +76,24 @@ def _row(status: WorkerStatus) -> list[str]:
     named = [status.name, status.role, status.state]
     if not status.address:
         return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
-    version = "-" if status.policy_version is None else str(status.policy_version)
-    return [
-        *(*named, str(status.pid), status.address, str(status.num_slots), version),
-        *(str(status.num_running), str(status.num_assigned)),
-        *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
-    ]
+    version = "-" if status.policy_version is None else status.policy_version
+    work = status.num_running, status.num_assigned, f"{status.silence_s:.0f} s", status.num_deaths
+    return [*named, *map(str, (status.pid, status.address, status.num_slots, version, *work))]
 
 
-def join_command(
-    scheduler: str, placement: WorkerPlacement, network: NetworkSettings = LOOPBACK
-) -> str:
+def join_command(scheduler: str, placement: WorkerPlacement, network: NetworkSettings) -> str:
     """Return the shell command that starts a worker like this one, in plain Dask."""
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
-    options = {
-        "--host": network.host,
-        "--nthreads": placement.num_threads,
-        "--resources": f"{placement.role}={placement.num_slots}",
-        "--memory-limit": 0,
-        "--preload": PRELOAD,
+    flags = {
+        "host": network.host,
+        "nthreads": placement.num_threads,
+        "resources": f"{placement.role}={placement.num_slots}",
+        "memory-limit": 0,
+        "preload": PRELOAD,
     }
     if network.has_tls:
-        options |= {
-            "--tls-ca-file": network.tls_ca,
-            "--tls-cert": network.tls_certificate,
-            "--tls-key": network.tls_key,
-        }
-    flags = [text for flag, value in options.items() for text in (flag, str(value))]
-    return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
+        files = network.tls_ca, network.tls_certificate, network.tls_key
+        flags |= zip(("tls-ca-file", "tls-cert", "tls-key"), files, strict=True)
+    options = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return shlex.join([*variables, str(dask), "worker", scheduler, *options, "--no-dashboard"])

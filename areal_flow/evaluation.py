@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from math import sqrt
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,18 +29,12 @@ Z_95 = 1.959963984540054
 
 Decode = Callable[[list[list[int]]], list[str]]
 """Turns lists of tokens into texts."""
-
-
-class Answers(Protocol):
-    """Rolls out and scores without writing; `DaskRollouts` is one."""
-
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
-        """Return the scored rows of some groups."""
-        ...
+Answer = Callable[..., Awaitable[pa.Table]]
+"""Rolls out and scores some groups without writing their rows; `DaskRollouts.answer` is one."""
 
 
 async def answer_held_out(
-    answers: Answers,
+    answer: Answer,
     prompts: Sequence[Prompt],
     *,
     name: str,
@@ -67,7 +61,7 @@ async def answer_held_out(
         episodes[start : start + PROMPTS_PER_TASK]
         for start in range(0, len(episodes), PROMPTS_PER_TASK)
     ]
-    tables = await asyncio.gather(*(answers.answer(task, name=name) for task in tasks))
+    tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
     return [
         {"evaluation": name, "writer_epoch": writer_epoch, **row}
         for task, table in zip(tasks, tables, strict=True)

@@ -86,8 +86,9 @@ async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> l
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     plugin = RunPlugin(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
+        reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
-            DaskRollouts(cluster.client, DirectoryReader(layout.weights_of(NO_WRITER))),
+            DaskRollouts(cluster.client, reader).answer,
             prompts,
             name="evaluate",
             seed=recipe.seed,

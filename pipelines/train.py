@@ -227,7 +227,7 @@ class Training:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.rollouts,
+            self.rollouts.answer,
             table.rows(),
             name=name,
             seed=self.recipe.seed,

@@ -28,7 +28,7 @@ PROMPTS = [replace(PROMPT, prompt_id=f"p{index}", difficulty=1 + index % 3) for 
 
 
 class Answering:
-    """`Answers` without a cluster."""
+    """Answers without a cluster."""
 
     def __init__(self, workflow: Workflow) -> None:
         self.workflow = workflow
@@ -56,7 +56,7 @@ class Answering:
 def answers_of(answering: Answering, *, seed: int = 0) -> list[dict[str, Any]]:
     return asyncio.run(
         answer_held_out(
-            answering,
+            answering.answer,
             PROMPTS,
             name="before",
             seed=seed,

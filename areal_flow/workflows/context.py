@@ -7,14 +7,21 @@ is prefilled once for its group, and a turn's completions are scored in one task
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
 from areal_flow.errors import ArealFlowError
-from areal_flow.types import Completion, Episode, GroupRequest, Prompt, Sampling, Score
+from areal_flow.types import (
+    Completion,
+    Episode,
+    GroupRequest,
+    Prompt,
+    Sampling,
+    Score,
+    counter_seed,
+)
 
 Tokens = tuple[int, ...]
 Key = TypeVar("Key", bound=Hashable)
@@ -172,7 +179,4 @@ def turn_seed(member_seed: int, turn: int, branch: int = 0) -> int:
 
     The first turn of the first branch has the member's own.
     """
-    if not turn and not branch:
-        return member_seed
-    text = f"{member_seed}:{turn}:{branch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return counter_seed(member_seed, turn, branch) if turn or branch else member_seed

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,25 +52,25 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
-    reader = _Reader(recipe, tokenizer_of(layout.model))
+    bad_rows: dict[str, None] = {}
+    read = _reader(recipe, layout, bad_rows)
     if settings.held_out_path is not None:
-        candidates, rest = reader.rows(settings.held_out_path), reader.rows(path)
+        candidates, rest = read(settings.held_out_path), read(path)
     else:
         num_rows = sum(1 for _ in read_rows(path))
         num_candidates = min(settings.num_held_out, num_rows // 5)
         places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
-        candidates = reader.rows(path, places.__contains__)
-        rest = reader.rows(path, lambda place: place not in places)
+        candidates = read(path, keeps=places.__contains__)
+        rest = read(path, keeps=lambda place: place not in places)
     held_out: dict[str, Row] = {}
     for row in islice(candidates, settings.num_held_out):
         held_out.setdefault(row["prompt"], row)
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
-    bad_rows = [*reader.bad_rows]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    return Prepared(num_train, num_held_out, bad_rows)
+    return Prepared(num_train, num_held_out, [*bad_rows])
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
@@ -80,8 +80,7 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
         PromptError: as `prepare_prompts`.
     """
     assert recipe.prompts.path is not None
-    reader = _Reader(recipe, tokenizer_of(layout.model))
-    _write(layout.held_out_prompts, reader.rows(recipe.prompts.path))
+    _write(layout.held_out_prompts, _reader(recipe, layout, {})(recipe.prompts.path))
 
 
 def tokenise_completions(
@@ -124,50 +123,43 @@ def tokenise_completions(
     return len(rows)
 
 
-class _Reader:
-    """Makes rows of a prompt table from files; remembers bad ones that were skipped."""
+def _reader(
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[str, None]
+) -> Callable[..., Iterator[Row]]:
+    """Return what makes rows of a prompt table from a file; it lists bad ones that are skipped."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        self._recipe = recipe
-        self._tokenizer = tokenizer
-        self._is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
-        self.bad_rows: dict[str, None] = {}
-
-    def rows(self, path: Path, keeps: Callable[[int], bool] = lambda place: True) -> Iterator[Row]:
-        settings = self._recipe.prompts
-        return read_prompts(
-            path,
-            self._rendered,
-            question_field=settings.question_field,
-            answer_field=settings.answer_field,
-            keeps=keeps,
-            on_bad=self._skip,
-        )
-
-    def _skip(self, error: PromptError) -> None:
-        if not self._recipe.prompts.skip_bad_rows:
+    def skip(error: PromptError) -> None:
+        if not recipe.prompts.skip_bad_rows:
             raise PromptError(f"{error}. Mend it, or use --skip-bad-rows")
-        self.bad_rows[str(error)] = None
+        bad_rows[str(error)] = None
 
-    def _rendered(self, row: Row) -> Row:
-        settings, generation = self._recipe.prompts, self._recipe.generation
-        answer = row["answer"]
-        if self._is_numeric and parse_number(final_answer(answer) or "") is None:
-            raise ValueError(
-                f"field {settings.answer_field!r}: the numeric verifier needs a number at the "
-                f"end, found {answer[-40:]!r}"
-            )
-        text = settings.template.replace("{question}", row["prompt"])
-        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        room = generation.max_model_len - generation.max_new_tokens
-        if not 0 < len(tokens) <= room:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, expected 1 to {room}: "
-                f"generation.max_model_len ({generation.max_model_len}) minus max_new_tokens "
-                f"({generation.max_new_tokens})"
-            )
-        prompt_id = row["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
-        return {**row, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+    return partial(
+        read_prompts,
+        make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
+        question_field=recipe.prompts.question_field,
+        answer_field=recipe.prompts.answer_field,
+        on_bad=skip,
+    )
+
+
+def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
+    settings, generation, answer = recipe.prompts, recipe.generation, row["answer"]
+    is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
+    if is_numeric and parse_number(final_answer(answer) or "") is None:
+        raise ValueError(
+            f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
+            f"found {answer[-40:]!r}"
+        )
+    text = settings.template.replace("{question}", row["prompt"])
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    room = generation.max_model_len - generation.max_new_tokens
+    if not 0 < len(tokens) <= room:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
+            f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
+        )
+    prompt_id = row["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {**row, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
 
 
 def _write(path: Path, rows: Iterable[Row]) -> int:

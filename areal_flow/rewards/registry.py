@@ -16,9 +16,8 @@ from typing import Any
 from areal_flow.config import RewardSettings
 from areal_flow.errors import RewardError
 from areal_flow.import_path import import_function
-from areal_flow.rewards.function import FunctionReward, RewardFunction, judged
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
-from areal_flow.rewards.protocol import Reward, RewardInput
+from areal_flow.rewards.protocol import FunctionReward, Reward, RewardFunction, RewardInput, judged
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
 from areal_flow.types import RewardPart, Score
 

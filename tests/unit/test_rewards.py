@@ -13,9 +13,8 @@ import pytest
 
 from areal_flow.config import RewardSettings
 from areal_flow.errors import RewardError
-from areal_flow.rewards.function import FunctionReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import FunctionReward, RewardInput
 from areal_flow.rewards.registry import WeightedRewards, code_hash, load_reward
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import RewardPart, Score

@@ -92,14 +92,11 @@ class WeightedRewards:
         self._parts = [load_reward(chosen.verifier, directory) for chosen in settings]
         self._weights = [chosen.weight for chosen in settings]
         self._opened = ExitStack()
-
-    @property
-    def identity(self) -> str:
-        """Name and hash of the code of each reward, with its weight unless that is 1."""
-        return " + ".join(
+        self.identity = " + ".join(
             part.identity if weight == 1 else f"{weight:g}*{part.identity}"
             for part, weight in zip(self._parts, self._weights, strict=True)
         )
+        """Name and hash of the code of each reward, with its weight unless that is 1."""
 
     def open(self) -> None:
         """Open each reward; if one cannot be opened, those before it are closed again."""
@@ -122,11 +119,9 @@ class WeightedRewards:
             RewardPart(part.name, score.reward)
             for part, score in zip(self._parts, scores, strict=True)
         )
-        total = 0.0
-        for weight, score in zip(self._weights, scores, strict=True):
-            if score.reward is None:
-                return Score(None, "error", error=score.error, parts=parts)
-            total += weight * score.reward
+        if failed := [score for score in scores if score.reward is None]:
+            return Score(None, "error", error=failed[0].error, parts=parts)
+        total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
         message = next((score.message for score in scores if score.message), "")
         first = scores[0]
         return Score(total, first.verdict, first.extracted, message=message, parts=parts)

@@ -50,20 +50,18 @@ def summarise(
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
-    names = ("before", "after")
-    rates = {f"held_out_{name}": held_out.get(name) for name in names}
+    by_difficulty = {
+        name: {
+            str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
+            for difficulty, (rate, length) in table.by_difficulty.items()
+        }
+        for name, table in held_out.items()
+    }
     return {
-        **{name: table and asdict(table.overall) for name, table in rates.items()},
+        **dict.fromkeys(("held_out_before", "held_out_after")),
+        **{f"held_out_{name}": asdict(table.overall) for name, table in held_out.items()},
         **{name: value or 0 for name, value in totals.items()},
-        "by_difficulty": {
-            name: {
-                str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
-                for difficulty, (rate, length) in held_out[name].by_difficulty.items()
-            }
-            if name in held_out
-            else {}
-            for name in names
-        },
+        "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
     }
 
 

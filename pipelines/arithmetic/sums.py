@@ -76,9 +76,8 @@ def running_sums(question: str) -> list[int]:
 
 def chain_of_thought_answer(question: str) -> str:
     """Return the running sums, then the answer."""
-    sums = running_sums(question)
-    steps = "".join(f" {value}" for value in sums)
-    return f"{steps}{ANSWER_MARK} {sums[-1]}"
+    steps = "".join(f" {value}" for value in running_sums(question))
+    return steps + direct_answer(question)
 
 
 def direct_answer(question: str) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_flow.cluster.control import WorkerStatus, list_workers
-from areal_flow.cluster.placement import WorkerPlacement, place_workers
+from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_process import PRELOAD
-from areal_flow.config import NetworkSettings, load_recipe
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
@@ -64,12 +64,11 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
 def print_workers(runs: Path, name: str) -> None:
     """Print a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
-    settings = load_recipe(layout.config)
-    statuses = asyncio.run(list_workers(scheduler, settings.cluster.network))
+    recipe = load_recipe(layout.config)
+    statuses = asyncio.run(list_workers(scheduler, recipe.cluster.network))
     print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
-    placements = {placed.role: placed for placed in place_workers(settings)}
     print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, placements['generator'], settings.cluster.network)}")
+    print(f"  {join_command(scheduler, recipe)}")
 
 
 def _row(status: WorkerStatus) -> list[str]:
@@ -81,8 +80,10 @@ def _row(status: WorkerStatus) -> list[str]:
     return [*named, *map(str, (status.pid, status.address, status.num_slots, version, *work))]
 
 
-def join_command(scheduler: str, placement: WorkerPlacement, network: NetworkSettings) -> str:
-    """Return the shell command that starts a worker like this one, in plain Dask."""
+def join_command(scheduler: str, recipe: Recipe) -> str:
+    """Return the shell command that starts a generator of this recipe, in plain Dask."""
+    network = recipe.cluster.network
+    placement = next(placed for placed in place_workers(recipe) if placed.role == "generator")
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
     flags = {

@@ -66,16 +66,13 @@ def code_hash(code: Any) -> str:
     try:
         text = inspect.getsource(inspect.getmodule(code) or code)
     except (OSError, TypeError):
-        text = _compiled(getattr(code, "__code__", None)) or (
-            f"{code.__module__}:{code.__qualname__}"
-        )
+        compiled = getattr(code, "__code__", None)
+        text = _compiled(compiled) if compiled else f"{code.__module__}:{code.__qualname__}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _compiled(code: CodeType | None) -> str:
+def _compiled(code: CodeType) -> str:
     """Return byte code, names and constants as text; no address stands in it."""
-    if code is None:
-        return ""
     constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Settings(BaseModel):
@@ -32,6 +32,11 @@ def require(holds: bool, rule: str) -> None:
     """
     if not holds:
         raise ValueError(rule)
+
+
+def unnamed_is(name: str) -> BeforeValidator:
+    """Return what gives a table that names none of several settings models the name of one."""
+    return BeforeValidator(lambda given: {"name": name, **given} if type(given) is dict else given)
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:

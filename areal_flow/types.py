@@ -6,6 +6,7 @@ versions, and are all that the driver ever sees.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -263,6 +264,12 @@ def group_id(submission_index: int) -> str:
 def trajectory_id(submission_index: int, member: int, branch: int = 0) -> str:
     """Return the id of one trajectory; sorting ids sorts by submission, member, then branch."""
     return f"{group_id(submission_index)}-{member:04d}-{branch:02d}"
+
+
+def counter_seed(*counters: int) -> int:
+    """Return a 63-bit seed that follows from some numbers alone, in any process."""
+    text = ":".join(map(str, counters)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def submission_index_of(identifier: str) -> int:

@@ -12,11 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
-from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.cluster.control import WorkerStatus, list_workers
+from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_process import PRELOAD
-from areal_flow.config import load_recipe
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
@@ -65,44 +64,37 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
 def print_workers(runs: Path, name: str) -> None:
     """Print a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
-    settings = load_recipe(layout.config)
-    statuses = asyncio.run(list_workers(scheduler, settings.cluster.network))
+    recipe = load_recipe(layout.config)
+    statuses = asyncio.run(list_workers(scheduler, recipe.cluster.network))
     print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
-    placements = {placed.role: placed for placed in place_workers(settings)}
     print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, placements['generator'], settings.cluster.network)}")
+    print(f"  {join_command(scheduler, recipe)}")
 
 
 def _row(status: WorkerStatus) -> list[str]:
     named = [status.name, status.role, status.state]
     if not status.address:
         return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
-    version = "-" if status.policy_version is None else str(status.policy_version)
-    return [
-        *(*named, str(status.pid), status.address, str(status.num_slots), version),
-        *(str(status.num_running), str(status.num_assigned)),
-        *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
-    ]
+    version = "-" if status.policy_version is None else status.policy_version
+    work = status.num_running, status.num_assigned, f"{status.silence_s:.0f} s", status.num_deaths
+    return [*named, *map(str, (status.pid, status.address, status.num_slots, version, *work))]
 
 
-def join_command(
-    scheduler: str, placement: WorkerPlacement, network: NetworkSettings = LOOPBACK
-) -> str:
-    """Return the shell command that starts a worker like this one, in plain Dask."""
+def join_command(scheduler: str, recipe: Recipe) -> str:
+    """Return the shell command that starts a generator of this recipe, in plain Dask."""
+    network = recipe.cluster.network
+    placement = next(placed for placed in place_workers(recipe) if placed.role == "generator")
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
-    options = {
-        "--host": network.host,
-        "--nthreads": placement.num_threads,
-        "--resources": f"{placement.role}={placement.num_slots}",
-        "--memory-limit": 0,
-        "--preload": PRELOAD,
+    flags = {
+        "host": network.host,
+        "nthreads": placement.num_threads,
+        "resources": f"{placement.role}={placement.num_slots}",
+        "memory-limit": 0,
+        "preload": PRELOAD,
     }
     if network.has_tls:
-        options |= {
-            "--tls-ca-file": network.tls_ca,
-            "--tls-cert": network.tls_certificate,
-            "--tls-key": network.tls_key,
-        }
-    flags = [text for flag, value in options.items() for text in (flag, str(value))]
-    return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
+        files = network.tls_ca, network.tls_certificate, network.tls_key
+        flags |= zip(("tls-ca-file", "tls-cert", "tls-key"), files, strict=True)
+    options = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return shlex.join([*variables, str(dask), "worker", scheduler, *options, "--no-dashboard"])

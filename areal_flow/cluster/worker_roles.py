@@ -31,7 +31,7 @@ from areal_flow.import_path import import_function
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import stop_token_ids, tokenizer_of
 from areal_flow.rewards.protocol import RewardInput
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.types import Completion, EngineStats, Episode, GroupRequest, Prompt, Sampling, Score
 from areal_flow.weights.directory import DirectoryReader
 from areal_flow.workflows.group import RolledOutGroup, all_of, run_group

@@ -9,7 +9,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.types import NOTHING_TRAINED, LogHead, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import (
+    NOTHING_TRAINED,
+    LogHead,
+    PolicyHashes,
+    StepRequest,
+    StepResult,
+    counter_seed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +30,7 @@ class Provenance:
 
 def member_seed(run_seed: int, submission_index: int, member: int) -> int:
     """Return a 63-bit seed, the same on every retry, on any generator and after any restart."""
-    text = f"{run_seed}:{submission_index}:{member}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return counter_seed(run_seed, submission_index, member)
 
 
 def group_seeds(run_seed: int, submission_index: int, group_size: int) -> tuple[int, ...]:

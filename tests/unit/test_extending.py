@@ -23,8 +23,7 @@ from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.import_path import import_function
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
-from areal_flow.rewards.registry import load_reward
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.testing import BigramEngine
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.step import train_step

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import dask
 from distributed import SchedulerPlugin
 
-from areal_flow.cluster.launchers.protocol import Launcher
+from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 from areal_flow.errors import EngineError

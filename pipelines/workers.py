@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.cluster.worker_process import PRELOAD
 from areal_flow.config import NetworkSettings, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
@@ -95,7 +94,6 @@ def join_command(
         "--nthreads": placement.num_threads,
         "--resources": f"{placement.role}={placement.num_slots}",
         "--memory-limit": 0,
-        "--preload": PRELOAD,
     }
     if network.has_tls:
         options |= {

@@ -16,7 +16,7 @@ from areal_flow.cluster.health import HealthMonitor
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_process import DASK_SETTINGS, connection_security
 from areal_flow.config import ClusterSettings, Recipe
 from areal_flow.errors import ConfigError
@@ -48,7 +48,7 @@ def check_cluster(recipe: Recipe) -> None:
 
 @asynccontextmanager
 async def launch_cluster(
-    placements: Sequence[WorkerPlacement], settings: ClusterSettings, plugin: RunPlugin
+    placements: Sequence[WorkerPlacement], settings: ClusterSettings, context: WorkerContext
 ) -> AsyncIterator[RunningCluster]:
     """Start one process a placement, wait for all, and end them all on the way out.
 
@@ -69,7 +69,7 @@ async def launch_cluster(
                 await pool.start_until_joined(placements)
                 client = Client(scheduler.address, asynchronous=True, security=security)
                 async with client, HealthMonitor(pool, settings).watching():
-                    await client.register_plugin(plugin)
+                    await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
                     try:
                         yield RunningCluster(client, pool, scheduler.address, dashboard)

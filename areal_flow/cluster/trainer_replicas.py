@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from distributed import Client, Future
 
-from areal_flow.cluster import tasks
+from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import result_of
 from areal_flow.errors import EngineError, TrainerLost
@@ -44,7 +44,7 @@ class TrainerReplicas:
         name = uuid4().hex
         rendezvous = [Rendezvous(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
         found = await self._answers(
-            [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in rendezvous]
+            [self._submit(m.rank, trainer_tasks.restore_trainer, checkpoint, m) for m in rendezvous]
         )
         _require_equal(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
@@ -57,22 +57,29 @@ class TrainerReplicas:
             ArealFlowError: as raised by a rank.
         """
         ranks = range(self._num_ranks)
-        found = await self._answers([self._submit(r, tasks.train_step, request) for r in ranks])
+        found = await self._answers(
+            [self._submit(r, trainer_tasks.train_step, request) for r in ranks]
+        )
         _require_equal([result.hashes for result in found], of=f"step {request.step}")
         return found[0]  # type: ignore[no-any-return]
 
-    async def lead(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
         """Run a function on the leader: what one process does for all.
+
+        Args:
+            num_slots: 0 for a function that runs beside the leader's steps.
 
         Raises:
             TrainerLost: it died, or does not stand where it must.
             ArealFlowError: as raised by it.
         """
-        (answer,) = await self._answers([self._submit(0, function, *arguments)])
-        return answer
+        futures = [self._submit(0, function, *arguments, num_slots=num_slots)]
+        return (await self._answers(futures))[0]
 
-    def _submit(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Future:
-        resources = {trainer_name(rank): 1}
+    def _submit(
+        self, rank: int, function: Callable[..., Any], *arguments: Any, num_slots: int = 1
+    ) -> Future:
+        resources = {trainer_name(rank): num_slots}
         return self._client.submit(function, *arguments, pure=False, resources=resources, retries=0)
 
     async def _answers(self, futures: Sequence[Future]) -> list[Any]:

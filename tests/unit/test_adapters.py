@@ -65,7 +65,7 @@ class FakeGenerators:
 
 def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
     replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
-    return DaskTrainer(client, replicas, restore)
+    return DaskTrainer(replicas, restore)
 
 
 def restored_over(losses: int) -> int:

@@ -13,7 +13,7 @@ from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
-from areal_flow.cluster.failure_detector import SILENT_S
+from areal_flow.cluster.health import SILENT_S
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.results import result_of
 from areal_flow.cluster.trainer_replicas import TrainerReplicas

@@ -12,7 +12,7 @@ import dask
 from distributed import Client, Scheduler, Security
 
 from areal_flow.cluster.control import serve_pool
-from areal_flow.cluster.health import HealthMonitor
+from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
@@ -67,16 +67,14 @@ async def launch_cluster(
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
-                client = Client(scheduler.address, asynchronous=True, security=security)
-                async with client, HealthMonitor(pool, settings).watching():
+                pool.spawn(watch_health(pool, settings))
+                async with Client(
+                    scheduler.address, asynchronous=True, security=security
+                ) as client:
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
-                    try:
-                        yield RunningCluster(client, pool, scheduler.address, dashboard)
-                    finally:
-                        pool.close()
+                    yield RunningCluster(client, pool, scheduler.address, dashboard)
             finally:
-                pool.close()
                 await pool.stop()
 
 

@@ -39,8 +39,13 @@ RETIRE_TIMEOUT_S = 20.0
 Result = TypeVar("Result")
 
 
-class WorkerPool:
-    """The live set of workers, those of the driver's own and those that joined from elsewhere."""
+class WorkerPool(SchedulerPlugin):
+    """The live set of workers, those of the driver's own and those that joined from elsewhere.
+
+    As a plugin it is told which processes the scheduler registers and forgets.
+    """
+
+    name = "areal-flow-pool"
 
     def __init__(self, scheduler: Any, launcher: Launcher, machines: Machines) -> None:
         """Take this process's scheduler, and what starts processes on which machines."""
@@ -53,21 +58,21 @@ class WorkerPool:
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        scheduler.add_plugin(PoolPlugin(self))
+        scheduler.add_plugin(self)
 
     # The life of the pool
 
-    def close(self) -> None:
-        """Note that from here on processes end because the run does."""
+    async def stop(self) -> None:
+        """End all processes that the driver started; from here on none starts again."""
+        self._expect_ends()
+        ours = [record.name for record in self.registry.all() if record.is_ours]
+        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
+
+    def _expect_ends(self) -> None:
         self._closing = True
         self._broken.cancel()
         for task in self._background:
             task.cancel()
-
-    async def stop(self) -> None:
-        """End all processes that the driver started."""
-        ours = [record.name for record in self.registry.all() if record.is_ours]
-        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` to its end, unless the pool can do it no more.
@@ -86,7 +91,7 @@ class WorkerPool:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
-    def scheduler_ends(self) -> None:
+    async def before_close(self) -> None:
         """Note that the scheduler closes: with the run, or because somebody ended it.
 
         In the second case nothing can end in good order, since workers and client would wait for a
@@ -96,7 +101,7 @@ class WorkerPool:
             return
         dask.config.set({"distributed.comm.timeouts.connect": "1 s"})
         self._break("the scheduler was ended from outside, and its tasks with it: resume")
-        self.close()
+        self._expect_ends()
         for record in self.registry.all():
             self._launcher.kill(record.name)
 
@@ -109,7 +114,8 @@ class WorkerPool:
 
     def generators(self) -> list[str]:
         """Return the addresses of generators that take work."""
-        return [record.address for record in self.registry.present("generator")]
+        expected = self.registry.expected("generator")
+        return [record.address for record in expected if record.address]
 
     def silence_s(self, address: str) -> float:
         """Return for how long a worker has not been heard, in time that the driver was awake."""
@@ -120,15 +126,13 @@ class WorkerPool:
         """Return the number of a worker's process, if this machine runs it for the driver."""
         return self._launcher.pid(record.name) if record.is_ours else None
 
-    def joined(self, worker: Any) -> None:
-        """Note that the scheduler has registered a process (`WorkerState`)."""
-        role = next((role for role in ROLES if role in worker.resources), "")
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Note that the scheduler has registered a process."""
+        state = scheduler.workers[worker]
+        role = next((role for role in ROLES if role in state.resources), "")
+        num_slots = int(state.resources.get(role, 0))
         newcomer = WorkerRecord(
-            str(worker.name),
-            role,
-            int(worker.resources.get(role, 0)),
-            address=worker.address,
-            nanny=worker.nanny or "",
+            str(state.name), role, num_slots, address=worker, nanny=state.nanny or ""
         )
         record = self.registry.joined(newcomer, now=monotonic())
         joining = self._joining.get(record.name)
@@ -138,12 +142,14 @@ class WorkerPool:
             self.spawn(self._dismiss(record))
         self._notify()
 
-    def left(self, address: str) -> None:
+    def remove_worker(
+        self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
+    ) -> None:
         """Note that the scheduler has forgotten a process."""
-        record = self.registry.at(address)
+        record = self.registry.at(worker)
         if record is None:
             return
-        self.registry.left(record)
+        record.address = ""
         self._notify()
         if not record.is_ours:
             self._died(record, "its process is gone")
@@ -244,12 +250,13 @@ class WorkerPool:
         if joining is not None and not joining.done():
             joining.set_exception(_start_failure(record, cause))
             return
-        if not self.registry.died(record, cause, now=monotonic()):
+        record.died(cause, now=monotonic())
+        if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
             if record.is_ours:
                 self.spawn(self._start(record))
             return
-        message = self.registry.rule.describe(record.name, record.title, record.deaths)
+        message = record.why_quarantined()
         logger.warning("%s", message)
         self.spawn(self._dismiss(record))
         self._notify()
@@ -279,23 +286,3 @@ def _start_failure(record: WorkerRecord, cause: str) -> EngineError:
         f"expected {record.name} to start{where}, but its process ended first ({cause}). Nothing "
         "was trained; mend what its last lines above name, then start again"
     )
-
-
-class PoolPlugin(SchedulerPlugin):
-    """Passes on to the pool which processes the scheduler registers and forgets."""
-
-    name = "areal-flow-pool"
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def add_worker(self, scheduler: Any, worker: str) -> None:
-        self._pool.joined(scheduler.workers[worker])
-
-    def remove_worker(
-        self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
-    ) -> None:
-        self._pool.left(worker)
-
-    async def before_close(self) -> None:
-        self._pool.scheduler_ends()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
+from areal_flow.cluster.health import FailureDetector, SignsOfLife
 
 
 def watched() -> FailureDetector:

@@ -95,7 +95,6 @@ def with_pool(
         launcher = FakeLauncher(scheduler)
         pool = WorkerPool(scheduler, launcher, machines or Machines())
         await test(pool, launcher)
-        pool.close()
         await pool.stop()
         assert launcher.running == {}
 
@@ -207,7 +206,7 @@ def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
         await pool.start_until_joined(TWO)
         working = asyncio.ensure_future(pool.guard(asyncio.sleep(60)))
         await asyncio.sleep(1)
-        pool.scheduler_ends()
+        await pool.before_close()
         with pytest.raises(EngineError, match="the scheduler was ended from outside"):
             await working
         assert launcher.running == {}

@@ -15,7 +15,7 @@ from distributed.client import FuturesCancelledError
 from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
 from areal_flow.cluster.health import SILENT_S
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import result_of
+from areal_flow.cluster.results import result_of, run_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
@@ -109,12 +109,9 @@ class SharedWrites:
         while self._ready:
             batch, self._ready = self._ready, []
             tables = [scored for scored, _ in batch]
-            written = self._client.submit(
-                reward_tasks.write, tables, pure=False, resources={"reward": 1}
-            )
             groups: Sequence[GroupReceipt | ArealFlowError]
             try:
-                groups = await result_of(written)
+                groups = await run_task(self._client, reward_tasks.write, tables, resource="reward")
             except ArealFlowError as error:
                 groups = [error] * len(batch)
             for (_, receipt), written_group in zip(batch, groups, strict=True):

@@ -61,27 +61,23 @@ async def launch_cluster(
     security = connection_security(settings.network)
     _quieten_dask()
     with dask.config.set(DASK_SETTINGS):
-        async with _listening_scheduler(settings, security) as scheduler:
+        async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(scheduler.address, settings)
             pool = WorkerPool(scheduler, launcher, machines_of(settings))
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
                 pool.spawn(watch_health(pool, settings))
-                async with Client(
-                    scheduler.address, asynchronous=True, security=security
-                ) as client:
+                address = scheduler.address
+                async with Client(address, asynchronous=True, security=security) as client:
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
-                    yield RunningCluster(client, pool, scheduler.address, dashboard)
+                    yield RunningCluster(client, pool, address, dashboard)
             finally:
                 await pool.stop()
 
 
-@asynccontextmanager
-async def _listening_scheduler(
-    settings: ClusterSettings, security: Security
-) -> AsyncIterator[Scheduler]:
+async def _listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:
     scheduler = Scheduler(
         host=settings.network.host,
         port=0,
@@ -89,17 +85,13 @@ async def _listening_scheduler(
         security=security,
     )
     try:
-        await scheduler
+        return await scheduler
     except Exception as error:
         raise ConfigError(
             f"cluster.network.host = {settings.network.host!r}: the scheduler cannot listen there "
             f"({error.__cause__ or error}); use an address of this machine, and certificates and "
             "a key that belong together"
         ) from error
-    try:
-        yield scheduler
-    finally:
-        await scheduler.close()
 
 
 def _quieten_dask() -> None:

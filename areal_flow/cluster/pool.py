@@ -166,11 +166,10 @@ class WorkerPool(SchedulerPlugin):
         Raises:
             EngineError: the process of one ended first, or took too long.
         """
-        names = [placement.name for placement in placements]
-        joining = {name: asyncio.get_running_loop().create_future() for name in names}
-        self._joining |= joining
         records = [self.registry.place(placement) for placement in placements]
-        everyone = asyncio.gather(*joining.values())
+        loop = asyncio.get_running_loop()
+        self._joining |= {record.name: loop.create_future() for record in records}
+        everyone = asyncio.gather(*(self._joining[record.name] for record in records))
         try:
             await asyncio.gather(*(self._start(record) for record in records))
             await asyncio.wait_for(everyone, START_TIMEOUT_S)
@@ -182,8 +181,8 @@ class WorkerPool(SchedulerPlugin):
             ) from None
         finally:
             everyone.cancel()
-            for name in names:
-                del self._joining[name]
+            for record in records:
+                del self._joining[record.name]
 
     async def retire(self, record: WorkerRecord) -> None:
         """End a worker for good, once its finished results have moved to others."""

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
-from distributed import Client, get_client
+from distributed import get_client
 
-from areal_flow.cluster.results import result_of
+from areal_flow.cluster.results import run_task
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import ArealFlowError, EngineError, RewardError, SchemaError
 from areal_flow.import_path import import_function
@@ -86,20 +86,11 @@ async def on_reward_worker(function: Callable[..., Any], *arguments: Any) -> Any
         RewardError: no reward worker lives to answer.
         ArealFlowError: as raised by the task.
     """
-    client: Client = get_client()
-    future = client.submit(
-        function,
-        *arguments,
-        pure=False,
-        resources={"reward": 1},
-        priority=MID_EPISODE_PRIORITY,
-    )
+    client, priority = get_client(), MID_EPISODE_PRIORITY
     try:
-        return await result_of(future)
+        return await run_task(client, function, *arguments, resource="reward", priority=priority)
     except EngineError as error:
         raise RewardError(str(error)) from error
-    finally:
-        future.release()
 
 
 def _write(table: pa.Table) -> GroupReceipt:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -57,6 +57,13 @@ class SignsOfLife:
         return self.processor_s - earlier.processor_s > MIN_PROCESSOR_S
 
 
+class Silence(NamedTuple):
+    """For how long a worker has not been heard, and whether it hangs."""
+
+    silent_s: float
+    is_hung: bool
+
+
 @dataclass(slots=True)
 class _Observed:
     signs: SignsOfLife
@@ -80,8 +87,11 @@ class FailureDetector:
         self._looked_at: float | None = None
         self._workers: dict[str, _Observed] = {}
 
-    def observe(self, signs: Mapping[str, SignsOfLife], *, now: float) -> None:
-        """Take in one look at all workers; one that is missing from it is forgotten.
+    def observe(self, signs: Mapping[str, SignsOfLife], *, now: float) -> dict[str, Silence]:
+        """Take in one look at all workers; return the silence of each.
+
+        A worker that is missing from a look is forgotten. So is one that hangs, since it is
+        replaced: the next look begins anew with it.
 
         Args:
             signs: by worker.
@@ -90,25 +100,16 @@ class FailureDetector:
         if self._looked_at is not None:
             self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
-        self._workers = {worker: self._updated(worker, seen) for worker, seen in signs.items()}
+        observed = {worker: self._updated(worker, seen) for worker, seen in signs.items()}
+        found = {worker: self._silence(known) for worker, known in observed.items()}
+        self._workers = {w: known for w, known in observed.items() if not found[w].is_hung}
+        return found
 
-    def silence_s(self, worker: str) -> float:
-        """Return for how long a worker has not been heard; 0 for one that is not known."""
-        observed = self._workers.get(worker)
-        return self._awake_s - observed.heard_awake_s if observed else 0.0
-
-    def hung(self) -> list[str]:
-        """Return the workers that hang, as of the latest look."""
-        return [worker for worker, observed in self._workers.items() if self._hangs(observed)]
-
-    def forget(self, worker: str) -> None:
-        """Begin anew with a worker, as with one that was never seen."""
-        self._workers.pop(worker, None)
-
-    def _hangs(self, observed: _Observed) -> bool:
+    def _silence(self, observed: _Observed) -> Silence:
         silent_s = self._awake_s - observed.heard_awake_s
         idle_s = self._awake_s - observed.worked_awake_s
-        return min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
+        is_hung = min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
+        return Silence(silent_s, is_hung)
 
     def _updated(self, worker: str, seen: SignsOfLife) -> _Observed:
         before = self._workers.get(worker)
@@ -140,13 +141,11 @@ def _look(pool: WorkerPool, detector: FailureDetector) -> None:
         if record.is_wanted and (record.address or pool.pid(record))
     }
     signs = {key: _signs(pool, record) for key, record in watched.items()}
-    detector.observe(signs, now=monotonic())
-    for key, record in watched.items():
-        record.silence_s = detector.silence_s(key)
-    for key in detector.hung():
-        detector.forget(key)
+    for key, silence in detector.observe(signs, now=monotonic()).items():
         record = watched[key]
-        pool.spawn(pool.kill(record, why=f"silent for {record.silence_s:.0f} s"))
+        record.silence_s = silence.silent_s
+        if silence.is_hung:
+            pool.spawn(pool.kill(record, why=f"silent for {record.silence_s:.0f} s"))
 
 
 def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:

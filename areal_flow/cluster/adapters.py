@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from distributed import Client, Future, wait
@@ -22,6 +22,8 @@ from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 ACKNOWLEDGE_TIMEOUT_S = 30.0
 """How long a generator may take to load weights before it is replaced and its tasks run again."""
@@ -133,12 +135,10 @@ class DaskTrainer:
 
     async def restore(self) -> str:
         """Bring the trainer to the ledger's head, whoever dies meanwhile; return its hash."""
-        weights_hash: str = await self._persist(self._restore)
-        return weights_hash
+        return await self._persist(self._restore)
 
     async def step(self, request: StepRequest) -> StepResult:
-        result: StepResult = await self._persist(lambda: self._replicas.step(request))
-        return result
+        return await self._persist(lambda: self._replicas.step(request))
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
@@ -154,7 +154,7 @@ class DaskTrainer:
         """
         await self._replicas.lead(trainer_tasks.write_snapshot, step, num_slots=0)
 
-    async def _persist(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.
 
         Raises:

@@ -199,16 +199,16 @@ class WorkerPool(SchedulerPlugin):
         if record.is_ours:
             await self._launcher.stop(record.name)
         else:
-            await self._forget(record)
-            await self._ask_nanny(record, "terminate")
+            await self._end_elsewhere(record, "terminate")
 
     async def _forget(self, record: WorkerRecord) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
         if record.address in self.scheduler.workers:
             await self.scheduler.remove_worker(record.address, stimulus_id="areal-flow")
 
-    async def _ask_nanny(self, record: WorkerRecord, request: str) -> None:
-        """Ask the nanny of a worker from elsewhere; it may be gone, or hang itself."""
+    async def _end_elsewhere(self, record: WorkerRecord, request: str) -> None:
+        """Ask a worker's nanny to end its process; the nanny may be gone, or hang itself."""
+        await self._forget(record)
         if record.nanny:
             with suppress(OSError):
                 asked = getattr(self.scheduler.rpc(record.nanny), request)(reason="areal-flow")
@@ -226,8 +226,7 @@ class WorkerPool(SchedulerPlugin):
         """Kill a worker that hangs, also while it starts; its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
         if not (record.is_ours and self._launcher.kill(record.name)):
-            await self._forget(record)
-            await self._ask_nanny(record, "kill")
+            await self._end_elsewhere(record, "kill")
 
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process, the old one forgotten: its name must be free to register."""

@@ -70,11 +70,6 @@ class LocalLauncher:
         arguments = worker_arguments(placement, self._scheduler, self._network)
         return [sys.executable, *arguments, str(os.getpid())]
 
-    def environment(self, placement: WorkerPlacement) -> dict[str, str]:
-        """Return all variables of the child."""
-        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
-        return os.environ | PROCESS_ENVIRONMENT | placement.environment | paths
-
     def describe(self, exit_code: int) -> str:
         """Return in words why a child ended; negative codes are signals."""
         return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
@@ -89,11 +84,12 @@ class LocalLauncher:
         child.kill()
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
+        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         try:
             _, child = await asyncio.get_running_loop().subprocess_exec(
                 Child,
                 *self.command(placement),
-                env=self.environment(placement),
+                env=os.environ | PROCESS_ENVIRONMENT | placement.environment | paths,
                 stdout=None,
                 process_group=0,  # no Ctrl-C at a terminal reaches it
             )

@@ -7,7 +7,6 @@ connection closes, so that nothing outlives the driver or the network between th
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -59,9 +58,6 @@ class SshLauncher(LocalLauncher):
         ]
         directory = shlex.quote(self._remote.directory or str(Path.cwd()))
         return [*ssh, f"cd {directory} && exec {shlex.join(supervised)}"]
-
-    def environment(self, placement: WorkerPlacement) -> dict[str, str]:
-        return dict(os.environ)
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:

@@ -13,8 +13,8 @@ from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
-from areal_flow.cluster.health import SILENT_S
 from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.results import result_of, run_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
@@ -190,25 +190,21 @@ class DaskWeights:
 
         The health monitor replaces a silent one. It loads what is newest before its next rollout.
         """
-        generators = self._pool.generators()
-        await asyncio.gather(*(self._load(version, address) for address in generators))
+        generators = self._pool.registry.present("generator")
+        await asyncio.gather(*(self._load(version, record) for record in generators))
 
-    async def _load(self, version: int, address: str) -> None:
+    async def _load(self, version: int, record: WorkerRecord) -> None:
         """Wait for one generator; one that neither loads nor is silent is replaced."""
+        address, function = record.address, generator_tasks.load_weights
         load = asyncio.ensure_future(
-            self._client.run(
-                generator_tasks.load_weights, version, workers=[address], on_error="return"
-            )
+            self._client.run(function, version, workers=[address], on_error="return")
         )
         clock = asyncio.get_running_loop().time
         deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
-        while not load.done() and clock() < deadline and not self._is_silent(address):
+        while not load.done() and clock() < deadline and not record.is_silent:
             await asyncio.wait([load], timeout=LISTEN_EVERY_S)
-        if not _acknowledged(load) and not self._is_silent(address):
+        if not _acknowledged(load) and not record.is_silent:
             await self._pool.replace(address, why=f"version {version} was not loaded")
-
-    def _is_silent(self, address: str) -> bool:
-        return self._pool.silence_s(address) > SILENT_S
 
 
 def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:

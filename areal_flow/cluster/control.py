@@ -14,7 +14,6 @@ from typing import Any
 
 from distributed.core import rpc
 
-from areal_flow.cluster.health import SILENT_S
 from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
@@ -70,7 +69,7 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
     if worker is None:
         state = "quarantined" if record.is_quarantined else "starting"
         return WorkerStatus(record.name, record.role, state, num_deaths=num_deaths)
-    state = "silent" if record.silence_s > SILENT_S else "live"
+    state = "silent" if record.is_silent else "live"
     return WorkerStatus(
         name=record.name,
         role=record.role,
@@ -130,7 +129,7 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
         raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
     if record.role == "trainer":
         raise RunError(f"{name} trains and cannot be removed; stop the run instead")
-    others = [m for m in pool.registry.expected(record.role) if m.address and m is not record]
+    others = [m for m in pool.registry.present(record.role) if m is not record]
     if record.role and not others:
         raise RunError(
             f"{name} is the last {record.title} of this run and cannot be removed; add "

@@ -32,9 +32,6 @@ LOOK_EVERY_S = 1.0
 MIN_PROCESSOR_S = 0.05
 """Less than this is what threads use that only wait."""
 
-SILENT_S = 3.0
-"""A worker that has not been heard for longer is not waited for."""
-
 LONGEST_LOOK_S = 2.0
 """More than this between two looks means that the observer slept."""
 

@@ -114,13 +114,7 @@ class WorkerPool(SchedulerPlugin):
 
     def generators(self) -> list[str]:
         """Return the addresses of generators that take work."""
-        expected = self.registry.expected("generator")
-        return [record.address for record in expected if record.address]
-
-    def silence_s(self, address: str) -> float:
-        """Return for how long a worker has not been heard, in time that the driver was awake."""
-        record = self.registry.at(address)
-        return record.silence_s if record else 0.0
+        return [record.address for record in self.registry.present("generator")]
 
     def pid(self, record: WorkerRecord) -> int | None:
         """Return the number of a worker's process, if this machine runs it for the driver."""

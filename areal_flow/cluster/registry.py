@@ -17,6 +17,9 @@ NUM_EARLY_DEATHS = 3
 EARLY_S = 15.0
 """A death is early if the worker lived for less than this."""
 
+SILENT_S = 3.0
+"""A worker that has not been heard for longer is not waited for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -57,6 +60,10 @@ class WorkerRecord:
         return "reward worker" if self.role == "reward" else self.role
 
     @property
+    def is_silent(self) -> bool:
+        return self.silence_s > SILENT_S
+
+    @property
     def is_wanted(self) -> bool:
         return not self.is_leaving and not self.is_quarantined
 
@@ -95,8 +102,12 @@ class WorkerRegistry:
         return list(self._by_key.values())
 
     def expected(self, role: str) -> list[WorkerRecord]:
-        """Return who is there or will be again; who is there has an address."""
+        """Return who is there or will be again."""
         return [record for record in self.all() if record.role == role and record.is_expected]
+
+    def present(self, role: str) -> list[WorkerRecord]:
+        """Return who is there."""
+        return [record for record in self.expected(role) if record.address]
 
     def named(self, name: str) -> WorkerRecord | None:
         """Return the latest record of this name that is expected, if there is one."""

@@ -22,7 +22,7 @@ async def run_task(
     """Run a function on a worker that has a resource; return its result.
 
     Args:
-        num_slots: how many of the resource the task takes; 0 takes none and waits for none.
+        num_slots: how many of the resource it takes; with 0 it runs beside those that have it.
         options: of `Client.submit`.
 
     Raises:

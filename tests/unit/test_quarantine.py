@@ -82,11 +82,11 @@ def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
     registry = WorkerRegistry()
     newcomer = from_elsewhere("tcp://b")
     assert registry.joined(newcomer, now=1.0) is newcomer
-    assert registry.expected("generator") == [newcomer]
+    assert registry.present("generator") == registry.expected("generator") == [newcomer]
     newcomer.address = ""
     assert registry.expected("generator") == []
     assert registry.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
-    assert [record.address for record in registry.expected("generator")] == ["tcp://c"]
+    assert [record.address for record in registry.present("generator")] == ["tcp://c"]
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:

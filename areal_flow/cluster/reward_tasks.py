@@ -2,6 +2,7 @@
 
 | who                    | waits for                | unblocked by                           |
 |------------------------|--------------------------|----------------------------------------|
+| an episode             | completions              | its own worker's engine                |
 | an episode             | a score, a tool's result | a task on a reward worker              |
 | a reward worker's task | its resource             | the task before it, which never waits  |
 |                        |                          | for an episode: nothing can deadlock   |

@@ -66,8 +66,9 @@ class WorkerContext(WorkerPlugin):
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
         worker.metrics[VERSION_METRIC] = self._policy_version
-        os.setpgrp()
         _align_received_tables()
+        if os.getpgrp() != os.getpid():
+            os.setpgrp()
 
     async def teardown(self, worker: Worker) -> None:
         """Close the parts of a worker that ends, or that another run's context takes over.

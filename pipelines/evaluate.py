@@ -15,7 +15,7 @@ from typing import Any
 from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
 from areal_flow.evaluation import answer_held_out, tabulate
@@ -84,8 +84,8 @@ def evaluate_model(
 
 async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    plugin = RunPlugin(layout.root, NO_WRITER)
-    async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
+    context = WorkerContext(layout.root, NO_WRITER)
+    async with launch_cluster(workers, recipe.cluster, context) as cluster:
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
             DaskRollouts(cluster.client, reader).answer,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers, trainer_name
-from areal_flow.cluster.sft import sft_checkpoint, sft_chunk
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.trainer_tasks import sft_checkpoint, sft_chunk
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
@@ -68,10 +68,10 @@ async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: obj
     """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
     workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
-    plugin = RunPlugin(layout.root, writer.writer_epoch)
+    context = WorkerContext(layout.root, writer.writer_epoch)
     try:
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=1, replace=cluster.pool.replace

@@ -14,12 +14,11 @@ from time import monotonic
 from typing import Any
 
 from areal_flow import __version__
-from areal_flow.cluster import tasks
+from areal_flow.cluster import generator_tasks, trainer_tasks
 from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, check_cluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
@@ -99,11 +98,11 @@ async def run_training(
     if resume:
         take_over(layout, writer)
     tracking = start_tracking(layout, recipe)
-    plugin = RunPlugin(layout.root, writer.writer_epoch)
+    context = WorkerContext(layout.root, writer.writer_epoch)
     status = "FAILED"
     try:
         with StopSignals() as signals:
-            async with launch_cluster(place_workers(recipe), recipe.cluster, plugin) as cluster:
+            async with launch_cluster(place_workers(recipe), recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
@@ -145,7 +144,7 @@ class Training:
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
-        self.trainer = DaskTrainer(cluster.client, self.replicas, self._restore_trainer)
+        self.trainer = DaskTrainer(self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -160,11 +159,12 @@ class Training:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
         begun = resume and self.ledger.head >= 0
         start, _ = await asyncio.gather(
-            self.restore() if begun else self.begin(), self._on_generators(tasks.import_engine)
+            self.restore() if begun else self.begin(),
+            self._on_generators(generator_tasks.import_engine),
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
-        await self._on_generators(tasks.prepare_generator)
+        await self._on_generators(generator_tasks.prepare_generator)
         if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
             self.held_out["before"] = tabulate(rows)
         elif start.policy_version == 0:
@@ -184,7 +184,7 @@ class Training:
         )
         if source is None:
             return None
-        hashes, environment = await self.replicas.lead(tasks.begin_from_directory, source)
+        hashes, environment = await self.replicas.lead(trainer_tasks.begin_from_directory, source)
         row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
         self.ledger.append({**row, "seconds_train": monotonic() - began})
         self.channel.publish(0)
@@ -206,7 +206,7 @@ class Training:
 
     async def train(self, start: InitialState) -> int:
         """Train until all steps are done, time is over or a signal came; return the version."""
-        totals = await self._on_generators(tasks.engine_stats)
+        totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
         self.cluster.pool.subscribe(
             lambda num_generators: flow.set_max_running(self._max_running(num_generators))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.placement import place_workers
-from areal_flow.cluster.worker_process import PRELOAD
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
@@ -91,7 +90,6 @@ def join_command(scheduler: str, recipe: Recipe) -> str:
         "nthreads": placement.num_threads,
         "resources": f"{placement.role}={placement.num_slots}",
         "memory-limit": 0,
-        "preload": PRELOAD,
     }
     if network.has_tls:
         files = network.tls_ca, network.tls_certificate, network.tls_key

@@ -56,7 +56,6 @@ async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
         try:
             yield pool
         finally:
-            pool.close()
             await pool.stop()
 
 

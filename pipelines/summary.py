@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Table, make_console, print_parts
+
+COLUMNS = {
+    "difficulty": "{difficulty}",
+    "prompts": "{n}",
+    "before": "{before}",
+    "after": "{after}",
+    "mean tokens": "{tokens}",
+}
 
 
 def summarise(
@@ -72,20 +78,17 @@ def print_summary(
     model: str,
 ) -> None:
     """Show what the run did and what to type next."""
-    console = make_console()
-    if len(held_out) == 2:
-        _print_rates(console, held_out["before"], held_out["after"])
-    console.print(
+    said = (
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
         f"(first policy {summary['seconds_first_policy']:.0f} s, all "
         f"{summary['seconds_total']:.0f} s); "
         f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
         f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
         f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "
-        f"{summary['overlap_efficiency']:.2f}",
-        soft_wrap=True,
+        f"{summary['overlap_efficiency']:.2f}"
     )
-    console.print("\n".join(next_commands(layout, model)), soft_wrap=True)
+    rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
+    print_parts(make_console(), *rates, said, *next_commands(layout, model))
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:
@@ -103,18 +106,21 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
-def _print_rates(console: Console, before: EvaluationTable, after: EvaluationTable) -> None:
-    rows: list[tuple[str, ...]] = []
-    for difficulty, (rate, length) in before.by_difficulty.items():
-        rate_after, length_after = after.by_difficulty[difficulty]
-        lengths = f"{length:.1f} -> {length_after:.1f}"
-        rates = f"{rate.pass_rate:.3f}", f"{rate_after.pass_rate:.3f}"
-        rows.append((str(difficulty), str(rate.n), *rates, lengths))
-    overall = before.overall, after.overall
-    rows.append(("all", str(before.overall.n), *map(_interval, overall), ""))
-    labels = ("difficulty", "prompts", "before", "after", "mean tokens")
+def _rates(before: EvaluationTable, after: EvaluationTable) -> Table:
+    rows: list[dict[str, Any]] = [
+        {
+            "difficulty": difficulty,
+            "n": rate.n,
+            "before": f"{rate.pass_rate:.3f}",
+            "after": f"{after.by_difficulty[difficulty][0].pass_rate:.3f}",
+            "tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
+        }
+        for difficulty, (rate, length) in before.by_difficulty.items()
+    ]
+    overall = {"before": _interval(before.overall), "after": _interval(after.overall)}
+    rows.append({"difficulty": "all", "n": before.overall.n, **overall, "tokens": ""})
     title = "Held-out prompts, one sample each, 95% intervals"
-    print_table(console, labels, rows, title=title)
+    return Table(COLUMNS, rows, title)
 
 
 def _interval(rate: PassRate) -> str:

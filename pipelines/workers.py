@@ -9,8 +9,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
@@ -20,15 +21,24 @@ from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Report, Table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
 
-COLUMNS = (
-    *("worker", "role", "state", "pid", "address", "slots", "version"),
-    *("running", "assigned", "silent", "deaths"),
-)
+COLUMNS = {
+    "worker": "{name}",
+    "role": "{role}",
+    "state": "{state}",
+    "pid": "{pid}",
+    "address": "{address}",
+    "slots": "{num_slots}",
+    "version": "{policy_version}",
+    "running": "{num_running}",
+    "assigned": "{num_assigned}",
+    "silent": "{silence_s:.0f} s",
+    "deaths": "{num_deaths}",
+}
 
 
 @contextmanager
@@ -61,27 +71,23 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
 
 
-def print_workers(runs: Path, name: str) -> None:
-    """Print a running run's workers, and how another one joins."""
+def report_workers(runs: Path, name: str) -> Report:
+    """Report a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
     settings = load_recipe(layout.config)
-    statuses = asyncio.run(list_workers(scheduler, settings.cluster.network))
-    print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
+    network = settings.cluster.network
+    rows = [_row(status) for status in asyncio.run(list_workers(scheduler, network))]
     placements = {placed.role: placed for placed in place_workers(settings)}
-    print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, placements['generator'], settings.cluster.network)}")
+    join = join_command(scheduler, placements["generator"], network)
+    said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
+    return Report({"run": name, "workers": rows, "join": join}, [Table(COLUMNS, rows), *said])
 
 
-def _row(status: WorkerStatus) -> list[str]:
-    named = [status.name, status.role, status.state]
-    if not status.address:
-        return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
-    version = "-" if status.policy_version is None else str(status.policy_version)
-    return [
-        *(*named, str(status.pid), status.address, str(status.num_slots), version),
-        *(str(status.num_running), str(status.num_assigned)),
-        *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
-    ]
+def _row(status: WorkerStatus) -> dict[str, Any]:
+    """Return a worker as a row; nothing is known of one without a process but its deaths."""
+    row = asdict(status)
+    known = {"name", "role", "state", "num_deaths"} if not status.address else set(row)
+    return {name: value if name in known else None for name, value in row.items()}
 
 
 def join_command(

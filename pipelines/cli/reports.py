@@ -1,81 +1,86 @@
-"""What an audit found, how an evaluation went and which runs there are, on a terminal."""
+"""What an audit found, how an evaluation went, and which runs there are."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from areal_flow.audit.findings import Report
+from areal_flow.audit.run import check_run
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import newest_lease
 from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Report, Table
+
+_CHECK_COLUMNS = {
+    "": "{severity}",
+    "rule": "{rule}",
+    "where": "{where}",
+    "expected": "{expected}",
+    "found": "{found}",
+    "what to do": "{advice}",
+}
+_EVALUATION_COLUMNS = {
+    "difficulty": "{difficulty}",
+    "prompts": "{n}",
+    "pass rate": "{pass_rate:.3f}",
+    "95% interval": "[{low:.3f}, {high:.3f}]",
+    "mean length": "{mean_length:.1f}",
+}
+_RUN_COLUMNS = {
+    "run": "{run}",
+    "state": "{state}",
+    "steps": "{num_steps}",
+    "pass rate": "{before:.3f} -> {after:.3f}",
+    "since": "{since}",
+    "reason": "{reason}",
+}
 
 
-def print_check_json(report: Report) -> None:
-    """Print what was found as one JSON object."""
-    print(json.dumps(report.as_json()))
+def report_check(layout: RunLayout) -> Report:
+    """Report each finding with what to do, and how much was looked at."""
+    audit = check_run(layout)
+    found = audit.as_json()
+    checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
+    table = Table(_CHECK_COLUMNS, found["findings"], prose=(*_CHECK_COLUMNS,)[2:])
+    last = f"{audit.run}: {audit.verdict}. Checked: {checked}"
+    return Report(found, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 
-def print_check(report: Report) -> None:
-    """Print each finding with what to do, and how much was looked at."""
-    if report.findings:
-        labels = ("", "rule", "where", "expected", "found", "what to do")
-        rows = [(f.severity, *f[:5]) for f in report.findings]
-        print_table(make_console(), labels, rows, prose=labels[2:])
-    checked = ", ".join(f"{count} {kind}" for kind, count in report.checked.items()) or "nothing"
-    print(f"{report.run}: {report.verdict}. Checked: {checked}")
-
-
-def print_evaluation(found: EvaluationTable, directory: Path) -> None:
-    """Print a table by difficulty, and one line of JSON."""
+def report_evaluation(found: EvaluationTable, model: Path) -> Report:
+    """Report pass rates by difficulty, and the overall one as a line of JSON."""
+    overall = asdict(found.overall)
     rows = [
-        (
-            str(difficulty),
-            str(rate.n),
-            f"{rate.pass_rate:.3f}",
-            f"[{rate.low:.3f}, {rate.high:.3f}]",
-            f"{length:.1f}",
-        )
+        {"difficulty": difficulty, **asdict(rate), "mean_length": length}
         for difficulty, (rate, length) in found.by_difficulty.items()
     ]
-    labels = ("difficulty", "prompts", "pass rate", "95% interval", "mean length")
-    title = f"{directory.name}: held-out prompts, one sample each"
-    print_table(make_console(), labels, rows, title=title)
-    print(json.dumps(asdict(found.overall)))
+    table = Table(_EVALUATION_COLUMNS, rows, f"{model.name}: held-out prompts, one sample each")
+    data = {"model": model, "overall": overall, "by_difficulty": rows}
+    return Report(data, [table, json.dumps(overall)])
 
 
-def print_runs(runs: Path) -> None:
-    """Print every run with its state and how far it is."""
-    rows = [_row(layout) for layout in list_runs(runs)]
-    if not rows:
-        print(f"no runs in {runs}")
-        return
-    labels = ("run", "state", "steps", "pass rate", "since", "reason")
-    print_table(make_console(), labels, rows, prose=("reason",))
+def report_runs(runs: Path) -> Report:
+    """Report every run with its state and how far it is."""
+    rows = [_run(layout) for layout in list_runs(runs)]
+    table = Table(_RUN_COLUMNS, rows, prose=("reason",))
+    return Report({"runs": rows}, [table if rows else f"no runs in {runs}"])
 
 
-def _row(layout: RunLayout) -> tuple[str, ...]:
-    observed, lease = observed_state(layout), newest_lease(layout.writers)
-    since = lease.since if lease else "-"
-    progress = _num_steps(layout), _rates(layout)
-    return (layout.name, observed.state, *progress, since, observed.reason)
-
-
-def _num_steps(layout: RunLayout) -> str:
-    if not layout.steps.is_dir():
-        return "-"
-    return str(max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1))
-
-
-def _rates(layout: RunLayout) -> str:
-    if not layout.summary.is_file():
-        return "-"
-    summary = json.loads(layout.summary.read_text())
-    before, after = summary["held_out_before"], summary["held_out_after"]
-    if not (before and after):
-        return "-"
-    return f"{before['pass_rate']:.3f} -> {after['pass_rate']:.3f}"
+def _run(layout: RunLayout) -> dict[str, Any]:
+    lease, num_steps, rates = newest_lease(layout.writers), None, {}
+    if layout.steps.is_dir():
+        num_steps = max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1)
+    if layout.summary.is_file():
+        summary = json.loads(layout.summary.read_text())
+        rates = {when: summary[f"held_out_{when}"] or {} for when in ("before", "after")}
+    return {
+        "run": layout.name,
+        **asdict(observed_state(layout)),
+        "num_steps": num_steps,
+        "before": rates.get("before", {}).get("pass_rate"),
+        "after": rates.get("after", {}).get("pass_rate"),
+        "since": lease.since if lease else None,
+    }

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from areal_flow.config import build_recipe, load_recipe, merge
 from areal_flow.errors import ConfigError
@@ -32,12 +32,6 @@ class Which:
     """The run to continue; only --num-steps and --max-minutes may change."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
-
-
-def add_to(app: App) -> None:
-    """Add the commands."""
-    app.command(train)
-    app.command(sft)
 
 
 def train(
@@ -113,3 +107,6 @@ def _drive(
         recipe = build_recipe(table, source=str(layout.config))
         outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
     return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
+
+
+COMMANDS = (train, sft)

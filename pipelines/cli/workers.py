@@ -9,25 +9,20 @@ from cyclopts import App, Parameter
 
 from areal_flow.config import load_recipe
 from pipelines.cli.settings import Given
+from pipelines.cli.tables import Report
+
+group = App(name="workers", help="List, add and remove workers of a running job.")
 
 
-def add_to(app: App) -> None:
-    """Add the commands."""
-    group = App(name="workers", help="List, add and remove workers of a running job.")
-    group.command(list_, name="list")
-    group.command(add)
-    group.command(remove)
-    app.command(group)
-    app.command(doctor)
-
-
-def list_(run: str, /, *, folders: Given) -> None:
+@group.command(name="list")
+def list_(run: str, /, *, folders: Given) -> Report:
     """Show every worker: role, process, work, signs of life."""
-    from pipelines.workers import print_workers
+    from pipelines.workers import report_workers
 
-    print_workers(folders.runs, run)
+    return report_workers(folders.runs, run)
 
 
+@group.command
 def add(
     run: str,
     /,
@@ -46,6 +41,7 @@ def add(
     print(f"{', '.join(names)} joined {run}")
 
 
+@group.command
 def remove(run: str, worker: str, /, *, folders: Given) -> None:
     """Retire a worker, named as `list` shows it; its work runs again elsewhere."""
     from areal_flow.cluster.control import remove_worker
@@ -56,8 +52,11 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
-def doctor(*, folders: Given) -> int:
+def doctor(*, folders: Given) -> Report:
     """Say what this machine has and what will work."""
-    from pipelines.cli.doctor_report import doctor
+    from pipelines.cli.doctor_report import report_machine
 
-    return doctor(folders.runs)
+    return report_machine(folders.runs)
+
+
+COMMANDS = (group, doctor)

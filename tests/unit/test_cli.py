@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["lineage", "models:/m/1", "--step", "2"], "--step goes with a run"),
         (["workers", "add", "run"], "--role requires an argument"),
         (["track", "run"], "--to requires an argument"),
+        (["--json", "train"], "`train` prints no report"),
     ],
 )
 def test_wrong_usage_says_what_was_expected(
@@ -151,6 +153,20 @@ def test_ui_and_track_find_what_they_show(
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
     assert tracked == [((tmp_path / "r").resolve(), "http://there")]
     assert "it lacked 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["runs", "doctor"])
+def test_reports_can_be_had_as_json(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r").mkdir()
+    write_identity(RunLayout(tmp_path / "r"))
+    (tmp_path / "r" / "config.toml").write_text("")
+    for arguments in (["--json", command], [command, "--json"]):
+        assert main(["--runs", str(tmp_path), *arguments]) == 0
+        found = json.loads(capsys.readouterr().out)
+    rows = found["runs"] if command == "runs" else found["machine"]
+    assert rows[0]["run" if command == "runs" else "what"] in ("r", "python")
 
 
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

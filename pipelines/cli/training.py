@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import Parameter
 
-from areal_flow.config import build_recipe, load_recipe, merge
+from areal_flow.config import build_recipe, load_recipe, merge, nest
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
@@ -58,7 +58,7 @@ def train(
         given |= {"source": "file", "path": str(prompts)}
     if skip_bad_rows:
         given["skip_bad_rows"] = True
-    overrides = merge(dict(settings or {}), {"prompts": given} if given else {})
+    overrides = merge(nest(settings or {}), {"prompts": given} if given else {})
     return _drive(TRAINING, recipe, which or Which(), overrides, folders)[1]
 
 
@@ -78,7 +78,7 @@ def sft(
     from pipelines.jobs import SFT
     from pipelines.models import newest_checkpoint
 
-    layout, code = _drive(SFT, recipe, which or Which(), dict(settings or {}), folders)
+    layout, code = _drive(SFT, recipe, which or Which(), nest(settings or {}), folders)
     if code == 0:
         print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
         print(f"Export it with: areal-flow export {layout.name} DIRECTORY")

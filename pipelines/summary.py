@@ -10,14 +10,6 @@ from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
 from pipelines.cli.tables import Table, make_console, print_parts
 
-COLUMNS = {
-    "difficulty": "{difficulty}",
-    "prompts": "{n}",
-    "before": "{before}",
-    "after": "{after}",
-    "mean tokens": "{tokens}",
-}
-
 
 def summarise(
     held_out: Mapping[str, EvaluationTable],
@@ -110,17 +102,17 @@ def _rates(before: EvaluationTable, after: EvaluationTable) -> Table:
     rows: list[dict[str, Any]] = [
         {
             "difficulty": difficulty,
-            "n": rate.n,
+            "prompts": rate.n,
             "before": f"{rate.pass_rate:.3f}",
             "after": f"{after.by_difficulty[difficulty][0].pass_rate:.3f}",
-            "tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
+            "mean tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
         }
         for difficulty, (rate, length) in before.by_difficulty.items()
     ]
     overall = {"before": _interval(before.overall), "after": _interval(after.overall)}
-    rows.append({"difficulty": "all", "n": before.overall.n, **overall, "tokens": ""})
+    rows.append({"difficulty": "all", "prompts": before.overall.n, **overall, "mean tokens": ""})
     title = "Held-out prompts, one sample each, 95% intervals"
-    return Table(COLUMNS, rows, title)
+    return Table(rows, title)
 
 
 def _interval(rate: PassRate) -> str:

@@ -26,20 +26,6 @@ from pipelines.cli.tables import Report, Table
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
 
-COLUMNS = {
-    "worker": "{name}",
-    "role": "{role}",
-    "state": "{state}",
-    "pid": "{pid}",
-    "address": "{address}",
-    "slots": "{num_slots}",
-    "version": "{policy_version}",
-    "running": "{num_running}",
-    "assigned": "{num_assigned}",
-    "silent": "{silence_s:.0f} s",
-    "deaths": "{num_deaths}",
-}
-
 
 @contextmanager
 def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
@@ -76,18 +62,32 @@ def report_workers(runs: Path, name: str) -> Report:
     layout, scheduler = scheduler_of(runs, name)
     settings = load_recipe(layout.config)
     network = settings.cluster.network
-    rows = [_row(status) for status in asyncio.run(list_workers(scheduler, network))]
+    statuses = asyncio.run(list_workers(scheduler, network))
     placements = {placed.role: placed for placed in place_workers(settings)}
     join = join_command(scheduler, placements["generator"], network)
     said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
-    return Report({"run": name, "workers": rows, "join": join}, [Table(COLUMNS, rows), *said])
+    found = {"run": name, "workers": [asdict(status) for status in statuses], "join": join}
+    return Report(found, [Table([_row(status) for status in statuses]), *said])
 
 
 def _row(status: WorkerStatus) -> dict[str, Any]:
     """Return a worker as a row; nothing is known of one without a process but its deaths."""
-    row = asdict(status)
-    known = {"name", "role", "state", "num_deaths"} if not status.address else set(row)
-    return {name: value if name in known else None for name, value in row.items()}
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    return {
+        "worker": status.name,
+        "role": status.role,
+        "state": status.state,
+        **(process if status.address else dict.fromkeys(process)),
+        "deaths": status.num_deaths,
+    }
 
 
 def join_command(

@@ -116,7 +116,7 @@ def lineage(
     """
     if step is not None and model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
-    from pipelines.cli.lineage_report import report_lineage
+    from pipelines.cli.reports import report_lineage
     from pipelines.cli.table_file import write_table_file
     from pipelines.models import trace_model
 

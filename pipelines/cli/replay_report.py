@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from typing import Any
 
-import pandas as pd
 from rich.console import RenderableType
 
 from areal_flow.errors import RunError
@@ -17,42 +15,6 @@ from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.recovery.replay import Replayed
 from areal_flow.trainer.inspection import InspectedTrajectory
 from pipelines.cli.tables import Report, Table
-
-_STEP_COLUMNS = {
-    "": "{name}",
-    "recorded": "{recorded}",
-    "replayed": "{replayed}",
-    "equal?": "{equal}",
-    "changed": "{changed}",
-}
-_TRAJECTORY_COLUMNS = {
-    "trajectory": "{of.trajectory_id}",
-    "reward": "{of.reward:g}",
-    "advantage": "{of.replayed.advantage:.3f}",
-    "trained": "{of.replayed.num_trained}",
-    "masked": "{num_masked}",
-    "staleness": "{of.staleness_max}",
-    "w mean": "{mean[weight]:.3f}",
-    "w max": "{weight_max:.3f}",
-    "clipped": "{num_clipped}",
-    "logprob behaviour": "{mean[behaviour]:.4f}",
-    "before": "{mean[before]:.4f}",
-    "replayed": "{mean[replayed]:.4f}",
-    "changed": "{mean[changed]:.4f}",
-    "mean |difference|": "{of.mean_difference:.2e}",
-}
-_TOKEN_COLUMNS = {
-    "": "{index}",
-    "token": "{token}",
-    "version": "{version}",
-    "logprob behaviour": "{behaviour:.5f}",
-    "before": "{before:.5f}",
-    "w": "{weight:.4f}",
-    "replayed": "{replayed:.5f}",
-    "changed": "{changed:.5f}",
-    "difference": "{difference:+.2e}",
-    "masked?": "{masked}",
-}
 
 
 def report_replay(
@@ -81,14 +43,12 @@ def report_replay(
     if num_trajectories:
         different = most_different(replayed, num_trajectories)
         found["trajectories"] = [asdict(trajectory) for trajectory in different]
-        parts.append(_trajectory_table(different, replayed.changed))
+        parts.append(_trajectory_table(different))
     if tokens_of:
         shown = _trajectory(layout, replayed, tokens_of)
         texts = _token_texts(layout, shown)
         found["tokens_of"] = {**asdict(shown), "texts": texts}
-        rows = _tokens(shown).assign(token=list(map(repr, texts))).reset_index().to_dict("records")
-        columns = _columns(_TOKEN_COLUMNS, replayed.changed)
-        parts.append(Table(columns, rows, f"Trajectory {shown.trajectory_id}"))
+        parts.append(_token_table(shown, texts))
     return Report(found, parts, code=int(bool(replayed.refused)))
 
 
@@ -155,20 +115,15 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
     }
 
 
-def _columns(columns: dict[str, str], changed: object) -> dict[str, str]:
-    return {label: of for label, of in columns.items() if changed or label != "changed"}
-
-
 def _step_table(found: dict[str, Any]) -> Table:
-    computed = {of: found[of] or {} for of in ("recorded", "replayed", "changed")}
+    recorded, replayed, changed = (found[of] for of in ("recorded", "replayed", "changed"))
     rows = []
-    for name in dict.fromkeys(chain(*computed.values())):  # another algorithm has other metrics
-        recorded, again, _ = values = [column.get(name) for column in computed.values()]
-        equal = "yes" if recorded == again else "NO"
-        row = dict(zip(computed, map(_value, values), strict=True))
-        row["equal"] = None if recorded is None and again is None else equal
-        rows.append({"name": name.replace("_", " "), **row})
-    return Table(_columns(_STEP_COLUMNS, found["changed"]), rows)
+    for name in {**recorded, **replayed, **(changed or {})}:  # another algorithm has other metrics
+        there, here = recorded.get(name), replayed.get(name)
+        row = {"": name.replace("_", " "), "recorded": _value(there), "replayed": _value(here)}
+        row["equal?"] = None if there is here is None else "yes" if there == here else "NO"
+        rows.append(row | ({"changed": _value(changed.get(name))} if changed else {}))
+    return Table(rows)
 
 
 def _value(value: float | str | None) -> str | None:
@@ -177,39 +132,60 @@ def _value(value: float | str | None) -> str | None:
     return f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
 
 
-def _trajectory_table(shown: Sequence[InspectedTrajectory], changed: object) -> Table:
-    rows = []
-    for trajectory in shown:
-        tokens = _tokens(trajectory)
-        row = {"of": trajectory, "mean": tokens.mean(numeric_only=True).fillna(0.0)}
-        row["num_masked"] = len(tokens) - trajectory.replayed.num_trained
-        row["num_clipped"] = sum(trajectory.replayed.clipped)
-        rows.append(row | {"weight_max": tokens["weight"].max() if len(tokens) else 1.0})
-    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
-    return Table(_columns(_TRAJECTORY_COLUMNS, changed), rows, title)
-
-
-def _tokens(trajectory: InspectedTrajectory) -> pd.DataFrame:
-    replayed, changed = trajectory.replayed, trajectory.changed
-    would_train = changed.trained if changed else replayed.trained
-    masked = {
-        (True, True): "",
-        (False, False): "masked",
-        (True, False): "masked if changed",
-        (False, True): "masked, trained if changed",
-    }
-    return pd.DataFrame(
+def _trajectory_table(shown: Sequence[InspectedTrajectory]) -> Table:
+    rows = [
         {
-            "version": trajectory.versions,
-            "behaviour": trajectory.behavior_logprobs,
-            "before": trajectory.proximal_logprobs,
-            "weight": trajectory.importance_weights,
-            "replayed": replayed.logprobs,
-            "changed": changed.logprobs if changed else None,
-            "difference": trajectory.differences,
-            "masked": [masked[both] for both in zip(replayed.trained, would_train, strict=True)],
+            "trajectory": trajectory.trajectory_id,
+            "reward": f"{trajectory.reward:g}",
+            "advantage": f"{trajectory.replayed.advantage:.3f}",
+            "trained": trajectory.replayed.num_trained,
+            "masked": len(trajectory.tokens) - trajectory.replayed.num_trained,
+            "staleness": trajectory.staleness_max,
+            "w mean": f"{_mean(trajectory.importance_weights):.3f}",
+            "w max": f"{max(trajectory.importance_weights, default=1.0):.3f}",
+            "clipped": sum(trajectory.replayed.clipped),
+            "logprob behaviour": f"{_mean(trajectory.behavior_logprobs):.4f}",
+            "before": f"{_mean(trajectory.proximal_logprobs):.4f}",
+            "replayed": f"{_mean(trajectory.replayed.logprobs):.4f}",
+            **({"changed": f"{_mean(t.logprobs):.4f}"} if (t := trajectory.changed) else {}),
+            "mean |difference|": f"{trajectory.mean_difference:.2e}",
         }
-    )
+        for trajectory in shown
+    ]
+    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
+    return Table(rows, title)
+
+
+def _token_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
+    changed = trajectory.changed
+    rows = [
+        {
+            "": index,
+            "token": repr(text),
+            "version": trajectory.versions[index],
+            "logprob behaviour": f"{trajectory.behavior_logprobs[index]:.5f}",
+            "before": f"{trajectory.proximal_logprobs[index]:.5f}",
+            "w": f"{trajectory.importance_weights[index]:.4f}",
+            "replayed": f"{trajectory.replayed.logprobs[index]:.5f}",
+            **({"changed": f"{changed.logprobs[index]:.5f}"} if changed else {}),
+            "difference": f"{trajectory.differences[index]:+.2e}",
+            "masked?": _masked(trajectory, index),
+        }
+        for index, text in enumerate(texts)
+    ]
+    return Table(rows, f"Trajectory {trajectory.trajectory_id}")
+
+
+def _masked(trajectory: InspectedTrajectory, index: int) -> str:
+    trained = trajectory.replayed.trained[index]
+    changed = trajectory.changed.trained[index] if trajectory.changed else trained
+    if trained == changed:
+        return "" if trained else "masked"
+    return "masked if changed" if trained else "masked, trained if changed"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> InspectedTrajectory:

@@ -11,20 +11,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from string import Formatter
 from typing import Any
 
 from rich import table as rich_table
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
-
-Cell = str | Text
-Columns = Mapping[str, str | Callable[[Any], Cell]]
-"""By label: a function of a row, or a template such as `{loss:.4f}`, a dash if that is None."""
 
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
@@ -54,8 +49,8 @@ class Report:
 class Table:
     """Rows under their labels, columns of numbers to the right."""
 
-    columns: Columns
     rows: Sequence[Mapping[str, Any]]
+    """Texts and numbers by their labels, in the order of the columns; None is a dash."""
     title: str = ""
     prose: Collection[str] = ()
     """Columns whose cells may go on in the next line."""
@@ -65,37 +60,36 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(f"\n{self.title}", style="bold")
-        cells = [[_cell(column, row) for column in self.columns.values()] for row in self.rows]
         for gap in (1,) if self.texts else (2, 1):
-            grid, least_width = self._grid(cells, gap)
+            grid, least_width = self._grid(gap)
             if least_width <= options.max_width:
                 yield grid
                 return
-        for line in cells:
-            yield facts(zip(self.columns, line, strict=True))
+        for row in self.rows:
+            yield facts(row.items())
             yield Text()
 
-    def _grid(self, cells: Sequence[Sequence[Text]], gap: int) -> tuple[rich_table.Table, int]:
+    def _grid(self, gap: int) -> tuple[rich_table.Table, int]:
+        """Return all cells in columns, and the width without which something would be cut."""
         grid = rich_table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-        least_width = gap * (len(self.columns) - 1)
-        for at, label in enumerate(self.columns):
-            column = [line[at] for line in cells]
-            natural = max(text.cell_len for text in (Text(label), *column))
+        least_width, columns = -gap, []
+        for label in self.rows[0] if self.rows else ():
+            texts = [Text(label, "bold"), *(_text(row[label]) for row in self.rows)]
+            natural = max(text.cell_len for text in texts)
             folds, shortens = label in self.prose, label in self.texts
             least = _LEAST_PROSE if folds else _LEAST_TEXT if shortens else natural
-            least_width += min(natural, least)
+            least_width += gap + min(natural, least)
+            head, *cells = map(_Shortened, texts) if shortens else texts
             grid.add_column(
-                _Shortened(Text(label, "bold")) if shortens else Text(label, "bold"),
-                justify="right"
-                if all(_NUMBER.fullmatch(text.plain) for text in column)
-                else "left",
+                head,
+                justify="right" if all(_NUMBER.fullmatch(t.plain) for t in texts[1:]) else "left",
                 overflow="fold",
                 min_width=min(natural, least),
                 no_wrap=not (folds or shortens),
             )
-        for line in cells:
-            in_columns = zip(self.columns, line, strict=True)
-            grid.add_row(*(_Shortened(t) if label in self.texts else t for label, t in in_columns))
+            columns.append(cells)
+        for line in zip(*columns, strict=True):
+            grid.add_row(*line)
         return grid, least_width
 
 
@@ -113,13 +107,13 @@ class _Shortened:
         yield Text(line, self.text.style, no_wrap=True, overflow="ellipsis")
 
 
-def facts(pairs: Iterable[tuple[str, Cell]]) -> rich_table.Table:
+def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
     """Return a fact a line, each after its label; long ones go on under themselves."""
     grid = rich_table.Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, fact in pairs:
-        grid.add_row(Text(label), Text(fact) if isinstance(fact, str) else fact)
+        grid.add_row(Text(label), _text(fact))
     return grid
 
 
@@ -166,18 +160,5 @@ def one_line(text: str, width: int) -> str:
     return f"{line[: width - 1 - tail]}…{line[len(line) - tail :]}"
 
 
-class _Template(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if value is None:
-            raise LookupError
-        return super().format_field(value, format_spec)
-
-
-def _cell(column: str | Callable[[Any], Cell], row: Mapping[str, Any]) -> Text:
-    if not isinstance(column, str):
-        found = column(row)
-        return Text(found) if isinstance(found, str) else found
-    try:
-        return Text(_Template().vformat(column, (), row))
-    except LookupError:
-        return Text("-")
+def _text(cell: Any) -> Text:
+    return cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell))

@@ -19,18 +19,11 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from areal_flow.store.browsing import (
-    Selection,
-    ShownToken,
-    ShownTrajectory,
-    count_trajectories,
-    read_rows,
-    select_ids,
-    stream_rows,
-)
+from areal_flow.store import browsing
+from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import Cell, Columns, Report, Table, facts, one_line, printable
+from pipelines.cli.tables import Report, Table, facts, one_line, printable
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "num_tokens", "version_spans", "finish_reason"),
@@ -47,10 +40,10 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
         ConfigError: the condition or the order cannot be read.
     """
     with closing(run.database(at=at)) as database:
-        num_matching = count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
+        num_matching = browsing.count_trajectories(database, selection)
+        identifiers = browsing.select_ids(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
-        rows = read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
+        rows = browsing.read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
     more = "" if len(rows) == num_matching else "; --limit K for more"
     last = f"{len(rows)} of {num_matching} that match{more}; --show # or ID for one in full"
     found = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
@@ -66,46 +59,44 @@ def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int |
         ConfigError: the condition, the order or the file's name will not do; nothing was written.
     """
     with closing(run.database(at=at)) as database:
-        count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
-        schema = read_rows(database, []).schema
-        num_rows = write_table_file(path, stream_rows(database, identifiers), schema)
+        browsing.count_trajectories(database, selection)
+        identifiers = browsing.select_ids(database, selection)
+        schema = browsing.read_rows(database, []).schema
+        num_rows = write_table_file(path, browsing.stream_rows(database, identifiers), schema)
     found = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}
     return Report(found, [f"{num_rows} trajectories of {run.layout.name} in {path}"])
 
 
 def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Table:
     """Return rows, a line each; what is left of a line goes to prompt and completion."""
-    columns: Columns = {
-        "#": "{number}",
-        "trajectory": "{trajectory_id}",
-        "diff": "{difficulty}",
-        "reward": lambda row: Text(_short(row["reward"]), _reward_style(row["reward"])),
-        "tokens": "{num_tokens}",
-        "versions": _versions_cell,
-        "end": "{finish_reason}",
-        "status": _status_cell,
-        **{name: f"{{{name}}}" for name in extra},
-        "prompt": "{prompt}",
-        "completion": "{completion}",
-    }
-    numbered = [
-        {**row, **{name: _short(row[name]) for name in extra}, "number": number}
+    texts = ("prompt", "completion")
+    listed = [
+        {
+            "#": number,
+            "trajectory": row["trajectory_id"],
+            "diff": row["difficulty"],
+            "reward": Text(_short(row["reward"]), _reward_style(row["reward"])),
+            "tokens": row["num_tokens"],
+            "versions": _versions([str(span["version"]) for span in row["version_spans"]]),
+            "end": row["finish_reason"],
+            "status": _short_status(row),
+            **{name: _short(row[name]) for name in extra},
+            **{name: row[name] for name in texts},
+        }
         for number, row in enumerate(rows, start=1)
     ]
-    return Table(columns, numbered, texts=("prompt", "completion"))
+    return Table(listed, texts=texts)
 
 
 def _reward_style(reward: float | None) -> str:
     return "yellow" if reward is None else "green" if reward > 0 else "red"
 
 
-def _versions_cell(row: dict[str, Any]) -> str:
-    versions = [str(span["version"]) for span in row["version_spans"]]
+def _versions(versions: Sequence[str]) -> str:
     return "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}"
 
 
-def _status_cell(row: dict[str, Any]) -> Text:
+def _short_status(row: dict[str, Any]) -> Text:
     if row["status"] == "trained":
         return Text(f"step {row['step']}")
     return Text(row["reason"], "red") if row["reason"] else Text(row["status"], "dim")
@@ -157,7 +148,7 @@ def _token_style(token: ShownToken) -> str:
     return _NOT_TRAINED if token.trained is False else _COLOURS[token.version % len(_COLOURS)]
 
 
-def _facts(shown: ShownTrajectory) -> list[tuple[str, Cell]]:
+def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
     row, batch = shown.row, shown.batch
     advantage = batch and (
         f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
@@ -238,23 +229,21 @@ def _times(shown: ShownTrajectory) -> str:
 
 
 def _token_table(tokens: Sequence[ShownToken]) -> Table:
-    columns: Columns = {
-        "#": "{number}",
-        "id": "{token_id}",
-        "version": "{version}",
-        "staleness": "{staleness}",
-        "log-prob": "{logprob:.3f}",
-        "prob": "{prob:.3f}",
-        "token": lambda row: row["shown"],
-        "": "{masked}",
-    }
-    rows = [
-        asdict(token)
-        | {"number": number, "prob": exp(token.logprob), "masked": _why_masked(token)}
-        | {"shown": Text(repr(printable(token.text)), _token_style(token))}
-        for number, token in enumerate(tokens)
-    ]
-    return Table(columns, rows)
+    return Table(
+        [
+            {
+                "#": number,
+                "id": token.token_id,
+                "version": token.version,
+                "staleness": token.staleness,
+                "log-prob": f"{token.logprob:.3f}",
+                "prob": f"{exp(token.logprob):.3f}",
+                "token": Text(repr(printable(token.text)), _token_style(token)),
+                "": _why_masked(token),
+            }
+            for number, token in enumerate(tokens)
+        ]
+    )
 
 
 def _why_masked(token: ShownToken) -> str:

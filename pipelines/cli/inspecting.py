@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from areal_flow.errors import ConfigError, RunError
+from areal_flow.recovery.run_directory import existing_run, find_run
 from pipelines.cli.settings import Flag, Given
 from pipelines.cli.tables import Report
 
@@ -86,7 +87,6 @@ def trajectories(
         raise ConfigError("--tokens goes with --show")
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
-    from areal_flow.recovery.run_directory import find_run
     from areal_flow.store.browsing import Selection, find_trajectory, show_trajectory
     from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report
@@ -159,7 +159,6 @@ def replay(
     """
     from areal_flow.recovery.replay import replay_step
     from areal_flow.recovery.replay_settings import import_loss, parse_changes
-    from areal_flow.recovery.run_directory import existing_run
     from pipelines.cli.replay_report import report_replay
 
     layout = existing_run(folders.runs, run)
@@ -179,7 +178,6 @@ def check(run: str, /, *, folders: Given) -> Report:
     Args:
         run: A run's name, or its directory.
     """
-    from areal_flow.recovery.run_directory import find_run
     from pipelines.cli.reports import report_check
 
     return report_check(find_run(folders.runs, run))
@@ -199,7 +197,6 @@ def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders:
         run: A run's name, or its directory.
         to: The server's address.
     """
-    from areal_flow.recovery.run_directory import find_run
     from areal_flow.tracking.registry import track
 
     num_steps = track(find_run(folders.runs, run).root, to)

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from areal_flow.config import build_recipe, load_recipe, merge, nest
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.recovery.run_directory import existing_run
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
@@ -88,7 +89,6 @@ def sft(
 def _drive(
     job: Job, path: Path | None, which: Which, overrides: dict[str, Any], folders: Given
 ) -> tuple[RunLayout, int]:
-    from areal_flow.recovery.run_directory import existing_run
     from pipelines import jobs
 
     if which.resume is None:

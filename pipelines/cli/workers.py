@@ -91,13 +91,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
     free = shutil.disk_usage(existing).free / 2**30
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
-    try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-    except OSError as error:
-        yield "loopback", str(error), False, "workers talk over 127.0.0.1"
-    else:
-        yield "loopback", "127.0.0.1", True, "all that the local cluster listens on"
+    yield _loopback()
     for name in PACKAGES:
         release = _version(name)
         advice = "installed" if release else "install the project with its constraints"
@@ -109,6 +103,15 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     yield "vllm", vllm or "missing", None, means
     means = "not needed: verifiers here compare answers, they run no model-written code"
     yield "isolation", shutil.which("bwrap") or "none", None, means
+
+
+def _loopback() -> Subject:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return "loopback", str(error), False, "workers talk over 127.0.0.1"
+    return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
 
 
 def _version(package: str) -> str | None:

@@ -157,6 +157,7 @@ def _trajectory_table(shown: Sequence[InspectedTrajectory]) -> Table:
 
 
 def _token_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
+    weights, differences = trajectory.importance_weights, trajectory.differences
     changed = trajectory.changed
     rows = [
         {
@@ -165,10 +166,10 @@ def _token_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table
             "version": trajectory.versions[index],
             "logprob behaviour": f"{trajectory.behavior_logprobs[index]:.5f}",
             "before": f"{trajectory.proximal_logprobs[index]:.5f}",
-            "w": f"{trajectory.importance_weights[index]:.4f}",
+            "w": f"{weights[index]:.4f}",
             "replayed": f"{trajectory.replayed.logprobs[index]:.5f}",
             **({"changed": f"{changed.logprobs[index]:.5f}"} if changed else {}),
-            "difference": f"{trajectory.differences[index]:+.2e}",
+            "difference": f"{differences[index]:+.2e}",
             "masked?": _masked(trajectory, index),
         }
         for index, text in enumerate(texts)

@@ -54,13 +54,12 @@ def train(
     """
     from pipelines.jobs import TRAINING
 
-    given: dict[str, Any] = {}
+    given = dict(settings or {})
     if prompts is not None:
-        given |= {"source": "file", "path": str(prompts)}
+        given |= {"prompts.source": "file", "prompts.path": str(prompts)}
     if skip_bad_rows:
-        given["skip_bad_rows"] = True
-    overrides = merge(nest(settings or {}), {"prompts": given} if given else {})
-    return _drive(TRAINING, recipe, which or Which(), overrides, folders)[1]
+        given["prompts.skip_bad_rows"] = True
+    return _drive(TRAINING, recipe, which or Which(), given, folders)[1]
 
 
 def sft(
@@ -79,7 +78,7 @@ def sft(
     from pipelines.jobs import SFT
     from pipelines.models import newest_checkpoint
 
-    layout, code = _drive(SFT, recipe, which or Which(), nest(settings or {}), folders)
+    layout, code = _drive(SFT, recipe, which or Which(), settings or {}, folders)
     if code == 0:
         print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
         print(f"Export it with: areal-flow export {layout.name} DIRECTORY")
@@ -87,10 +86,11 @@ def sft(
 
 
 def _drive(
-    job: Job, path: Path | None, which: Which, overrides: dict[str, Any], folders: Given
+    job: Job, path: Path | None, which: Which, settings: dict[str, Any], folders: Given
 ) -> tuple[RunLayout, int]:
     from pipelines import jobs
 
+    overrides = nest(settings)
     if which.resume is None:
         path = path or DEFAULT_RECIPE
         recipe = load_recipe(path, overrides)

@@ -78,6 +78,7 @@ def test_settings_reach_the_recipe_over_the_file(
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
         *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
         *("--tracking.enabled", "true", "--tracking.enabled", "false"),
+        *("--cluster.network.host", "localhost"),
         *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
         *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
     ]
@@ -87,6 +88,7 @@ def test_settings_reach_the_recipe_over_the_file(
     assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
     assert (recipe.trainer.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
+    assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
     assert recipe.prompts.source == "file"
     assert recipe.prompts.path == Path("p.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import Any
 
@@ -37,7 +36,6 @@ class Progress:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        sys.stdout.flush()
 
     def _show(self, values: dict[str, str]) -> None:
         print("  ".join(f"{label} {value}" for label, value in values.items()), flush=True)

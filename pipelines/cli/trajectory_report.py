@@ -195,11 +195,10 @@ def _group(shown: ShownTrajectory) -> Text:
 
 def _status(shown: ShownTrajectory) -> str:
     row = shown.row
-    match row["status"]:
-        case "discarded":
-            return f"discarded, known to step {row['step']}: {row['reason']}"
-        case "waiting":
-            return "waiting: committed, neither trained nor discarded"
+    if row["status"] == "discarded":
+        return f"discarded, known to step {row['step']}: {row['reason']}"
+    if row["status"] == "waiting":
+        return "waiting: committed, neither trained nor discarded"
     staleness = "-" if row["staleness"] is None else f"{row['staleness']:.2f}"
     return (
         f"trained in step {row['step']}, which started from version {row['policy_version']}: "
@@ -229,21 +228,20 @@ def _times(shown: ShownTrajectory) -> str:
 
 
 def _token_table(tokens: Sequence[ShownToken]) -> Table:
-    return Table(
-        [
-            {
-                "#": number,
-                "id": token.token_id,
-                "version": token.version,
-                "staleness": token.staleness,
-                "log-prob": f"{token.logprob:.3f}",
-                "prob": f"{exp(token.logprob):.3f}",
-                "token": Text(repr(printable(token.text)), _token_style(token)),
-                "": _why_masked(token),
-            }
-            for number, token in enumerate(tokens)
-        ]
-    )
+    rows = [
+        {
+            "#": number,
+            "id": token.token_id,
+            "version": token.version,
+            "staleness": token.staleness,
+            "log-prob": f"{token.logprob:.3f}",
+            "prob": f"{exp(token.logprob):.3f}",
+            "token": Text(repr(printable(token.text)), _token_style(token)),
+            "": _why_masked(token),
+        }
+        for number, token in enumerate(tokens)
+    ]
+    return Table(rows)
 
 
 def _why_masked(token: ShownToken) -> str:

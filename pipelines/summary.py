@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Table, make_console, print_parts
 
 _TOTALS = """
 SELECT
@@ -73,17 +73,14 @@ def print_summary(
     model: str,
 ) -> None:
     """Show what the run did and what to type next."""
-    console = make_console()
-    if len(held_out) == 2:
-        _print_rates(held_out["before"], held_out["after"])
-    text = (
+    said = (
         "{num_steps} steps in {seconds_training:.0f} s (first policy {seconds_first_policy:.0f} s, "
         "all {seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
         "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
         "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
-    console.print(text.format_map(summary), soft_wrap=True)
-    console.print("\n".join(next_commands(layout, model)), soft_wrap=True)
+    rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
+    print_parts(make_console(), *rates, said.format_map(summary), *next_commands(layout, model))
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:
@@ -101,18 +98,21 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
-def _print_rates(before: EvaluationTable, after: EvaluationTable) -> None:
-    rows: list[tuple[str, ...]] = []
-    for difficulty, (rate, length) in before.by_difficulty.items():
-        rate_after, length_after = after.by_difficulty[difficulty]
-        lengths = f"{length:.1f} -> {length_after:.1f}"
-        rates = f"{rate.pass_rate:.3f}", f"{rate_after.pass_rate:.3f}"
-        rows.append((str(difficulty), str(rate.n), *rates, lengths))
-    overall = before.overall, after.overall
-    rows.append(("all", str(before.overall.n), *map(_interval, overall), ""))
-    labels = ("difficulty", "prompts", "before", "after", "mean tokens")
+def _rates(before: EvaluationTable, after: EvaluationTable) -> Table:
+    rows: list[dict[str, Any]] = [
+        {
+            "difficulty": difficulty,
+            "prompts": rate.n,
+            "before": f"{rate.pass_rate:.3f}",
+            "after": f"{after.by_difficulty[difficulty][0].pass_rate:.3f}",
+            "mean tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
+        }
+        for difficulty, (rate, length) in before.by_difficulty.items()
+    ]
+    overall = {"before": _interval(before.overall), "after": _interval(after.overall)}
+    rows.append({"difficulty": "all", "prompts": before.overall.n, **overall, "mean tokens": ""})
     title = "Held-out prompts, one sample each, 95% intervals"
-    print_table(make_console(), labels, rows, title=title)
+    return Table(rows, title)
 
 
 def _interval(rate: PassRate) -> str:

@@ -9,8 +9,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.placement import place_workers
@@ -19,15 +20,10 @@ from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Report, Table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
-
-COLUMNS = (
-    *("worker", "role", "state", "pid", "address", "slots", "version"),
-    *("running", "assigned", "silent", "deaths"),
-)
 
 
 @contextmanager
@@ -60,23 +56,35 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
 
 
-def print_workers(runs: Path, name: str) -> None:
-    """Print a running run's workers, and how another one joins."""
+def report_workers(runs: Path, name: str) -> Report:
+    """Report a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
     recipe = load_recipe(layout.config)
     statuses = asyncio.run(list_workers(scheduler, recipe.cluster.network))
-    print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
-    print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, recipe)}")
+    join = join_command(scheduler, recipe)
+    said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
+    found = {"run": name, "workers": [asdict(status) for status in statuses], "join": join}
+    return Report(found, [Table([_row(status) for status in statuses]), *said])
 
 
-def _row(status: WorkerStatus) -> list[str]:
-    named = [status.name, status.role, status.state]
-    if not status.address:
-        return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
-    version = "-" if status.policy_version is None else status.policy_version
-    work = status.num_running, status.num_assigned, f"{status.silence_s:.0f} s", status.num_deaths
-    return [*named, *map(str, (status.pid, status.address, status.num_slots, version, *work))]
+def _row(status: WorkerStatus) -> dict[str, Any]:
+    """Return a worker as a row; nothing is known of one without a process but its deaths."""
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    return {
+        "worker": status.name,
+        "role": status.role,
+        "state": status.state,
+        **(process if status.address else dict.fromkeys(process)),
+        "deaths": status.num_deaths,
+    }
 
 
 def join_command(scheduler: str, recipe: Recipe) -> str:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.registry import WeightedRewards
 
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.worker_context import WorkerContext

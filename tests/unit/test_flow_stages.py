@@ -117,6 +117,18 @@ def test_last_step_and_a_stop_end_training() -> None:
     assert run(batch_of(stopped)) is None
 
 
+def test_stop_ends_training_that_waits_for_a_batch() -> None:
+    async def scenario() -> Any:
+        flow = Parts().flow()
+        training = asyncio.create_task(flow.wait_for_batch())
+        await asyncio.sleep(1)
+        assert not training.done()
+        flow.request_stop()
+        return await asyncio.wait_for(training, 1)
+
+    assert run(scenario()) is None
+
+
 def test_weights_that_cannot_be_announced_end_the_run() -> None:
     parts = Parts()
 

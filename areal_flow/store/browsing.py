@@ -51,16 +51,16 @@ def select_trajectories(
     there_are = f"Columns are: {', '.join(sorted(columns))}"
     if selection.sort is not None and selection.sort not in columns:
         raise ConfigError(f"--sort {selection.sort}: no such column. {there_are}")
+    limit = "" if selection.limit is None else f"LIMIT {selection.limit}"
     direction = "DESC" if selection.descending else "ASC"
     order = f"trajectory_id {direction}"
     if selection.sort is not None:
         order = f'"{selection.sort}" {direction} NULLS LAST, trajectory_id'
     try:
-        found = database.sql(
+        rows = database.sql(
             f"SELECT trajectory_id, count(*) OVER () FROM trajectories\n"
-            f"WHERE (\n{selection.where or 'TRUE'}\n) ORDER BY {order}"
-        )
-        rows = (found if selection.limit is None else found.limit(selection.limit)).fetchall()
+            f"WHERE (\n{selection.where or 'TRUE'}\n) ORDER BY {order} {limit}"
+        ).fetchall()
     except duckdb.Error as error:
         raise ConfigError(
             f"--where {selection.where!r} is no condition over trajectories: "

@@ -121,30 +121,23 @@ class Algorithm(Protocol):
     @property
     def name(self) -> str:
         """What recipes call it."""
-        ...
 
     @property
     def num_minibatches(self) -> int:
         """Optimizer updates in a step."""
-        ...
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss reads `entropy_T`, which costs a pass over the vocabulary."""
-        ...
 
     def keeps_group(self, rewards: Sequence[float]) -> bool:
         """Return whether a group of these rewards is trained; one that is not is discarded."""
-        ...
 
     def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
         """Return each trajectory's advantage."""
-        ...
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Return each token's loss."""
-        ...
 
     def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
         """Return what these tokens add to the minibatch's loss, a scalar."""
-        ...

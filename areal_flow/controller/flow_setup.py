@@ -47,7 +47,6 @@ class Rollouts(Protocol):
         Raises:
             ArealFlowError: this attempt failed; the message is the root cause.
         """
-        ...
 
 
 class Logs(Protocol):
@@ -55,11 +54,9 @@ class Logs(Protocol):
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         """Make written groups visible, all in one version; once, whatever is retried."""
-        ...
 
     async def append(self, row: dict[str, Any]) -> None:
         """Commit a step's row, durably; refuse if this step is there already."""
-        ...
 
 
 class Trainer(Protocol):
@@ -71,7 +68,6 @@ class Trainer(Protocol):
         Raises:
             TrainingError: the loss is not finite, or the ranks are not at the parent.
         """
-        ...
 
 
 class WeightsPublisher(Protocol):
@@ -79,11 +75,9 @@ class WeightsPublisher(Protocol):
 
     async def publish(self, version: int) -> None:
         """Rename staged weights into place: from here on they are what a generator loads."""
-        ...
 
     async def load_everywhere(self, version: int) -> None:
         """Return when every live generator serves `version`, or is no longer waited for."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

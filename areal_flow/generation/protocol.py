@@ -69,23 +69,18 @@ class EngineCore(Protocol):
         Raises:
             EngineError: the request can never fit, or one of its id is running.
         """
-        ...
 
     def cancel(self, request_id: str) -> None:
         """Forget a group, at once; unknown ids are ignored."""
-        ...
 
     def has_work(self) -> bool:
         """Return whether `step` would do anything."""
-        ...
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         """Sample one token for every running completion; return the groups that are complete."""
-        ...
 
     def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
         """Serve these weights from the next token on, by the engine's interruption rule."""
-        ...
 
 
 class Engine(Protocol):
@@ -94,12 +89,10 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The policy version that samples new tokens."""
-        ...
 
     @property
     def broken(self) -> bool:
         """Whether it can serve no more and must be closed and replaced."""
-        ...
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """Return one completion a seed, in the seeds' order; cancelling this frees the slots.
@@ -107,7 +100,6 @@ class Engine(Protocol):
         Raises:
             EngineError: the request can never fit, or the engine is broken or closed.
         """
-        ...
 
     async def load_weights(self, version: int, reader: WeightsReader) -> None:
         """Load `version` where the engine is; return once it samples every new token.
@@ -116,15 +108,12 @@ class Engine(Protocol):
             WeightsError: the reader does not have this version; the engine serves on as before.
             EngineError: the engine broke while it switched, or was closed.
         """
-        ...
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was made, also after it was closed."""
-        ...
 
     def close(self) -> None:
         """Free what it holds; whoever still waits gets an `EngineError`. Again is fine."""
-        ...
 
 
 EngineFactory = Callable[[Path, GenerationSettings, WeightsReader], Awaitable[Engine]]

@@ -61,7 +61,6 @@ class AttentionLayout(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         """Return values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
-        ...
 
 
 def round_up_to_bucket(length: int) -> int:

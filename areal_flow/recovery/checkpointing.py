@@ -35,7 +35,6 @@ class SnapshotTrainer(Protocol):
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps."""
-        ...
 
     async def write_snapshot(self, step: int) -> None:
         """Write the copy as the checkpoint of a step, beside the steps that follow.
@@ -43,7 +42,6 @@ class SnapshotTrainer(Protocol):
         Raises:
             TrainerLost: the trainer died with it.
         """
-        ...
 
 
 @dataclass

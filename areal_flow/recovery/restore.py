@@ -33,11 +33,9 @@ class RestorableTrainer(Protocol):
             TrainerLost: a rank died meanwhile.
             TrainingError: the checkpoint cannot be read.
         """
-        ...
 
     async def step(self, request: StepRequest) -> StepResult:
         """Compute one step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

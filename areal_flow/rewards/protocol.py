@@ -51,11 +51,9 @@ class Reward(Protocol):
 
     def open(self) -> None:
         """Acquire what scoring needs: a connection, a model, a sandbox."""
-        ...
 
     def close(self) -> None:
         """Give back what `open` acquired."""
-        ...
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         """Return one score an input, in their order.
@@ -65,7 +63,6 @@ class Reward(Protocol):
         Raises:
             Exception: counted and stored as an error of every input; none of them gets a reward.
         """
-        ...
 
 
 RewardFunction = Callable[..., "float | Score | Awaitable[float | Score]"]

@@ -18,21 +18,17 @@ class Tracker(Protocol):
 
     def begin(self) -> int:
         """Find this run in the sink, or make it there; return the last step delivered, or 0."""
-        ...
 
     def log_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Log the recipe, by dotted name; one that is there already stays."""
-        ...
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         """Log the numbers of a step, then remember the step as delivered."""
-        ...
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int
     ) -> None:
         """Log what was measured of a policy outside its training."""
-        ...
 
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         """Register these checkpoints, without a copy, and no others of this run.
@@ -41,16 +37,12 @@ class Tracker(Protocol):
             present: the tags of each directory, which say of which version of the trajectories it
                 was made; ascending by step. The newest gets the alias `current`.
         """
-        ...
 
     def protected(self) -> frozenset[Path]:
         """Return the checkpoints with an alias other than `current`: they must not be pruned."""
-        ...
 
     def is_reachable(self) -> bool:
         """Return whether the sink answers at all; asked after an error."""
-        ...
 
     def end(self, status: str) -> None:
         """Mark the run ended: FINISHED, KILLED or FAILED."""
-        ...

@@ -75,7 +75,6 @@ class TrainerBackend(Protocol):
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""
-        ...
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
@@ -86,15 +85,12 @@ class TrainerBackend(Protocol):
             TrainingError: a loss or a gradient is not finite. Nothing may be computed any more.
             TrainerLost: another rank left meanwhile. The same.
         """
-        ...
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the master weights by name; the next update changes them."""
-        ...
 
     def save(self) -> SavedState:
         """Return a copy of the state; the next update does not change it."""
-        ...
 
     def load(self, saved: SavedState) -> None:
         """Continue from what `save` returned.
@@ -102,11 +98,9 @@ class TrainerBackend(Protocol):
         Raises:
             WeightsError: it is of another policy.
         """
-        ...
 
     def fingerprint(self) -> str:
         """Return the hash of the master weights."""
-        ...
 
 
 def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:

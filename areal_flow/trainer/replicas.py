@@ -41,11 +41,9 @@ class ReplicaGroup(Protocol):
         Raises:
             TrainerLost: another rank left.
         """
-        ...
 
     def leave(self) -> None:
         """Leave the group: the other ranks' exchanges fail at once instead of waiting."""
-        ...
 
 
 class SingleProcess:

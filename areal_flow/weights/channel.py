@@ -20,7 +20,6 @@ class WeightsWriter(Protocol):
         Raises:
             StorageError: there is no room for them.
         """
-        ...
 
     def publish(self, version: int) -> None:
         """Make staged weights the newest, at once and whole; again for the same version is fine.
@@ -28,7 +27,6 @@ class WeightsWriter(Protocol):
         Raises:
             WeightsError: nothing was staged.
         """
-        ...
 
 
 class WeightsReader(Protocol):
@@ -40,7 +38,6 @@ class WeightsReader(Protocol):
         Raises:
             WeightsError: nothing was published.
         """
-        ...
 
     def load(self, version: int) -> Mapping[str, Any]:
         """Return published weights, their hash checked. Any thread.
@@ -48,7 +45,6 @@ class WeightsReader(Protocol):
         Raises:
             WeightsError: they are missing or not what was published.
         """
-        ...
 
 
 class HashingWriter:

@@ -38,15 +38,12 @@ class EpisodeServices(Protocol):
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
         """Complete one sequence of tokens once a seed."""
-        ...
 
     async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
         """Score completions of one prompt on a reward worker."""
-        ...
 
     async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Call the function at an import path on a reward worker."""
-        ...
 
     def encode(self, text: str) -> Tokens: ...
 

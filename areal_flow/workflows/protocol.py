@@ -99,4 +99,3 @@ class Workflow(Protocol):
         Raises:
             Exception: recorded as this member's failure; the other members of its group go on.
         """
-        ...

@@ -31,19 +31,15 @@ class Launcher(Protocol):
         Raises:
             EngineError: no process was started.
         """
-        ...
 
     def kill(self, name: str) -> bool:
         """End a process that may hang, by force; return whether there was one."""
-        ...
 
     async def stop(self, name: str) -> None:
         """End a process, by force only where it takes too long; return when it has ended."""
-        ...
 
     def pid(self, name: str) -> int | None:
         """Return the number of a process that runs, if it is one of this machine."""
-        ...
 
 
 LAUNCHERS: dict[str, Callable[[str, ClusterSettings], Launcher]] = {

@@ -128,7 +128,7 @@ def _start(
         stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
     else:
         table = recipe.model_dump(mode="json") if recipe else {}
-        stem, chosen = "python", build_recipe(merge(table, over), source="the settings given")
+        stem, chosen = "python", build_recipe(table, over, source="the recipe given")
     layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
     start(job, layout, chosen, began=began, fill=brought.fill)
     return layout

@@ -53,7 +53,7 @@ def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
     Raises:
         ConfigError: a setting does not exist, has a wrong value or cannot change a step.
     """
-    recipe = load_recipe(config, dict(changes))
+    recipe = load_recipe(config, dict(changes), spelling="--set {}")
     allowed = settings_of_a_step()
     idle = [name for name in flatten(changes) if name not in allowed]
     if idle:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 from cyclopts import Group, Parameter
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from areal_flow.config import Recipe, parse_value
+from areal_flow.config_errors import sections
 
 _TYPES: dict[Any, str] = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -50,15 +50,6 @@ class Setting:
     choices: tuple[str, ...]
     default: str
     meaning: str
-
-
-def sections(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Return the models that a field holds one of; a field that holds a plain value has none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return (annotation,)
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        return tuple(model for part in get_args(annotation) for model in sections(part))
-    return ()
 
 
 def settings_of(model: type[BaseModel], section: str = "") -> Iterator[Setting]:

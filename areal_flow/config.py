@@ -192,6 +192,8 @@ class RewardSettings(Settings):
     """A name of the registry, an import path `package.module:function`, or a shipped function."""
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
+    timeout_s: float = Field(60.0, gt=0)
+    """A verifier function that takes longer over one completion hangs, and has failed there."""
 
 
 class NetworkSettings(Settings):

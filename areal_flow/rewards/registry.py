@@ -32,24 +32,27 @@ class NamedReward:
     reward: Reward
 
 
-def load_reward(name: str, directory: Path) -> NamedReward:
+def load_reward(name: str, directory: Path, *, timeout_s: float = 60.0) -> NamedReward:
     """Return a reward of the registry, a shipped one, or the one at `package.module:name`.
 
     An import path leads to what `REWARDS` may hold.
 
     Args:
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
+        timeout_s: how long a function may take over one completion.
 
     Raises:
         RewardError: the name is unknown, cannot be imported, or is not what was shipped.
     """
     if name.startswith(SHIPPED):
         function = load_shipped(name, directory)
-        return NamedReward(name, name.removeprefix(SHIPPED), FunctionReward(function))
+        return NamedReward(
+            name, name.removeprefix(SHIPPED), FunctionReward(function, timeout_s=timeout_s)
+        )
     found: Any = REWARDS.get(name) or import_function(
         name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
     )
-    reward: Any = found() if inspect.isclass(found) else FunctionReward(found)
+    reward: Any = found() if inspect.isclass(found) else FunctionReward(found, timeout_s=timeout_s)
     return NamedReward(name, f"{name}@{code_hash(found)}", reward)
 
 

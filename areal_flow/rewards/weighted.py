@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from areal_flow.config import RewardSettings
+from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.function import error_score, score_of
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import NamedReward, load_reward
 from areal_flow.types import RewardPart, Score
-
-logger = logging.getLogger(__name__)
 
 
 class WeightedRewards:
@@ -26,7 +24,10 @@ class WeightedRewards:
         Raises:
             RewardError: one of them cannot be loaded.
         """
-        self._parts = [load_reward(chosen.verifier, directory) for chosen in settings]
+        self._parts = [
+            load_reward(chosen.verifier, directory, timeout_s=chosen.timeout_s)
+            for chosen in settings
+        ]
         self._weights = [chosen.weight for chosen in settings]
         self._opened = ExitStack()
 
@@ -48,6 +49,7 @@ class WeightedRewards:
 
     def close(self) -> None:
         self._opened.close()
+        FAILURES.sum_up()
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         columns = await asyncio.gather(*(_scores(part, inputs) for part in self._parts))
@@ -78,6 +80,5 @@ async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[
                 f"reward {part.name!r} returned {len(scores)} scores, expected {len(inputs)}"
             )
         return scores
-    except Exception as error:
-        logger.exception("reward %r raised", part.name)
+    except Exception as error:  # noqa: BLE001 - counted, and stored with each completion
         return [error_score(error)] * len(inputs)

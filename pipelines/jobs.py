@@ -20,6 +20,7 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from pipelines.preflight import try_verifiers
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import prepare_run, run_training
@@ -43,10 +44,10 @@ class Job:
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
     prepared = prepare_run(layout, recipe)
     found = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
-    if not prepared.bad_rows:
-        return found
-    listed = [f"{len(prepared.bad_rows)} bad rows skipped, listed in {layout.bad_rows}:"]
-    return "\n  ".join([found, *listed, *prepared.bad_rows[:5]])
+    lines = [found, *try_verifiers(layout, recipe)]
+    if prepared.bad_rows:
+        lines += [f"{len(prepared.bad_rows)} bad rows skipped, listed in {layout.bad_rows}:"]
+    return "\n  ".join([*lines, *prepared.bad_rows[:5]])
 
 
 def _prepare_sft(layout: RunLayout, recipe: Recipe) -> str:

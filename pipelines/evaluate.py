@@ -31,6 +31,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.models import run_of_checkpoint
+from pipelines.preflight import check_devices
 from pipelines.stop_signals import wait_for
 
 NO_WRITER = 0
@@ -63,6 +64,7 @@ def evaluate_model(
     if run is None and prompts is None:
         raise ModelError(f"{directory} lies in no run: give --prompts FILE")
     recipe = _recipe(run, prompts)
+    check_devices(recipe)
     with tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-") as scratch:
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))

@@ -13,10 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.local import import_paths
-from areal_flow.cluster.placement import PROCESS_ENVIRONMENT
-from areal_flow.config import Recipe
-from areal_flow.errors import RewardError
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
+from areal_flow.config import GenerationSettings, Recipe, TrainerSettings
+from areal_flow.errors import ConfigError, RewardError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.trial import is_foreign
@@ -25,6 +26,62 @@ START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
 SLOW_STEP_S = 30.0
 """Scoring a step for longer than this is worth a word."""
+
+CUDA_FOUND = """
+import json, torch
+gpus = range(torch.cuda.device_count())
+old = [] if torch.version.hip else [g for g in gpus if torch.cuda.get_device_capability(g) < (8, 0)]
+names = [torch.cuda.get_device_name(gpu) for gpu in old]
+print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bfloat16": names}))
+"""
+"""Asked in a process of its own: the driver's would keep memory on each GPU."""
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse devices, more GPUs and a type of numbers that this machine does not have.
+
+    Other machines are asked nothing.
+
+    Raises:
+        ConfigError: naming the setting, what was found, and what would work.
+    """
+    sections: dict[str, TrainerSettings | GenerationSettings] = {
+        "trainer": recipe.trainer,
+        "generation": recipe.generation,
+    }
+    on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
+    if on_gpu and not recipe.cluster.remote.hosts:
+        found = _cuda_found()
+        if not found["num_gpus"]:
+            settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
+            raise ConfigError(
+                f"{settings}: expected CUDA, found none that torch {found['torch']} can use; "
+                "install a build of torch for CUDA and its driver, or set device to 'cpu'"
+            )
+        num_wanted = sum(worker.needs_gpu for worker in place_workers(recipe))
+        if num_wanted > found["num_gpus"]:
+            raise ConfigError(
+                f"expected a GPU for each of {num_wanted} trainers and generators with device "
+                f"'cuda', found {found['num_gpus']}: start fewer, or mend cluster.num_gpus "
+                "or CUDA_VISIBLE_DEVICES, which name more"
+            )
+        for name, chosen in on_gpu.items():
+            if chosen.dtype == "bfloat16" and found["without_bfloat16"]:
+                raise ConfigError(
+                    f"{name}.dtype = 'bfloat16': {', '.join(found['without_bfloat16'])} cannot "
+                    "compute in it; set it to 'float32'"
+                )
+    check_cluster(recipe)
+
+
+def _cuda_found() -> dict[str, Any]:
+    command = [sys.executable, "-c", CUDA_FOUND]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from areal_flow.config import dump_recipe
 from areal_flow.errors import RewardError
@@ -119,3 +120,12 @@ def tried(
     recipe = small_recipe(rewards=[{"verifier": f"own:{verifier}", "timeout_s": timeout_s}])
     layout.config.write_text(dump_recipe(recipe))
     return try_verifiers(layout, recipe)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Path) -> None:
+    done = cli("sft", "--trainer.device", "cuda", "--cluster.num-gpus", "8", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "trainer.device = 'cuda': expected CUDA, found none that torch" in done.stderr
+    assert "--resume" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import (
     Recipe,
@@ -19,6 +16,9 @@ from areal_flow.config import (
 )
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
+
+if TYPE_CHECKING:
+    from areal_flow.algorithms.protocol import TokenLoss
 
 WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
 """Settings of the trainer that say what is kept of a step, not what it computes."""
@@ -83,7 +83,11 @@ def describe_changes(
 
 def device_is_here(device: str) -> bool:
     """Return whether a trainer could use this device."""
-    return not device.startswith("cuda") or torch.cuda.is_available()
+    if not device.startswith("cuda"):
+        return True
+    import torch  # seconds, which a setting that does not exist need not take
+
+    return torch.cuda.is_available()
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:

@@ -169,17 +169,19 @@ def replay(
         tokens: Show a trajectory's tokens, by its id.
         json: Print one JSON object instead.
     """
-    from areal_flow.recovery.replay import replay_step
-    from areal_flow.recovery.replay_settings import import_loss, parse_changes
+    from areal_flow.recovery.replay_settings import changed_recipe, import_loss, parse_changes
     from areal_flow.recovery.run_directory import existing_run
+
+    layout, changes = existing_run(folders.runs, run), parse_changes(set_ or [])
+    changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
+    from areal_flow.recovery.replay import replay_step
     from pipelines.cli.replay_report import print_json, print_report
 
-    layout = existing_run(folders.runs, run)
     replayed = replay_step(
         layout,
         step=step,
         from_checkpoint=from_,
-        changes=parse_changes(set_ or []),
+        changes=changes,
         loss=import_loss(loss) if loss else None,
     )
     print_results = print_json if json else print_report

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
 
 
@@ -43,8 +44,7 @@ class QuarantineRule:
         lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
         return (
             f"{name} is quarantined: this {role} died {len(latest)} times in a row, {lives} s "
-            f"after it joined ({latest[-1].cause}). Look at what its process said last, and at "
-            "this machine's memory"
+            f"after it joined ({latest[-1].cause}). {advice(role, latest[-1].cause)}"
         )
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.files import good, read_questions
+from areal_flow.prompts.bad_rows import refuse_bad_rows
+from areal_flow.prompts.files import read_questions
 
 BATCH_ROWS = 4096
 
@@ -29,26 +30,30 @@ def tokenise_completions(
         max_tokens: the longest row that training can pack.
 
     Raises:
-        PromptError: naming file, line and field of the first bad row.
+        PromptError: naming file, line and field of the first bad rows.
     """
     tokens: list[int] = []
     prompt_lengths: list[int] = []
     lengths: list[int] = []
     known: dict[str, list[int]] = {}
     rows = read_questions(path, question_field="prompt", answer_field="completion")
-    while batch := [good(row) for row in islice(rows, BATCH_ROWS)]:
+    bad_rows: list[str] = []
+    while read := [*islice(rows, BATCH_ROWS)]:
+        bad_rows += [str(row) for row in read if isinstance(row, PromptError)]
+        batch = [row for row in read if not isinstance(row, PromptError)]
         _encode([text for row in batch for text in (row.text, row.answer)], known, tokenizer)
         for row in batch:
             prompt, completion = known[row.text], known[row.answer]
             length = len(prompt) + len(completion) + 1
             if not prompt or length > max_tokens:
-                raise PromptError(
+                bad_rows.append(
                     f"{row.origin}: {len(prompt)} prompt and {length} tokens in all, expected "
                     f"1 or more and at most trainer.tokens_per_micro_batch ({max_tokens})"
                 )
             tokens += (*prompt, *completion, stop_token_id)
             prompt_lengths.append(len(prompt))
             lengths.append(length)
+    refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         target,

@@ -22,6 +22,7 @@ from areal_flow.config import PromptSettings, Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
+from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.files import Question, good, read_questions
 from areal_flow.rewards.numeric import verify_numeric
 from schemas import PromptRow, arrow_schema, validate
@@ -53,18 +54,25 @@ class _Preparation:
         self.bad_rows: dict[str, None] = {}
 
     def good(self, questions: Iterable[Question | PromptError]) -> Iterator[Question]:
-        """Yield the good questions; a bad one is skipped and noted, or ends everything."""
+        """Yield the good questions; a bad one is noted."""
         for read in questions:
             try:
                 question = good(read)
                 self._check_answer(question)
                 self.row(question)
             except PromptError as error:
-                if not self._recipe.prompts.skip_bad_rows:
-                    raise PromptError(f"{error}. Mend it, or use --skip-bad-rows") from None
                 self.bad_rows[str(error)] = None
                 continue
             yield question
+
+    def refuse_bad_rows(self) -> None:
+        """End everything if there are bad rows that are not to be skipped.
+
+        Raises:
+            PromptError: naming file, line and field of the first ten.
+        """
+        if not self._recipe.prompts.skip_bad_rows:
+            refuse_bad_rows(self.bad_rows, advice=", or use --skip-bad-rows")
 
     def row(self, question: Question) -> dict[str, Any]:
         """Render and tokenise.
@@ -107,7 +115,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables from its files of prompts.
 
     Raises:
-        PromptError: naming file, line and field of the first bad row, or what else is missing.
+        PromptError: naming file, line and field of the first bad rows, or what else is missing.
     """
     preparation = _preparation(recipe, layout)
     held_out, train = _split_questions(recipe.prompts, recipe.seed)
@@ -118,6 +126,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         question for question in preparation.good(train()) if question.text not in held_out_texts
     )
     num_train = _write(layout.train_prompts, preparation, unseen)
+    preparation.refuse_bad_rows()
     prepared = Prepared(num_train, num_held_out, list(preparation.bad_rows))
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in prepared.bad_rows))
     if not num_train:
@@ -134,7 +143,9 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> int:
     preparation = _preparation(recipe, layout)
     assert recipe.prompts.path is not None
     questions = preparation.good(_questions_of_file(recipe.prompts.path, recipe.prompts))
-    return _write(layout.held_out_prompts, preparation, questions)
+    num_rows = _write(layout.held_out_prompts, preparation, questions)
+    preparation.refuse_bad_rows()
+    return num_rows
 
 
 def _preparation(recipe: Recipe, layout: RunLayout) -> _Preparation:

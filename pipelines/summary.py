@@ -75,10 +75,11 @@ def print_summary(
     console = make_console()
     if len(held_out) == 2:
         _print_rates(console, held_out["before"], held_out["after"])
+    seconds = f"{summary['seconds_first_policy']:.0f} s"
+    fine_tuned = f"fine-tuning {seconds}, " if layout.sft_rows.is_file() else ""
     console.print(
         f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
-        f"(first policy {summary['seconds_first_policy']:.0f} s, all "
-        f"{summary['seconds_total']:.0f} s); "
+        f"({fine_tuned}all {summary['seconds_total']:.0f} s); "
         f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
         f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
         f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "

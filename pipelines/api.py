@@ -79,12 +79,13 @@ def evaluate(
         ModelError: there is no such model, or nothing says which prompts to use.
     """
     if isinstance(model, Run):
-        directory = newest_checkpoint(model.layout)
+        title, directory = model.layout.name, newest_checkpoint(model.layout)
     else:
+        title = str(model)
         directory = find_model(Path(runs), str(model), registry=registry)
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
         path = None if prompts is None else file_of(prompts, Path(scratch) / "given.jsonl")
-        return evaluate_model(directory, prompts=path, limit=num_prompts)
+        return evaluate_model(directory, prompts=path, limit=num_prompts, title=title)
 
 
 def sft(

@@ -7,10 +7,14 @@ occasion, with the model's weights published as version 0 and nothing that a log
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
@@ -18,7 +22,7 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import RunPlugin
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
-from areal_flow.evaluation.held_out import answer_held_out
+from areal_flow.evaluation.held_out import Answers, answer_held_out
 from areal_flow.evaluation.intervals import tabulate
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
@@ -28,7 +32,7 @@ from areal_flow.models.directory import (
 )
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
-from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.types import Episode, EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.models import run_of_checkpoint
 from pipelines.preflight import check_devices
@@ -47,14 +51,15 @@ class EvaluationResult:
 
 
 def evaluate_model(
-    directory: Path, *, prompts: Path | None = None, limit: int | None = None
+    directory: Path, *, prompts: Path | None = None, limit: int | None = None, title: str = ""
 ) -> EvaluationResult:
-    """Answer held-out prompts once each with a model.
+    """Answer held-out prompts once each with a model; how far it is goes to standard error.
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
         prompts: a file, instead of the run's own held-out prompts.
         limit: answer only the first ones.
+        title: what the model is called; its directory by default.
 
     Raises:
         ModelError: the directory is not a model's, or nothing says which prompts to use.
@@ -77,7 +82,9 @@ def evaluate_model(
         else:
             prepare_held_out(recipe, layout)
             table = PromptTable(layout.held_out_prompts, seed=recipe.seed)
-        answers = wait_for(lambda: _answer(layout, recipe, table.rows(limit)))
+        rows = table.rows(limit)
+        _tell(f"Evaluating {title or directory} on {len(rows)} held-out prompts")
+        answers = wait_for(lambda: _answer(layout, recipe, rows))
     return EvaluationResult(tabulate(answers), answers)
 
 
@@ -90,13 +97,33 @@ def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
     return build_recipe(settings, source=str(run.config) if run else "defaults")
 
 
+class _CountedAnswers:
+    """Answers as others do, and tells how many prompts are answered."""
+
+    def __init__(self, answers: Answers, num_prompts: int) -> None:
+        self._answers = answers
+        self._num_prompts = num_prompts
+        self._num_answered = 0
+
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+        table = await self._answers.answer(episodes, name=name)
+        self._num_answered += len(episodes)
+        _tell(f"  {self._num_answered}/{self._num_prompts} answered")
+        return table
+
+
+def _tell(text: str) -> None:
+    """Print beside the result, which programs read from standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
 async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     plugin = RunPlugin(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
         channel = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
-            DaskRollouts(cluster.client, channel),
+            _CountedAnswers(DaskRollouts(cluster.client, channel), len(prompts)),
             prompts,
             name="evaluate",
             seed=recipe.seed,

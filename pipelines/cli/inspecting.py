@@ -31,11 +31,12 @@ def evaluate(
     """
     from pipelines.cli.reports import print_evaluation
     from pipelines.evaluate import evaluate_model
-    from pipelines.models import find_model
+    from pipelines.models import find_model, title_of
 
     directory = find_model(folders.runs, model, registry=folders.registry)
-    found = evaluate_model(directory, prompts=prompts, limit=num_prompts)
-    print_evaluation(found.table, directory)
+    title = title_of(model, directory)
+    found = evaluate_model(directory, prompts=prompts, limit=num_prompts, title=title)
+    print_evaluation(found.table, title)
 
 
 def export(model: str, directory: Path, /, *, folders: Given) -> None:

@@ -30,7 +30,7 @@ def print_check(report: Report) -> None:
     print(f"{report.run}: {report.verdict}. Checked: {checked}")
 
 
-def print_evaluation(found: EvaluationTable, directory: Path) -> None:
+def print_evaluation(found: EvaluationTable, model: str) -> None:
     """Print a table by difficulty, and one line of JSON."""
     rows = [
         (
@@ -43,7 +43,7 @@ def print_evaluation(found: EvaluationTable, directory: Path) -> None:
         for difficulty, (rate, length) in found.by_difficulty.items()
     ]
     labels = ("difficulty", "prompts", "pass rate", "95% interval", "mean length")
-    title = f"{directory.name}: held-out prompts, one sample each"
+    title = f"{model}: held-out prompts, one sample each"
     print_table(make_console(), labels, rows, title=title)
     print(json.dumps(asdict(found.overall)))
 

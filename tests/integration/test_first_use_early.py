@@ -14,6 +14,7 @@ from areal_flow.recovery.run_directory import create_run
 from pipelines.preflight import try_verifiers
 from pipelines.train import prepare_run
 from tests.integration.runs import cli, small_arguments, small_recipe
+from tests.policies import write_model_directory
 
 VERIFIERS = """
 import os, sys, threading, time
@@ -44,6 +45,11 @@ async def holds_the_loop(completion):
 
 def fails_on_nothing(completion):
     return len(completion) / len(completion)
+
+def fails_at_times(completion):
+    if len(completion) > 8:
+        raise ValueError("too long")
+    return len(completion) / 8
 
 def is_slow(completion):
     time.sleep(1.0)
@@ -129,3 +135,66 @@ def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Pa
     assert "trainer.device = 'cuda': expected CUDA, found none that torch" in done.stderr
     assert "--resume" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Return where a model directory was trained, and what that printed to both streams."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = write_model_directory(folder / "model")
+    (folder / "own.py").write_text(VERIFIERS)
+    done = cli(
+        *("train", "--name", "r", *small_arguments(), "--model", model, "--sft.num-steps", "0"),
+        *("--num-steps", "2", "--prompts.num-held-out", "32", "--generation.max-model-len", "64"),
+        *("--rewards", '[{verifier = "own:fails_at_times"}]'),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout, done.stderr
+
+
+def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]) -> None:
+    _, said, warned = trained
+    assert "Verifier own:fails_at_times, tried on the first row: " in said
+    assert warned.count('raise ValueError("too long")') == 1
+    assert "a verifier failed 10 times so far: ValueError in fails_at_times, own.py, line" in warned
+    assert len(warned.splitlines()) < 30, warned
+
+
+def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
+    trained: tuple[Path, str, str],
+) -> None:
+    _, said, warned = trained
+    assert "Loading weights" not in said + warned
+    assert "fine-tuning" not in said
+    assert "2 steps in " in said
+
+
+def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]) -> None:
+    folder, _, _ = trained
+    done = cli("evaluate", "r", "--num-prompts", "8", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Evaluating r (step 2 of run r) on 8 held-out prompts" in done.stderr
+    assert "8/8 answered" in done.stderr
+    assert "r (step 2 of run r): held-out prompts, one sample each" in done.stdout
+    assert "00000002" not in done.stdout
+
+
+def test_exported_files_can_be_read_by_others(trained: tuple[Path, str, str]) -> None:
+    folder, _, _ = trained
+    done = cli("export", "r", "plain", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "touched").touch()
+    usual = (folder / "touched").stat().st_mode
+    assert {path.name: path.stat().st_mode for path in (folder / "plain").iterdir()} == {
+        path.name: usual for path in (folder / "plain").iterdir()
+    }
+
+
+def test_model_that_nobody_registered_leaves_no_registry(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    done = cli("evaluate", "models:/areal-flow@current", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "expected a registry at sqlite:///" in done.stderr
+    assert "found none" in done.stderr
+    assert not list(tmp_path.rglob("*.db"))

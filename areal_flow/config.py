@@ -1,37 +1,31 @@
 """The settings of a recipe, each with its type, default and meaning, and how a recipe is read.
 
-Unknown keys, wrong types and impossible combinations fail, naming field, value and rule. Anything
-here can be overridden by its dotted name: `--trainer.learning-rate 1e-5`. The line under a field is
-its meaning, which `areal-flow train --help` and docs/settings.md show.
+A component whose interface needs no vendor keeps its section beside it. Unknown keys, wrong types
+and impossible combinations fail, naming field, value and rule. The line under a field is its
+meaning, which `areal-flow train --help` and docs/settings.md show.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 import tomlkit
 from pydantic import Field, ValidationError, model_validator
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config_errors import explain
+from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.settings import Settings, require
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.settings import Settings, flatten, merge, require
 from areal_flow.workflows.registry import WorkflowSettings
 from areal_flow.workflows.single_turn import SingleTurn
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class PromptSettings(Settings):
@@ -98,64 +92,6 @@ class SftSettings(Settings):
     """Steps between checkpoints, from which a stopped run goes on."""
 
 
-class GenerationSettings(Settings):
-    """The engine of each generator, and how completions are drawn."""
-
-    engine: str = "torch"
-    """Which engine samples: a name of `areal_flow.generation.registry.ENGINES`."""
-    temperature: float = Field(1.0, gt=0)
-    """Divides the logits before sampling."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that have this probability together; 1: from all."""
-    top_k: int = Field(0, ge=0)
-    """Sample from so many likeliest tokens; 0: from all."""
-    max_new_tokens: int = Field(64, ge=1)
-    """The longest completion, in tokens."""
-    max_model_len: int = Field(128, ge=2)
-    """The longest prompt with its completion, in tokens."""
-    max_num_seqs: int = Field(128, ge=1)
-    """Sequences that one generator decodes at a time."""
-    interruption: Literal["interrupt", "keep", "drain"] = "interrupt"
-    """New weights: re-prefill and go on, keep the old cache, or finish first."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the served weights and the engine."""
-    device: str = "cpu"
-    """Of the engines, as torch names it."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> GenerationSettings:
-        require(
-            self.max_new_tokens < self.max_model_len,
-            f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
-            f"max_model_len ({self.max_model_len})",
-        )
-        return self
-
-
-class ControllerSettings(Settings):
-    """How much work is in flight and how old it may get. Sizes in trajectories."""
-
-    batch_size: int = Field(512, ge=1)
-    """Trajectories a training step."""
-    group_size: int = Field(16, ge=1)
-    """Completions of one prompt."""
-    max_staleness: int = Field(2, ge=0)
-    """The oldest token that may train, in policy versions before the current one."""
-    max_attempts: int = Field(3, ge=1)
-    """How often a group is tried before it is given up."""
-    max_consecutive_failures: int = Field(4, ge=1)
-    """So many groups that fail in a row end the run."""
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> ControllerSettings:
-        require(
-            self.batch_size % self.group_size == 0,
-            f"controller.group_size ({self.group_size}) must divide "
-            f"controller.batch_size ({self.batch_size})",
-        )
-        return self
-
-
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
@@ -183,105 +119,6 @@ class TrainerSettings(Settings):
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
     """So many newest checkpoints are kept, and that of step 0."""
-
-
-class RewardSettings(Settings):
-    """One of the rewards whose weighted sum is the reward of a completion."""
-
-    verifier: str = "numeric"
-    """A name of the registry, an import path `package.module:function`, or a shipped function."""
-    weight: float = 1.0
-    """What this reward is multiplied by in the sum."""
-    timeout_s: float = Field(60.0, gt=0)
-    """A verifier function that takes longer over one completion hangs, and has failed there."""
-
-
-class NetworkSettings(Settings):
-    """Where the scheduler and the workers listen. Beyond this machine they do so with TLS only."""
-
-    host: str = "127.0.0.1"
-    """The address of this machine at which the scheduler listens."""
-    tls_ca: Path | None = Field(None, strict=False)
-    """The certificate of the authority that signed those of all workers, as PEM."""
-    tls_certificate: Path | None = Field(None, strict=False)
-    """The certificate that this run's processes show each other, as PEM."""
-    tls_key: Path | None = Field(None, strict=False)
-    """The private key of `tls_certificate`, as PEM without a passphrase."""
-
-    @model_validator(mode="after")
-    def _encrypted(self) -> NetworkSettings:
-        files = (self.tls_ca, self.tls_certificate, self.tls_key)
-        require(
-            all(files) or not any(files),
-            "cluster.network: tls_ca, tls_certificate and tls_key belong together; set all or none",
-        )
-        require(
-            self.has_tls or is_loopback(self.host),
-            f"cluster.network.host = {self.host!r} needs TLS: whoever reaches the scheduler's port "
-            "can run any code; set tls_ca, tls_certificate and tls_key, or host to 127.0.0.1",
-        )
-        return self
-
-    @property
-    def has_tls(self) -> bool:
-        return self.tls_ca is not None
-
-
-class RemoteSettings(Settings):
-    """Other machines for the workers; each has this project and sees the same run directory."""
-
-    hosts: tuple[str, ...] = Field((), strict=False)
-    """What `ssh` calls them, such as `me@10.0.0.7`; workers are spread over all."""
-    python: str = ""
-    """The Python program of the project's environment on each host; the driver's by default."""
-    directory: str = ""
-    """Where workers start on each host; the driver's own working directory by default."""
-    ssh_options: tuple[str, ...] = Field((), strict=False)
-    """More arguments for `ssh`, such as `-i` and a key's file."""
-
-
-class ClusterSettings(Settings):
-    """Worker processes; with one thread each, results do not depend on their number."""
-
-    num_generators: int = Field(1, ge=1)
-    """Worker processes that generate."""
-    threads_per_worker: int = Field(1, ge=1)
-    """Threads of the numbers in a generator."""
-    num_trainers: int = Field(1, ge=1)
-    """Trainer ranks, one process each."""
-    num_trainer_threads: int = Field(1, ge=1)
-    """Threads of the numbers in a trainer rank."""
-    num_gpus: int | None = Field(None, ge=0)
-    """GPUs of each machine; those of this machine are found by default."""
-    launcher: str = "local"
-    """How worker processes start: `local`, on this machine, or `ssh`, on `remote.hosts`."""
-    remote: RemoteSettings = RemoteSettings()
-    """Other machines for the workers."""
-    network: NetworkSettings = NetworkSettings()
-    """Where the scheduler and the workers listen."""
-    num_reward_workers: int = Field(1, ge=1)
-    """Worker processes that score completions and call tools."""
-    dashboard_port: int = Field(0, ge=0, le=65535)
-    """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
-    silent_after_s: float = Field(10.0, ge=1)
-    """A worker that shows no sign of life or work for so long is hung."""
-    worker_ttl_s: float = Field(60.0, gt=0)
-    """Dask gives up a worker that it has not heard of for so long."""
-
-    @model_validator(mode="after")
-    def _reachable(self) -> ClusterSettings:
-        require(
-            self.launcher != "local" or not self.remote.hosts,
-            f"cluster.launcher = 'local' starts workers on this machine only, but "
-            f"cluster.remote.hosts = {list(self.remote.hosts)}; set launcher to 'ssh'",
-        )
-        far = [host for host in self.remote.hosts if not is_loopback(host.rpartition("@")[2])]
-        require(
-            not far or not is_loopback(self.network.host),
-            f"cluster.network.host = {self.network.host!r} cannot be reached from {far}; set it to "
-            "this machine's address in their network, with TLS",
-        )
-        return self
 
 
 class TrackingSettings(Settings):
@@ -423,47 +260,3 @@ def _is_recipe(table: dict[str, Any]) -> bool:
 def dump_recipe(recipe: Recipe) -> str:
     """Return the whole recipe as TOML, defaults written out."""
     return tomlkit.dumps(recipe.model_dump(mode="json", exclude_none=True))
-
-
-def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn settings by dotted name, `{"trainer.learning_rate": 1e-5}`, into a nested table."""
-    table: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, rest = name.partition(".")
-        inner = nest(value) if isinstance(value, Mapping) else value
-        table = merge(table, {section: nest({rest: value}) if rest else inner})
-    return table
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn a nested table into settings by dotted name: the reverse of `nest`."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
-def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Turn `SECTION.SETTING=VALUE` texts into a nested table."""
-    pairs = (text.partition("=") for text in texts)
-    return nest({name.replace("-", "_"): parse_value(value) for name, _, value in pairs})
-
-
-def parse_value(text: str) -> Any:
-    """Return a TOML value, or the text as it is: validation says what it must be."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return a nested table with another one's values where it has any."""
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        merged[key] = (
-            merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-        )
-    return merged

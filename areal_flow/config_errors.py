@@ -105,22 +105,29 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
     """Return the known names most like another one, the best first; none if none is alike.
 
-    A dotted name is compared as a whole and by its last part, whose initials count as alike, too:
-    `lr` is near `trainer.learning_rate`.
+    A dotted name is compared as a whole and by its last part, of which a word or the initials
+    count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`.
     """
     likeness = {other: _likeness(name, other) for other in dict.fromkeys(known)}
     best = max(likeness.values(), default=0.0)
     alike = [other for other in likeness if likeness[other] >= max(ALIKE, best - 0.05)]
-    return sorted(alike, key=lambda other: -likeness[other])[:most]
+    return sorted(alike, key=lambda other: (-likeness[other], other.count(".")))[:most]
 
 
 def _likeness(name: str, other: str) -> float:
     section, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
     other_section, _, other_last = other.lstrip("-").replace("-", "_").rpartition(".")
-    initials = "".join(word[:1] for word in other_last.split("_"))
-    whole = SequenceMatcher(None, f"{section}.{last}", f"{other_section}.{other_last}").ratio()
-    part = 1.0 if last == initials else SequenceMatcher(None, last, other_last).ratio()
+    words = other_last.split("_")
+    if last == "".join(word[:1] for word in words):
+        part = 1.0
+    else:
+        part = max(_ratio(last, other_last), *(0.75 * _ratio(last, word) for word in words))
+    whole = _ratio(f"{section}.{last}", f"{other_section}.{other_last}")
     return max(whole, part - 0.1 * (section not in ("", other_section)))
+
+
+def _ratio(text: str, other: str) -> float:
+    return SequenceMatcher(None, text, other).ratio()
 
 
 def _field(model: type[BaseModel], location: tuple[int | str, ...]) -> str:

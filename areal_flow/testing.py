@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from areal_flow.errors import EngineError, WeightsError
-from areal_flow.types import Completion, GroupRequest, version_spans_of
+from areal_flow.errors import WeightsError
+from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
+from areal_flow.types import Completion, GroupRequest
 
 
 class BigramEngine:
@@ -27,73 +27,35 @@ class BigramEngine:
     ) -> None:
         self.version = version
         self._logits = logits
-        self._max_num_seqs = max_num_seqs
-        self._groups: dict[str, tuple[GroupRequest, dict[int, _Partial]]] = {}
+        self._scheduler = SlotScheduler(max_num_seqs)
 
     def add(self, request: GroupRequest) -> None:
-        if not request.prompt_tokens:
-            raise EngineError(f"request {request.request_id} has an empty prompt")
-        if request.request_id in self._groups:
-            raise EngineError(f"request {request.request_id} is running already")
-        partials = {index: _Partial() for index in range(len(request.seeds))}
-        self._groups[request.request_id] = (request, partials)
+        self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        self._groups.pop(request_id, None)
+        self._scheduler.cancel(request_id)
 
     def has_work(self) -> bool:
-        return bool(self._groups)
+        return self._scheduler.has_work()
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        slots = self._max_num_seqs
-        for request, partials in self._groups.values():
-            for index, partial in partials.items():
-                if partial.finish_reason is None and slots:
-                    slots -= 1
-                    self._extend(request, index, partial)
-        complete = [
-            request_id
-            for request_id, (_, partials) in self._groups.items()
-            if all(partial.finish_reason for partial in partials.values())
-        ]
-        return [
-            (request_id, [p.completion() for p in self._groups.pop(request_id)[1].values()])
-            for request_id in complete
-        ]
+        self._scheduler.admit()
+        for sequence in self._scheduler.running.values():
+            self._extend(sequence)
+        return self._scheduler.finish()
 
     def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
         if set(tensors) != {"logits"}:
             raise WeightsError("expected the bigram logits")
         self._logits, self.version = tensors["logits"], version
 
-    def _extend(self, request: GroupRequest, index: int, partial: _Partial) -> None:
-        last = partial.tokens[-1] if partial.tokens else request.prompt_tokens[-1]
+    def _extend(self, sequence: SampledSequence) -> None:
+        request = sequence.request
+        last = [*request.prompt_tokens, *sequence.tokens][-1]
         logprobs = _log_softmax(self._logits[last], request.sampling.temperature)
-        drawn = random.Random(f"{request.seeds[index]}:{len(partial.tokens)}").random()
-        token = _invert(logprobs, drawn)
-        partial.tokens.append(token)
-        partial.logprobs.append(logprobs[token])
-        partial.versions.append(self.version)
-        if token in request.sampling.stop_token_ids:
-            partial.finish_reason = "stop"
-        elif len(partial.tokens) == request.sampling.max_new_tokens:
-            partial.finish_reason = "length"
-
-
-@dataclass
-class _Partial:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: Any = None
-
-    def completion(self) -> Completion:
-        return Completion(
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            version_spans_of(self.versions),
-            self.finish_reason,
-        )
+        seed = f"{request.seeds[sequence.index]}:{len(sequence.tokens)}"
+        token = _invert(logprobs, random.Random(seed).random())
+        sequence.append(token, logprobs[token], self.version)
 
 
 def _log_softmax(logits: Sequence[float], temperature: float) -> list[float]:
@@ -198,17 +160,16 @@ class MemoryTracker:
         for name, value in metrics.items():
             self.metrics.setdefault(name, {})[policy_version] = value
 
-    def register_checkpoints(self, present: Sequence[Any]) -> None:
+    def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         self._answer()
-        for checkpoint in present:
+        for path, tags in present.items():
             number = str(len(self.tags) + 1)
-            self.versions.setdefault(checkpoint.path, number)
-            self.tags.setdefault(checkpoint.path, checkpoint.tags)
-            self.datasets.add(checkpoint.dataset_version)
-            self.aliases["current"] = checkpoint.path
-            self.model_version = self.versions[checkpoint.path]
-        kept = {checkpoint.path for checkpoint in present}
-        self.versions = {path: n for path, n in self.versions.items() if path in kept}
+            self.versions.setdefault(path, number)
+            self.tags.setdefault(path, tags)
+            self.datasets.add(int(tags["trajectories_version"]))
+            self.aliases["current"] = path
+            self.model_version = self.versions[path]
+        self.versions = {path: n for path, n in self.versions.items() if path in present}
 
     def protected(self) -> frozenset[Path]:
         self._answer()

@@ -6,9 +6,11 @@ versions, and are all that the driver ever sees.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
@@ -237,19 +239,6 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step will consume, decided by the buffer."""
-
-    policy_version: int
-    trajectories: tuple[TrajectoryReceipt, ...]
-    num_groups: int
-
-    @property
-    def trajectory_ids(self) -> tuple[str, ...]:
-        return tuple(trajectory.trajectory_id for trajectory in self.trajectories)
-
-
-@dataclass(frozen=True, slots=True)
 class PassRate:
     """A rate with its 95% Wilson interval."""
 
@@ -277,6 +266,12 @@ def trajectory_id(submission_index: int, member: int, branch: int = 0) -> str:
     return f"{group_id(submission_index)}-{member:04d}-{branch:02d}"
 
 
+def counter_seed(*counters: int) -> int:
+    """Return a 63-bit seed that follows from some numbers alone, in any process."""
+    text = ":".join(map(str, counters)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
 def submission_index_of(identifier: str) -> int:
     """Return the submission index that a group or trajectory id was made from."""
     return int(identifier.split("-", 1)[0])
@@ -289,10 +284,7 @@ def version_spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
 
 def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Return the spans with neighbours of one version made one."""
-    merged: list[VersionSpan] = []
-    for version, length in spans:
-        if merged and merged[-1].version == version:
-            merged[-1] = VersionSpan(version, merged[-1].length + length)
-        else:
-            merged.append(VersionSpan(version, length))
-    return tuple(merged)
+    return tuple(
+        VersionSpan(version, sum(span.length for span in alike))
+        for version, alike in groupby(spans, key=lambda span: span.version)
+    )

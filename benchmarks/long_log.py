@@ -32,11 +32,12 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.gate import ControllerSettings
+from areal_flow.controller.records import Provenance, genesis_row, group_seeds
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.controller.seeds import group_seeds
 from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.committed import CommittedLogs
@@ -61,9 +62,7 @@ from areal_flow.types import (
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
 
-LIMITS = FlowConfig(
-    batch_size=8, group_size=4, max_staleness=2, max_running=8, num_steps=0, run_seed=0
-)
+CONTROLLER = ControllerSettings(batch_size=8, group_size=4, max_staleness=2)
 CHECKPOINT_EVERY_STEPS = 20
 REPORTS = 10
 STEP_S = 0.02
@@ -122,7 +121,7 @@ def _templates(randomness: random.Random) -> list[tuple[pa.Table, list[int]]]:
     """Return groups to write again and again: workers make them, so here they must be cheap."""
     templates = []
     for index in range(16):
-        seeds = group_seeds(0, index, LIMITS.group_size)
+        seeds = group_seeds(0, index, CONTROLLER.group_size)
         prompt = FakePrompts().prompt_at(index)
         episode = Episode(index, prompt, seeds, 0, 1, datetime.now(UTC))
         lengths = [randomness.randint(50, 400) for _ in seeds]
@@ -245,10 +244,11 @@ async def run(
     logs = CommittedLogs(committer, ledger)
     reporter = Reporter(root, num_steps, work, committer, ledger)
     flow = Flow(
-        replace(LIMITS, num_steps=num_steps),
-        FlowBackends(FakePrompts(), work, logs, logs, work, work, reporter),
+        Recipe(num_steps=num_steps, controller=CONTROLLER),
+        FlowBackends(work, logs, work, work, FakePrompts().prompt_at, reporter.on_step),
         InitialState(weights_hash="w0"),
         provenance,
+        max_running=8,
     )
     await run_async_schedule(flow)
     await flow.close()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from areal_flow.config import Recipe, build_recipe, load_recipe, merge, nest
+from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.rewards.shipping import ship_function
+from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model
@@ -51,11 +51,12 @@ def train(
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
     """
-    source = recipe if recipe is not None or prompts is not None else DEFAULT_RECIPE
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file"})
-    brought = Brought("prompts", prompts, rewards)
-    return open_run(_start(TRAINING, source, settings, brought, name=name, runs=Path(runs)).root)
+    elif recipe is None:
+        recipe = DEFAULT_RECIPE
+    brought = "prompts", prompts, rewards
+    return open_run(_start(TRAINING, recipe, settings, brought, name=name, runs=Path(runs)).root)
 
 
 def evaluate(
@@ -108,7 +109,7 @@ def sft(
     Raises:
         ArealFlowError: a setting or a row is wrong and nothing was started, or the run failed.
     """
-    brought = Brought("sft", rows)
+    brought = "sft", rows, ()
     return newest_checkpoint(_start(SFT, recipe, settings, brought, name=name, runs=Path(runs)))
 
 
@@ -116,51 +117,42 @@ def _start(
     job: Job,
     recipe: Recipe | Path | str | None,
     settings: dict[str, Any],
-    brought: Brought,
+    brought: tuple[str, Rows | None, Sequence[Callable[..., Any] | str]],
     *,
     name: str | None,
     runs: Path,
 ) -> RunLayout:
-    """Make a run of a recipe, with settings over it, and drive it to its end."""
+    """Make a run of a recipe, with settings over it, and drive it to its end.
+
+    Args:
+        brought: what the caller has in memory and a run must have in files: a section of the
+            recipe, the rows that its `path` is to name, and reward functions.
+    """
     began = monotonic()
+    section, rows, rewards = brought
     over = nest({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()})
-    over = merge(over, brought.settings())
+    if rows is not None:  # a recipe is validated before there is a place to write them to
+        path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
+        over = merge(over, {section: {"path": path}})
     if isinstance(recipe, Path | str):
         stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
     else:
         table = recipe.model_dump(mode="json") if recipe else {}
         stem, chosen = "python", build_recipe(table, over, source="the recipe given")
-    layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
-    start(job, layout, chosen, began=began, fill=brought.fill)
-    return layout
 
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What a caller has in memory and a run must have in files: rows and reward functions."""
-
-    section: str = ""
-    """Whose `path` the rows are."""
-    rows: Rows = None
-    rewards: Sequence[Callable[..., Any] | str] = ()
-
-    def settings(self) -> dict[str, Any]:
-        """Return what is to be said of the rows before they are written, for validation."""
-        if self.rows is None:
-            return {}
-        path = str(self.rows) if isinstance(self.rows, Path | str) else "given.jsonl"
-        return {self.section: {"path": path}}
-
-    def fill(self, layout: RunLayout, recipe: Recipe) -> Recipe:
-        """Write files into the run's directory; return the recipe that names them."""
+    def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
-        if self.rows is not None:
-            path = file_of(self.rows, layout.root / f"{self.section}.jsonl")
-            table[self.section]["path"] = str(path.resolve())
-        if self.rewards:
-            names = [_shipped(reward, layout) for reward in self.rewards]
+        if rows is not None:
+            path = file_of(rows, layout.root / f"{section}.jsonl")
+            table[section]["path"] = str(path.resolve())
+        if rewards:
+            names = [r if isinstance(r, str) else ship_function(r, layout.rewards) for r in rewards]
             table["rewards"] = [{"verifier": name} for name in names]
         return build_recipe(table, source=str(layout.config))
+
+    layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    start(job, layout, chosen, began=began, fill=fill)
+    return layout
 
 
 def file_of(rows: Rows, path: Path) -> Path:
@@ -200,9 +192,3 @@ _AS_DICTS: dict[str, tuple[str, ...]] = {
 def _plain(value: Any) -> Any:
     """Return a NumPy value as Python's; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _shipped(reward: Callable[..., Any] | str, layout: RunLayout) -> str:
-    if isinstance(reward, str):
-        return reward
-    return ship_function(reward, layout.rewards)

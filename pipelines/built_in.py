@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,27 @@ from areal_flow.models.directory import (
     copy_model_description,
     resolve_model,
 )
-from areal_flow.prompts.files import Question
-from pipelines.arithmetic.curriculum import curriculum
-from pipelines.arithmetic.sums import arithmetic_questions
+from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 
-QuestionSource = Callable[[Recipe], tuple[list[Question], list[Question]]]
-"""Makes the questions to train on and the held-out ones."""
+Rows = list[dict[str, Any]]
 
 
-def make_arithmetic(recipe: Recipe) -> tuple[list[Question], list[Question]]:
+def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
     """Return distinct sums; a held-out one is not among those to train on."""
-    settings = recipe.prompts
-
-    def stream(number: int, size: int) -> list[Question]:
-        terms = {"min_terms": settings.min_terms, "max_terms": settings.max_terms}
-        return [*arithmetic_questions(size=size, seed=recipe.seed, stream=number, **terms)]
-
-    held_out = stream(0, settings.num_held_out)
-    held_out_texts = {question.text for question in held_out}
-    train = stream(1, settings.num_prompts)
-    return [question for question in train if question.text not in held_out_texts], held_out
+    of = recipe.prompts
+    draw = partial(
+        arithmetic_questions, seed=recipe.seed, min_terms=of.min_terms, max_terms=of.max_terms
+    )
+    held_out = [*draw(size=of.num_held_out, stream=0)]
+    known = {row["question"] for row in held_out}
+    train = [row for row in draw(size=of.num_prompts, stream=1) if row["question"] not in known]
+    return train, held_out
 
 
 MODELS: dict[str, Callable[..., None]] = {"tiny": write_tiny_model}
-SOURCES: dict[str, QuestionSource] = {"arithmetic": make_arithmetic}
+SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {"arithmetic": make_arithmetic}
+"""Each makes the rows to train on and the held-out ones."""
 DEMONSTRATED = ("tiny", "arithmetic")
 """The model and the source that come with rows for supervised fine-tuning."""
 
@@ -73,55 +70,56 @@ def initial_model(recipe: Recipe, layout: RunLayout) -> Path:
 def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
     """Return the recipe with files in place of names; the files of a made source are written.
 
+    The default recipe with another model is trained as that model is, without the tiny one's rows.
+
     Raises:
         ConfigError: there is no such source, or no rows for supervised fine-tuning.
         PromptError: the source cannot make so many prompts.
     """
+    sft = recipe.sft
+    if recipe.prompts.source != "file":
+        recipe = _with_made_rows(recipe, layout)
+    if recipe.sft.path or not sft.num_steps:
+        return recipe
+    if recipe.model in MODELS:
+        raise ConfigError(
+            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and completion: "
+            "only prompts.source 'arithmetic' brings its own. Give one, or --sft.num-steps 0; see "
+            "the gsm8k recipe"
+        )
+    return _changed(recipe, "sft", num_steps=0)
+
+
+def _with_made_rows(recipe: Recipe, layout: RunLayout) -> Recipe:
     prompts, sft = recipe.prompts, recipe.sft
-    if prompts.source == "file":
-        return _without_rows(recipe)
     if prompts.source not in SOURCES:
         names = ", ".join(["file", *SOURCES])
         raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
     train, held_out = SOURCES[prompts.source](recipe)
     folder = layout.train_prompts.parent
-    made = {"source": "file", "question_field": "question", "answer_field": "answer"}
-    changed: dict[str, Any] = {**made, "path": write_jsonl(folder / "train.jsonl", _rows(train))}
-    if held_out:
-        changed["held_out_path"] = write_jsonl(folder / "held_out.jsonl", _rows(held_out))
-    recipe = recipe.model_copy(update={"prompts": prompts.model_copy(update=changed)})
-    if (recipe.model, prompts.source) != DEMONSTRATED or sft.path or not sft.num_steps:
-        return _without_rows(recipe)
+    made = _changed(
+        recipe,
+        "prompts",
+        source="file",
+        question_field="question",
+        answer_field="answer",
+        path=write_jsonl(folder / "train.jsonl", train),
+        held_out_path=write_jsonl(folder / "held_out.jsonl", held_out) if held_out else None,
+    )
+    if sft.path or not sft.num_steps or (recipe.model, prompts.source) != DEMONSTRATED:
+        return made
     rows = curriculum(
-        [prompts.template.replace("{question}", question.text) for question in train],
+        [prompts.template.replace("{question}", row["question"]) for row in train],
         num_steps=sft.num_steps,
         batch_size=sft.batch_size,
         seed=recipe.seed,
     )
-    path = write_jsonl(layout.sft_rows.with_name("rows.jsonl"), rows)
-    return recipe.model_copy(update={"sft": sft.model_copy(update={"path": path})})
+    return _changed(made, "sft", path=write_jsonl(layout.sft_rows.with_name("rows.jsonl"), rows))
 
 
-def _without_rows(recipe: Recipe) -> Recipe:
-    """Return the recipe; one that asks for supervised fine-tuning must say on what.
-
-    The default recipe with another model is trained as that model is, without the tiny one's rows.
-    """
-    if recipe.sft.path or not recipe.sft.num_steps:
-        return recipe
-    if recipe.model in MODELS:
-        raise ConfigError(
-            f"sft.num_steps ({recipe.sft.num_steps}) needs sft.path, JSONL with prompt and "
-            "completion: only prompts.source 'arithmetic' brings its own. Give one, or "
-            "--sft.num-steps 0; see the gsm8k recipe"
-        )
-    return recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"num_steps": 0})})
-
-
-def _rows(questions: Iterable[Question]) -> Iterable[dict[str, Any]]:
-    for of in questions:
-        row = {"id": of.question_id, "question": of.text}
-        yield {**row, "answer": of.answer, "difficulty": of.difficulty}
+def _changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
+    changed = getattr(recipe, section).model_copy(update=settings)
+    return recipe.model_copy(update={section: changed})
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -19,11 +19,10 @@ import pyarrow as pa
 from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
-from areal_flow.evaluation.held_out import Answers, answer_held_out
-from areal_flow.evaluation.intervals import tabulate
+from areal_flow.evaluation import answer_held_out, tabulate
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
@@ -68,7 +67,10 @@ def evaluate_model(
     run = run_of_checkpoint(directory)
     if run is None and prompts is None:
         raise ModelError(f"{directory} lies in no run: give --prompts FILE")
-    recipe = _recipe(run, prompts)
+    given: dict[str, dict[str, Any]] = {"cluster": {"num_generators": 2}}
+    if prompts is not None:
+        given["prompts"] = {"source": "file", "path": str(prompts.resolve())}
+    recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
     check_devices(recipe)
     with tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-") as scratch:
         layout = RunLayout(Path(scratch).resolve())
@@ -77,39 +79,15 @@ def evaluate_model(
         publish_model_directory(directory, layout.weights_of(NO_WRITER))
         if run is not None and run.rewards.is_dir():
             shutil.copytree(run.rewards, layout.rewards)
-        if run is not None and prompts is None:
-            table = PromptTable(run.held_out_prompts, seed=recipe.seed)
-        else:
+        held_out = layout.held_out_prompts
+        if prompts is not None:
             prepare_held_out(recipe, layout)
-            table = PromptTable(layout.held_out_prompts, seed=recipe.seed)
-        rows = table.rows(limit)
-        _tell(f"Evaluating {title or directory} on {len(rows)} held-out prompts")
-        answers = wait_for(lambda: _answer(layout, recipe, rows))
+        elif run is not None:
+            held_out = run.held_out_prompts
+        prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
+        _tell(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
+        answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
     return EvaluationResult(tabulate(answers), answers)
-
-
-def _recipe(run: RunLayout | None, prompts: Path | None) -> Recipe:
-    recipe = load_recipe(run.config) if run else Recipe()
-    settings = recipe.model_dump(mode="json", exclude_none=True)
-    if prompts is not None:
-        settings["prompts"] |= {"source": "file", "path": str(prompts.resolve())}
-    settings["cluster"]["num_generators"] = 2
-    return build_recipe(settings, source=str(run.config) if run else "defaults")
-
-
-class _CountedAnswers:
-    """Answers as others do, and tells how many prompts are answered."""
-
-    def __init__(self, answers: Answers, num_prompts: int) -> None:
-        self._answers = answers
-        self._num_prompts = num_prompts
-        self._num_answered = 0
-
-    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
-        table = await self._answers.answer(episodes, name=name)
-        self._num_answered += len(episodes)
-        _tell(f"  {self._num_answered}/{self._num_prompts} answered")
-        return table
 
 
 def _tell(text: str) -> None:
@@ -119,11 +97,20 @@ def _tell(text: str) -> None:
 
 async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
-    plugin = RunPlugin(layout.root, NO_WRITER)
-    async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
-        channel = DirectoryReader(layout.weights_of(NO_WRITER))
+    context = WorkerContext(layout.root, NO_WRITER)
+    async with launch_cluster(workers, recipe.cluster, context) as cluster:
+        rollouts = DaskRollouts(cluster.client, DirectoryReader(layout.weights_of(NO_WRITER)))
+        num_answered = 0
+
+        async def answer(episodes: Sequence[Episode], *, name: str) -> pa.Table:
+            nonlocal num_answered
+            table = await rollouts.answer(episodes, name=name)
+            num_answered += len(episodes)
+            _tell(f"  {num_answered}/{len(prompts)} answered")
+            return table
+
         answers = answer_held_out(
-            _CountedAnswers(DaskRollouts(cluster.client, channel), len(prompts)),
+            answer,
             prompts,
             name="evaluate",
             seed=recipe.seed,

@@ -25,9 +25,6 @@ from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import prepare_run, run_training
 
-Fill = Callable[[RunLayout, Recipe], Recipe]
-"""Writes what a caller brought along into a new run directory; returns the recipe that names it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -42,24 +39,20 @@ class Job:
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
-    prepared = prepare_run(layout, recipe)
-    found = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
-    lines = [found, *try_verifiers(layout, recipe)]
-    if prepared.bad_rows:
-        lines += [f"{len(prepared.bad_rows)} bad rows skipped, listed in {layout.bad_rows}:"]
-    return "\n  ".join([*lines, *prepared.bad_rows[:5]])
-
-
-def _prepare_sft(layout: RunLayout, recipe: Recipe) -> str:
-    return f"{prepare_sft_run(layout, recipe)} rows to learn from"
+    return "\n  ".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
 
 
 TRAINING = Job("train", _prepare_training, run_training, lambda layout: layout.steps)
-SFT = Job("sft", _prepare_sft, run_sft, lambda layout: layout.sft_rows)
+SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows)
 
 
 def start(
-    job: Job, layout: RunLayout, recipe: Recipe, *, began: float, fill: Fill | None = None
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    began: float,
+    fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
 ) -> Outcome:
     """Make a run and drive it to its end.
 
@@ -67,6 +60,8 @@ def start(
 
     Args:
         began: `monotonic()` when the program began.
+        fill: writes what a caller brought along into the new run directory; returns the recipe
+            that names it.
 
     Raises:
         RunError: the name is taken.
@@ -76,9 +71,8 @@ def start(
     create_run(layout, recipe)
     with hold_run(layout) as writer:
         try:
-            if fill is not None:
-                recipe = fill(layout, recipe)
-                layout.config.write_text(dump_recipe(recipe))
+            recipe = fill(layout, recipe)
+            layout.config.write_text(dump_recipe(recipe))
             print(f"Run {layout.name} in {layout.root}: {job.prepare(layout, recipe)}", flush=True)
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)
@@ -113,15 +107,12 @@ def resume(
 def _drive(
     job: Job, layout: RunLayout, recipe: Recipe, writer: Writer, *, resume: bool, began: float
 ) -> Outcome:
-    again = f"Everything committed is safe. Continue with: areal-flow {job.command} --resume "
-    again += layout.name
     state: State = "failed"
     try:
         outcome = wait_for(
             lambda: job.drive(layout, recipe, writer=writer, resume=resume, began=began)
         )
-        state = "finished" if outcome.finished else "stopped"
-        reason = outcome.stopped_by
+        state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             state = "stopped"
@@ -130,5 +121,7 @@ def _drive(
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
         if state != "finished":
-            print(again, file=sys.stderr, flush=True)
+            again = f"areal-flow {job.command} --resume {layout.name}"
+            said = f"Everything committed is safe. Continue with: {again}"
+            print(said, file=sys.stderr, flush=True)
     return outcome

@@ -11,8 +11,11 @@ from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
 from areal_flow.recovery.run_directory import find_run
-from areal_flow.tracking.mlflow import RegisteredVersion, registered_version
-from areal_flow.tracking.registry import default_tracking_uri
+from areal_flow.tracking.mlflow import (
+    RegisteredVersion,
+    default_tracking_uri,
+    registered_version,
+)
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
@@ -112,23 +115,22 @@ def trace_model(
         ModelError: the registry does not know it, or it lies in no run.
         RunError: there is no such run or step.
     """
-    if not reference.startswith("models:/"):
-        lineage = _lineage(find_run(runs, reference), step)
-        return Traced(lineage, None, lineage.hash_checks({}))
-    version = registered_version(registry or default_tracking_uri(runs), reference)
-    layout = run_of_checkpoint(version.source)
-    if layout is None:
-        raise ModelError(f"{reference} points to {version.source}, which lies in no run")
-    lineage = _lineage(layout, int(version.tags.get("step", version.source.name)))
-    recorded = {"the registered version": version.tags.get("weights_hash", "none")}
-    return Traced(lineage, version, lineage.hash_checks(recorded))
-
-
-def _lineage(layout: RunLayout, step: int | None) -> Lineage:
     from areal_flow.store.queries import Run
 
+    version, recorded = None, {}
+    if reference.startswith("models:/"):
+        version = registered_version(registry or default_tracking_uri(runs), reference)
+        layout = run_of_checkpoint(version.source)
+        if layout is None:
+            raise ModelError(f"{reference} points to {version.source}, which lies in no run")
+        step = int(version.tags.get("step", version.source.name))
+        recorded = {"the registered version": version.tags.get("weights_hash", "none")}
+    else:
+        layout = find_run(runs, reference)
     run = Run(layout.root)
-    steps = run.steps("arrow", columns=["step"])["step"].to_pylist()
-    if not steps:
+    if step is None:
+        step = max(run.steps("arrow", columns=["step"])["step"].to_pylist(), default=None)
+    if step is None:
         raise ModelError(f"{layout.name} has no policy yet: its ledger is empty")
-    return run.lineage(max(steps) if step is None else step)
+    lineage = run.lineage(step)
+    return Traced(lineage, version, lineage.hash_checks(recorded))

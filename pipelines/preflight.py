@@ -16,8 +16,9 @@ from typing import Any
 from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.local import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
-from areal_flow.config import GenerationSettings, Recipe, TrainerSettings
+from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError, RewardError
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.trial import is_foreign

@@ -8,18 +8,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import place_workers, trainer_name
-from areal_flow.cluster.sft import sft_checkpoint, sft_chunk
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.trainer_tasks import sft_checkpoint, sft_chunk
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import stop_token_ids
-from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.models.directory import stop_token_ids, tokenizer_of
+from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.lease import Writer
 from pipelines.built_in import initial_model, prepare_model, with_files
@@ -32,7 +30,7 @@ MAX_LOST_TRAINERS = 3
 logger = logging.getLogger(__name__)
 
 
-def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
+def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
     """Tokenise the rows of supervised fine-tuning; return how many there are, 0 without the stage.
 
     Raises:
@@ -43,37 +41,37 @@ def prepare_sft(recipe: Recipe, layout: RunLayout) -> int:
     return tokenise_completions(
         recipe.sft.path,
         layout.sft_rows,
-        tokenizer=Tokenizer.from_file(str(layout.model / "tokenizer.json")),
+        tokenizer=tokenizer_of(layout.model),
         stop_token_id=stop_token_ids(layout.model)[0],
         max_tokens=recipe.trainer.tokens_per_micro_batch,
     )
 
 
-def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> int:
-    """Write everything that a run of supervised fine-tuning alone needs; return its rows.
+def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
+    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it.
 
     Raises:
         ConfigError: the recipe asks for no step, or has no rows.
         PromptError, ModelError: nothing was started.
     """
     prepare_model(recipe, layout)
-    num_rows = prepare_sft(with_files(recipe, layout), layout)
+    num_rows = prepare_sft(layout, with_files(recipe, layout))
     if not num_rows:
         raise ConfigError(
             "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and completion: "
             f"found {recipe.sft.num_steps} and {recipe.sft.path}"
         )
-    return num_rows
+    return f"{num_rows} rows to learn from"
 
 
 async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: object) -> Outcome:
     """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
     workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
-    plugin = RunPlugin(layout.root, writer.writer_epoch)
+    context = WorkerContext(layout.root, writer.writer_epoch)
     try:
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, plugin) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=1, replace=cluster.pool.replace

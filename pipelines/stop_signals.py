@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,16 @@ class StopSignals:
         self._request_stop: Callable[[], None] | None = None
         self._driver = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handled = (signal.SIGINT, signal.SIGTERM) if is_main else ()
 
     def __enter__(self) -> StopSignals:
-        for number in STOPPING if self._in_main_thread else ():
+        for number in self._handled:
             self._loop.add_signal_handler(number, self._on_signal, number.name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in STOPPING if self._in_main_thread else ():
+        for number in self._handled:
             self._loop.remove_signal_handler(number)
 
     @contextmanager
@@ -79,12 +79,12 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work())
-    cancel: list[Callable[[], Any]] = []
+    started: Future[Callable[[], object]] = Future()
 
     async def cancellable() -> Result:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel, "SIGINT"))
+        started.set_result(lambda: loop.call_soon_threadsafe(task.cancel, "SIGINT"))
         return await work()
 
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -92,6 +92,5 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         try:
             return running.result()
         except KeyboardInterrupt:
-            for ask in cancel:
-                ask()
+            started.result()()
             raise

@@ -2,66 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+import pyarrow as pa
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Table, make_console, print_parts
+
+_TOTALS = """
+SELECT
+    (SELECT seconds_train FROM ledger WHERE step = 0) AS seconds_first_policy,
+    sum(seconds_step) AS seconds_training,
+    count(*) AS num_steps,
+    sum(staleness_mean * num_trained_tokens) / nullif(sum(num_trained_tokens), 0) AS staleness_mean,
+    max(staleness_max) AS staleness_max,
+    sum(num_masked_tokens) / nullif(sum(num_trained_tokens + num_masked_tokens), 0)
+        AS masked_fraction,
+    sum(num_discarded_tokens)::BIGINT AS num_discarded_tokens,
+    sum(num_generated_tokens) / nullif(seconds_training, 0) AS tokens_per_second_generated,
+    sum(num_trained_tokens) / nullif(seconds_training, 0) AS tokens_per_second_trained,
+    greatest(
+        sum(seconds_generate) / $num_generators,
+        sum(seconds_read + seconds_train + seconds_stage)
+    ) AS seconds_longer_phase,
+    seconds_longer_phase / nullif(greatest(seconds_longer_phase, seconds_training), 0)
+        AS overlap_efficiency
+FROM ledger WHERE step > 0
+"""
+"""Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
 
 
 def summarise(
-    held_out: Mapping[str, EvaluationTable],
-    ledger: Sequence[dict[str, Any]],
-    *,
-    num_generators: int,
-    seconds_total: float,
-    model_version: str | None,
+    held_out: Mapping[str, EvaluationTable], ledger: pa.Table, *, num_generators: int
 ) -> dict[str, Any]:
     """Return the summary of a whole run.
 
     Args:
         held_out: the evaluations "before" and "after", as far as there are any.
-        ledger: every row, the genesis first.
+        ledger: every row, the genesis too.
     """
-    genesis, *steps = ledger
-    num_trained = _sum(steps, "num_trained_tokens")
-    num_masked = _sum(steps, "num_masked_tokens")
-    seconds = _sum(steps, "seconds_step")
-    weighted = sum(row["staleness_mean"] * row["num_trained_tokens"] for row in steps)
-    return {
-        "held_out_before": _rate(held_out.get("before")),
-        "held_out_after": _rate(held_out.get("after")),
-        "seconds_first_policy": genesis["seconds_train"],
-        "seconds_training": seconds,
-        "seconds_total": seconds_total,
-        "num_steps": len(steps),
-        "staleness_mean": weighted / num_trained if num_trained else 0.0,
-        "staleness_max": max((row["staleness_max"] for row in steps), default=0),
-        "masked_fraction": num_masked / max(1, num_trained + num_masked),
-        "num_discarded_tokens": _sum(steps, "num_discarded_tokens"),
-        "tokens_per_second_generated": _sum(steps, "num_generated_tokens") / max(1e-9, seconds),
-        "tokens_per_second_trained": num_trained / max(1e-9, seconds),
-        "overlap_efficiency": overlap_efficiency(steps, num_generators=num_generators),
-        "model_version": model_version,
-        "by_difficulty": {
-            "before": _by_difficulty(held_out.get("before")),
-            "after": _by_difficulty(held_out.get("after")),
-        },
+    import duckdb
+
+    with duckdb.connect() as connection:
+        connection.register("ledger", ledger)
+        found = connection.sql(_TOTALS, params={"num_generators": num_generators})
+        (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+    by_difficulty = {
+        name: {
+            str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
+            for difficulty, (rate, length) in table.by_difficulty.items()
+        }
+        for name, table in held_out.items()
     }
-
-
-def overlap_efficiency(steps: Sequence[dict[str, Any]], *, num_generators: int) -> float:
-    """Return max(T_gen, T_train) / T_step: 1 when the longer phase hides the other completely."""
-    generating = _sum(steps, "seconds_generate") / num_generators
-    training = (
-        _sum(steps, "seconds_read") + _sum(steps, "seconds_train") + _sum(steps, "seconds_stage")
-    )
-    seconds = _sum(steps, "seconds_step")
-    return min(1.0, max(generating, training) / seconds) if seconds else 0.0
+    return {
+        **dict.fromkeys(("held_out_before", "held_out_after")),
+        **{f"held_out_{name}": asdict(table.overall) for name, table in held_out.items()},
+        **{name: value or 0 for name, value in totals.items()},
+        "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
+    }
 
 
 def print_summary(
@@ -72,21 +73,18 @@ def print_summary(
     model: str,
 ) -> None:
     """Show what the run did and what to type next."""
-    console = make_console()
-    if len(held_out) == 2:
-        _print_rates(console, held_out["before"], held_out["after"])
-    seconds = f"{summary['seconds_first_policy']:.0f} s"
-    fine_tuned = f"fine-tuning {seconds}, " if layout.sft_rows.is_file() else ""
-    console.print(
-        f"{summary['num_steps']} steps in {summary['seconds_training']:.0f} s "
-        f"({fine_tuned}all {summary['seconds_total']:.0f} s); "
-        f"staleness mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}; masked "
-        f"{summary['masked_fraction']:.2%}; {summary['tokens_per_second_generated']:,.0f} tokens/s "
-        f"generated, {summary['tokens_per_second_trained']:,.0f} trained; overlap efficiency "
-        f"{summary['overlap_efficiency']:.2f}",
-        soft_wrap=True,
+    said = (
+        "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
+        "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
+        "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
+        "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
-    console.print("\n".join(next_commands(layout, model)), soft_wrap=True)
+    seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
+    stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
+    rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
+    print_parts(
+        make_console(), *rates, said.format(**summary, **stages), *next_commands(layout, model)
+    )
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:
@@ -104,36 +102,22 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
-def _print_rates(console: Console, before: EvaluationTable, after: EvaluationTable) -> None:
-    rows: list[tuple[str, ...]] = []
-    for difficulty, (rate, length) in before.by_difficulty.items():
-        rate_after, length_after = after.by_difficulty[difficulty]
-        lengths = f"{length:.1f} -> {length_after:.1f}"
-        rates = f"{rate.pass_rate:.3f}", f"{rate_after.pass_rate:.3f}"
-        rows.append((str(difficulty), str(rate.n), *rates, lengths))
-    overall = before.overall, after.overall
-    rows.append(("all", str(before.overall.n), *map(_interval, overall), ""))
-    labels = ("difficulty", "prompts", "before", "after", "mean tokens")
+def _rates(before: EvaluationTable, after: EvaluationTable) -> Table:
+    rows: list[dict[str, Any]] = [
+        {
+            "difficulty": difficulty,
+            "prompts": rate.n,
+            "before": f"{rate.pass_rate:.3f}",
+            "after": f"{after.by_difficulty[difficulty][0].pass_rate:.3f}",
+            "mean tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
+        }
+        for difficulty, (rate, length) in before.by_difficulty.items()
+    ]
+    overall = {"before": _interval(before.overall), "after": _interval(after.overall)}
+    rows.append({"difficulty": "all", "prompts": before.overall.n, **overall, "mean tokens": ""})
     title = "Held-out prompts, one sample each, 95% intervals"
-    print_table(console, labels, rows, title=title)
+    return Table(rows, title)
 
 
 def _interval(rate: PassRate) -> str:
     return f"{rate.pass_rate:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
-
-
-def _rate(table: EvaluationTable | None) -> dict[str, Any] | None:
-    return asdict(table.overall) if table else None
-
-
-def _by_difficulty(table: EvaluationTable | None) -> dict[str, Any]:
-    if table is None:
-        return {}
-    return {
-        str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
-        for difficulty, (rate, length) in table.by_difficulty.items()
-    }
-
-
-def _sum(steps: Sequence[dict[str, Any]], column: str) -> float:
-    return float(sum(row[column] for row in steps))

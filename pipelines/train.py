@@ -9,43 +9,40 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
 from areal_flow import __version__
-from areal_flow.cluster import tasks
-from areal_flow.cluster.adapters import (
-    DaskRollouts,
-    DaskTrainer,
-    DaskWeights,
-)
+from areal_flow.cluster import generator_tasks, trainer_tasks
+from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, check_cluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.evaluation.held_out import answer_held_out
-from areal_flow.evaluation.intervals import tabulate
+from areal_flow.evaluation import answer_held_out, tabulate
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import (
-    tokenizer_of,
-)
-from areal_flow.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.models.directory import tokenizer_of
+from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.bootstrap import commit_genesis, restore_policy, take_over
+from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
-from areal_flow.rewards.weighted import WeightedRewards
-from areal_flow.store.committed import CommittedLogs
-from areal_flow.store.consumption import read_unconsumed
-from areal_flow.store.evaluations import append_evaluation, read_evaluation
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.store.committed import (
+    CommittedLogs,
+    append_evaluation,
+    read_evaluation,
+    read_unconsumed,
+)
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking
@@ -63,8 +60,8 @@ from pipelines.workers import reachable
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
-def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
-    """Write everything that a new run needs before its first process starts.
+def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
+    """Write what a new run needs before its first process starts; return what to say of it.
 
     Raises:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
@@ -76,10 +73,14 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> Prepared:
     prepare_model(recipe, layout)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
-    prepare_sft(recipe, layout)
+    prepare_sft(layout, recipe)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
-    return prepared
+    found = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
+    if not prepared.bad_rows:
+        return found
+    listed = f"{len(prepared.bad_rows)} bad rows skipped, listed in {layout.bad_rows}:"
+    return "\n  ".join([found, listed, *prepared.bad_rows[:5]])
 
 
 async def run_training(
@@ -92,17 +93,17 @@ async def run_training(
         resume: whether the run has a past.
         began: `monotonic()` when the program began, for the summary and `max_minutes`.
     """
-    num_generators = recipe.cluster.num_generators
-    progress = make_progress(num_steps=recipe.num_steps, num_generators=num_generators)
+    progress = make_progress(
+        num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
+    )
     if resume:
         take_over(layout, writer)
     tracking = start_tracking(layout, recipe)
+    context = WorkerContext(layout.root, writer.writer_epoch)
     status = "FAILED"
     try:
         with StopSignals() as signals:
-            async with launch_cluster(
-                place_workers(recipe), recipe.cluster, RunPlugin(layout.root, writer.writer_epoch)
-            ) as cluster:
+            async with launch_cluster(place_workers(recipe), recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
@@ -130,21 +131,21 @@ class Training:
     began: float
 
     def __post_init__(self) -> None:
-        layout, recipe, writer, client = self.layout, self.recipe, self.writer, self.cluster.client
+        layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
+        weights = layout.weights_of(writer.writer_epoch)
         self.held_out: dict[str, EvaluationTable] = {}
         self.provenance = Provenance(
             writer.writer_epoch, recipe.digest(), f"areal-flow {__version__}"
         )
-        weights = layout.weights_of(writer.writer_epoch)
         self.channel = DirectoryWriter(weights)
-        self.rollouts = DaskRollouts(client, DirectoryReader(weights))
+        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights))
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.replicas = TrainerReplicas(
-            client, num_ranks=recipe.cluster.num_trainers, replace=self.cluster.pool.replace
+            cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
-        self.trainer = DaskTrainer(client, self.replicas, self._restore_trainer)
+        self.trainer = DaskTrainer(self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
             recipe.trainer,
@@ -159,11 +160,12 @@ class Training:
         """Do everything from version 0, or from the ledger's head, to the last evaluation."""
         begun = resume and self.ledger.head >= 0
         start, _ = await asyncio.gather(
-            self.restore() if begun else self.begin(), self._on_generators(tasks.import_engine)
+            self.restore() if begun else self.begin(),
+            self._on_generators(generator_tasks.import_engine),
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
-        await self._on_generators(tasks.prepare_generator)
+        await self._on_generators(generator_tasks.prepare_generator)
         if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
             self.held_out["before"] = tabulate(rows)
         elif start.policy_version == 0:
@@ -183,9 +185,10 @@ class Training:
         )
         if source is None:
             return None
-        begun = await self.replicas.lead(tasks.begin_from_directory, source)
-        seconds = monotonic() - began
-        commit_genesis(self.ledger, self.channel, begun, self.provenance, seconds)
+        hashes, environment = await self.replicas.lead(trainer_tasks.begin_from_directory, source)
+        row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
+        self.ledger.append({**row, "seconds_train": monotonic() - began})
+        self.channel.publish(0)
         await self.checkpoints.complete()
         if self.recipe.cluster.num_trainers > 1:
             await self.trainer.restore()  # only the leader has version 0 so far
@@ -204,21 +207,18 @@ class Training:
 
     async def train(self, start: InitialState) -> int:
         """Train until all steps are done, time is over or a signal came; return the version."""
-        totals = await self._on_generators(tasks.engine_stats)
+        totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
         self.cluster.pool.subscribe(
             lambda num_generators: flow.set_max_running(self._max_running(num_generators))
         )
-        deadline = None
-        if self.recipe.max_minutes is not None:
-            left = self.recipe.max_minutes * 60 - (monotonic() - self.began)
-            deadline = asyncio.get_running_loop().call_later(max(0.0, left), flow.request_stop)
+        seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
+        deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
         try:
             with self.signals.finishing_steps(flow.request_stop):
                 await SCHEDULES[self.recipe.schedule](flow)
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            deadline.cancel()
             await flow.close()
             await self.logs.close()
             await self.checkpoints.settle()
@@ -233,7 +233,7 @@ class Training:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.rollouts,
+            self.rollouts.answer,
             table.rows(),
             name=name,
             seed=self.recipe.seed,
@@ -246,19 +246,20 @@ class Training:
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
-        earlier = read_state(self.layout).seconds_driven
-        model_version, settings = self.tracking.model_version, self.recipe.tracking
-        summary = summarise(
-            self.held_out,
-            self.ledger.rows(),
-            num_generators=self.recipe.cluster.num_generators,
-            seconds_total=earlier + monotonic() - self.began,
-            model_version=model_version,
-        )
+        tracking, version = self.recipe.tracking, self.tracking.model_version
+        summary = {
+            **summarise(
+                self.held_out,
+                self.ledger.table(),
+                num_generators=self.recipe.cluster.num_generators,
+            ),
+            "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
+            "model_version": version,
+        }
         self.writer.check_current()
         self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-        is_here = model_version is not None and not settings.uri
-        model = f"models:/{settings.registered_model}@current" if is_here else self.layout.name
+        is_here = version is not None and not tracking.uri
+        model = f"models:/{tracking.registered_model}@current" if is_here else self.layout.name
         print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:
@@ -292,25 +293,18 @@ class Training:
         return max_running_trajectories(self.recipe, num_generators=num_generators)
 
     def _flow(self, initial: InitialState) -> Flow:
-        recipe, controller = self.recipe, self.recipe.controller
-        config = FlowConfig(
-            batch_size=controller.batch_size,
-            group_size=controller.group_size,
-            max_staleness=controller.max_staleness,
-            max_running=self._max_running(recipe.cluster.num_generators),
-            num_steps=recipe.num_steps,
-            run_seed=recipe.seed,
-            max_attempts=controller.max_attempts,
-            max_consecutive_failures=controller.max_consecutive_failures,
-            keeps_group=recipe.algorithm.keeps_group,
-        )
         backends = FlowBackends(
-            prompts=PromptTable(self.layout.train_prompts, seed=recipe.seed),
             rollouts=self.rollouts,
-            log=self.logs,
-            ledger=self.logs,
+            logs=self.logs,
             trainer=self.trainer,
             weights=DaskWeights(self.cluster.client, self.channel, self.cluster.pool),
-            observer=self,
+            prompt_at=PromptTable(self.layout.train_prompts, seed=self.recipe.seed).prompt_at,
+            on_step=self.on_step,
         )
-        return Flow(config, backends, initial, self.provenance)
+        return Flow(
+            self.recipe,
+            backends,
+            initial,
+            self.provenance,
+            max_running=self._max_running(self.recipe.cluster.num_generators),
+        )

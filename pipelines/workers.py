@@ -9,26 +9,21 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from areal_flow.cluster.control import LOOPBACK, WorkerStatus, list_workers
-from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.cluster.worker_process import PRELOAD
-from areal_flow.config import NetworkSettings, load_recipe
+from areal_flow.cluster.control import WorkerStatus, list_workers
+from areal_flow.cluster.placement import place_workers
+from areal_flow.config import Recipe, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import existing_run, observed_state
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Report, Table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster
-
-COLUMNS = (
-    *("worker", "role", "state", "pid", "address", "slots", "version"),
-    *("running", "assigned", "silent", "deaths"),
-)
 
 
 @contextmanager
@@ -61,47 +56,51 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
 
 
-def print_workers(runs: Path, name: str) -> None:
-    """Print a running run's workers, and how another one joins."""
+def report_workers(runs: Path, name: str) -> Report:
+    """Report a running run's workers, and how another one joins."""
     layout, scheduler = scheduler_of(runs, name)
-    settings = load_recipe(layout.config)
-    statuses = asyncio.run(list_workers(scheduler, settings.cluster.network))
-    print_table(make_console(), COLUMNS, [_row(status) for status in statuses])
-    placements = {placed.role: placed for placed in place_workers(settings)}
-    print("\nAnother generator joins from any terminal of this machine with")
-    print(f"  {join_command(scheduler, placements['generator'], settings.cluster.network)}")
+    recipe = load_recipe(layout.config)
+    statuses = asyncio.run(list_workers(scheduler, recipe.cluster.network))
+    join = join_command(scheduler, recipe)
+    said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
+    found = {"run": name, "workers": [asdict(status) for status in statuses], "join": join}
+    return Report(found, [Table([_row(status) for status in statuses]), *said])
 
 
-def _row(status: WorkerStatus) -> list[str]:
-    named = [status.name, status.role, status.state]
-    if not status.address:
-        return [*named, *("-" for _ in COLUMNS[len(named) : -1]), str(status.num_deaths)]
-    version = "-" if status.policy_version is None else str(status.policy_version)
-    return [
-        *(*named, str(status.pid), status.address, str(status.num_slots), version),
-        *(str(status.num_running), str(status.num_assigned)),
-        *(f"{status.silence_s:.0f} s", str(status.num_deaths)),
-    ]
+def _row(status: WorkerStatus) -> dict[str, Any]:
+    """Return a worker as a row; nothing is known of one without a process but its deaths."""
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    return {
+        "worker": status.name,
+        "role": status.role,
+        "state": status.state,
+        **(process if status.address else dict.fromkeys(process)),
+        "deaths": status.num_deaths,
+    }
 
 
-def join_command(
-    scheduler: str, placement: WorkerPlacement, network: NetworkSettings = LOOPBACK
-) -> str:
-    """Return the shell command that starts a worker like this one, in plain Dask."""
+def join_command(scheduler: str, recipe: Recipe) -> str:
+    """Return the shell command that starts a generator of this recipe, in plain Dask."""
+    network = recipe.cluster.network
+    placement = next(placed for placed in place_workers(recipe) if placed.role == "generator")
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
-    options = {
-        "--host": network.host,
-        "--nthreads": placement.num_threads,
-        "--resources": f"{placement.role}={placement.num_slots}",
-        "--memory-limit": 0,
-        "--preload": PRELOAD,
+    flags = {
+        "host": network.host,
+        "nthreads": placement.num_threads,
+        "resources": f"{placement.role}={placement.num_slots}",
+        "memory-limit": 0,
     }
     if network.has_tls:
-        options |= {
-            "--tls-ca-file": network.tls_ca,
-            "--tls-cert": network.tls_certificate,
-            "--tls-key": network.tls_key,
-        }
-    flags = [text for flag, value in options.items() for text in (flag, str(value))]
-    return shlex.join([*variables, str(dask), "worker", scheduler, *flags, "--no-dashboard"])
+        files = network.tls_ca, network.tls_certificate, network.tls_key
+        flags |= zip(("tls-ca-file", "tls-cert", "tls-key"), files, strict=True)
+    options = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return shlex.join([*variables, str(dask), "worker", scheduler, *options, "--no-dashboard"])

@@ -1,9 +1,8 @@
 """The storage contract: pandera models, the one source of every Arrow schema in the project."""
 
 from schemas.arrow import arrow_schema, validate, violations
-from schemas.content import content_hash_mismatches, content_hashes
-from schemas.evaluations import EvaluationRow
-from schemas.prompts import PromptRow
+from schemas.content import content_hashes
+from schemas.prompts import EvaluationRow, PromptRow
 from schemas.steps import StepRow
 from schemas.trajectories import TrajectoryRow
 
@@ -13,7 +12,6 @@ __all__ = [
     "StepRow",
     "TrajectoryRow",
     "arrow_schema",
-    "content_hash_mismatches",
     "content_hashes",
     "validate",
     "violations",

@@ -75,20 +75,14 @@ def validate(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> pa.Table
 
 def violations(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> list[str]:
     """Return each column and rule that rows fail, with how many do; never their values."""
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame)
+    failures: dict[str, int] = {}
     try:
-        model.validate(frame, lazy=True)
+        model.validate(pl.DataFrame(table), lazy=True)
     except pandera.errors.SchemaErrors as errors:
-        return _broken_rules(errors)
-    return []
-
-
-def _broken_rules(errors: pandera.errors.SchemaErrors) -> list[str]:
-    failures: dict[tuple[str, str], int] = {}
-    for error in errors.schema_errors:
-        column = getattr(error.schema, "name", None) or "row"
-        rule = str(getattr(error.check, "name", None) or error.check or error.reason_code)
-        cases = error.failure_cases
-        failures[(str(column), rule)] = len(cases) if isinstance(cases, pl.DataFrame) else 1
-    return [f"{column}: {rule} ({n} rows)" for (column, rule), n in failures.items()]
+        for error in errors.schema_errors:
+            column = getattr(error.schema, "name", None) or "row"
+            rule = getattr(error.check, "name", None) or error.check or error.reason_code
+            cases = error.failure_cases
+            num_rows = len(cases) if isinstance(cases, pl.DataFrame) else 1
+            failures[f"{column}: {rule}"] = num_rows
+    return [f"{rule} ({num_rows} rows)" for rule, num_rows in failures.items()]

@@ -27,15 +27,6 @@ def content_hashes(table: pa.Table) -> list[str]:
     return [_hash(parts) for parts in zip(*columns, strict=True)]
 
 
-def content_hash_mismatches(table: pa.Table) -> Iterator[tuple[str, str, str]]:
-    """Yield id, `content_hash` and hash found of the rows that are not what was written."""
-    names = ("trajectory_id", "content_hash")
-    identifiers, written = (table[name].to_pylist() for name in names)
-    for seal in zip(identifiers, written, content_hashes(table), strict=True):
-        if seal[1] != seal[2]:
-            yield seal
-
-
 def _hash(parts: tuple[bytes, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Fakes of what a flow uses: prompts, a cluster in virtual time, and the two logs in memory."""
+"""Fakes of what a flow uses: its recipe, prompts, a cluster in virtual time, logs in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.staleness import count_staleness
+from areal_flow.config import Recipe
+from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import EngineError
 from areal_flow.types import (
     NOTHING_TRAINED,
@@ -27,15 +30,20 @@ from areal_flow.types import (
 )
 
 
-class FakePrompts:
-    """`num_prompts` prompts, in order, over and over."""
+def flow_recipe(*, num_steps: int, seed: int = 0, **controller: int) -> Recipe:
+    """Return a recipe of so many steps with these settings of the controller."""
+    return Recipe(
+        num_steps=num_steps,
+        seed=seed,
+        controller=ControllerSettings(**controller),
+        algorithm=DecoupledPPO(num_minibatches=1),
+    )
 
-    def __init__(self, num_prompts: int = 7) -> None:
-        self.num_prompts = num_prompts
 
-    def prompt_at(self, submission_index: int) -> Prompt:
-        index = submission_index % self.num_prompts
-        return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, (1, 2, 3))
+def prompt_at(submission_index: int) -> Prompt:
+    """Return one of seven prompts, in order, over and over."""
+    index = submission_index % 7
+    return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, (1, 2, 3))
 
 
 @dataclass
@@ -137,7 +145,7 @@ class FakeCluster:
 
 @dataclass
 class MemoryLog:
-    """A `TrajectoryLog` and a `StepLedger` in memory, and an `Observer` that remembers.
+    """The controller's `Logs` in memory, and an `on_step` that shows nothing.
 
     Commits are visible `acknowledge_s` before the caller hears of them.
     """

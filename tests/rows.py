@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from areal_flow.controller.seeds import group_seeds
+from areal_flow.controller.records import group_seeds
 from areal_flow.store.codec import receipts, rollout_table, scored_table
 from areal_flow.store.trajectories import write_group
 from areal_flow.types import (

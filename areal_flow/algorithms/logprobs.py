@@ -1,11 +1,19 @@
-"""Log-probabilities of tokens and entropies of the distributions they are drawn from, by logits.
+"""Log-probabilities of tokens, entropies, and ratios of two policies' probabilities.
 
-Letters: T positions, V vocabulary.
+Letters: T positions, or trained tokens of a micro-batch; V vocabulary.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from areal_flow.algorithms.protocol import Metric, mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""exp of it is 4.9e8. float32 overflows at 88, and the squares of a gradient's norm at 44."""
 
 
 def next_token_logprobs(
@@ -26,3 +34,22 @@ def next_token_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tens
     """Return -sum_v p_v log p_v of each softmax(logits / temperature), float32, nats, `[T]`."""
     logprobs_TV = (logits_TV.float() / temperature).log_softmax(dim=1)
     return -(logprobs_TV.exp() * logprobs_TV).sum(dim=1)
+
+
+def bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    """Return exp(min(x, MAX_LOG_RATIO)), without gradient beyond the bound.
+
+    An infinite log-ratio comes of damaged data. It stays infinite, so that the step is refused.
+    """
+    return log_ratio_T.where(~beyond_bound(log_ratio_T), MAX_LOG_RATIO).exp()
+
+
+def beyond_bound(log_ratio_T: Tensor) -> Tensor:
+    """Return where `bounded_exp` bounds a ratio."""
+    return (log_ratio_T > MAX_LOG_RATIO) & log_ratio_T.isfinite()
+
+
+def overflow_fraction(*log_ratios_T: Tensor) -> Metric:
+    """Return, as a metric, the fraction of tokens with a ratio that was bounded."""
+    bounded = [beyond_bound(log_ratio_T) for log_ratio_T in log_ratios_T]
+    return mean(sum(bounded[1:], bounded[0]) > 0)

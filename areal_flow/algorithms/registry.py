@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
+from areal_flow.settings import unnamed_is
 
 AnyAlgorithm = DecoupledPPO | PPO | GSPO
 
@@ -16,13 +15,7 @@ ALGORITHMS = {
     algorithm.model_fields["name"].default: algorithm for algorithm in get_args(AnyAlgorithm)
 }
 
-
-def _with_name(value: Any) -> Any:
-    """Return the settings of a recipe that names no algorithm as those of decoupled PPO."""
-    return {"name": "decoupled_ppo", **value} if isinstance(value, dict) else value
-
-
 AlgorithmSettings = Annotated[
-    AnyAlgorithm, Field(discriminator="name"), BeforeValidator(_with_name)
+    AnyAlgorithm, Field(discriminator="name"), unnamed_is("decoupled_ppo")
 ]
 """What a recipe's `[algorithm]` accepts: the settings of the algorithm that it names, no others."""

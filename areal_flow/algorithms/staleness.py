@@ -1,13 +1,14 @@
 """What a trained token is, and how stale it is: the hard bound on staleness, token by token.
 
-A token is trained if the policy chose it (`loss_mask`) and it is fresh enough. The view of
-`areal_flow.store.database` says the same in SQL. Pure Python.
+A token is trained if the policy chose it (`loss_mask`) and it is fresh enough.
+`store/sql/tokens.sql` says the same in SQL. Pure Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from areal_flow.types import VersionSpan
 
@@ -55,16 +56,14 @@ def count_staleness(
     Args:
         chosen: of each completion the tokens that its `loss_mask` keeps; others are not counted.
     """
+    bound = {"policy_version": policy_version, "max_staleness": max_staleness}
     trained = masked = staleness_sum = staleness_max = 0
-    for spans in chosen:
-        for version, length in spans:
-            if not fresh_enough(
-                version, policy_version=policy_version, max_staleness=max_staleness
-            ):
-                masked += length
-            elif length:
-                staleness = policy_version - version
-                trained += length
-                staleness_sum += staleness * length
-                staleness_max = max(staleness_max, staleness)
+    for version, length in chain.from_iterable(chosen):
+        staleness = policy_version - version
+        if not fresh_enough(version, **bound):
+            masked += length
+        elif length:
+            trained += length
+            staleness_sum += staleness * length
+            staleness_max = max(staleness_max, staleness)
     return StalenessCount(trained, masked, staleness_sum, staleness_max)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from safetensors import SafetensorError
 
-from areal_flow.audit.findings import ADVICE, Finding
+from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
@@ -27,31 +27,24 @@ from areal_flow.store.maintenance import unreferenced_files
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
 
-def unreadable(path: Path, error: object, advice: str = ADVICE["file"]) -> Finding:
-    """Return the finding of something that cannot be read."""
-    cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-    return Finding("unreadable", path.name, "something readable", cause, advice)
-
-
 def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
     """Yield the recorded forks: step, recorded hash, hashes of what was replayed."""
-    if not layout.forks.exists():
-        return
     try:
-        lines = layout.forks.read_text().splitlines()
+        lines = layout.forks.read_text().splitlines() if layout.forks.exists() else []
     except (OSError, ValueError) as error:
-        yield unreadable(layout.forks, error)
+        yield unreadable(layout.forks.name, error)
         return
     for number, line in enumerate(lines, 1):
         try:
             fork = json.loads(line)
-            replayed = {
-                kind: str(fork["replayed"][kind]) for kind in ("weights_hash", "served_hash")
+            yield {
+                "step": int(fork["step"]),
+                "recorded_hash": str(fork["recorded"]["weights_hash"]),
+                "weights_hash": str(fork["replayed"]["weights_hash"]),
+                "served_hash": str(fork["replayed"]["served_hash"]),
             }
-            recorded = str(fork["recorded"]["weights_hash"])
-            yield {"step": int(fork["step"]), "recorded_hash": recorded, **replayed}
         except _UNREADABLE as error:
-            yield unreadable(layout.forks, f"line {number}: {error!r}")
+            yield unreadable(layout.forks.name, f"line {number}: {error!r}")
 
 
 def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
@@ -59,15 +52,13 @@ def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
     try:
         _validate_arrow(layout.train_prompts)
         return PromptTable(layout.train_prompts, seed=seed)
-    except (OSError, ValueError, pa.ArrowException, PromptError) as error:
-        return unreadable(layout.train_prompts, error)
+    except (*_UNREADABLE, PromptError) as error:
+        return unreadable(layout.train_prompts.name, error)
 
 
 def listed_checkpoints(layout: RunLayout) -> list[Path]:
     """Return the checkpoint directories that are there, complete or not, by step."""
-    if not layout.checkpoints.is_dir():
-        return []
-    steps = sorted(int(path.name) for path in layout.checkpoints.iterdir() if path.name.isdigit())
+    steps = sorted(int(path.name) for path in layout.checkpoints.glob("*") if path.name.isdigit())
     return [checkpoint_path(layout.checkpoints, step) for step in steps]
 
 
@@ -79,38 +70,27 @@ def listed_weights(layout: RunLayout) -> list[Path]:
     return sorted({file.parent for file in files if file.parent.name.isdigit()})
 
 
-def read_checkpoint(layout: RunLayout, path: Path) -> dict[str, Any] | Finding | None:
-    """Return what a checkpoint says of itself and the hashes of its tensors; None if it is gone."""
-    from areal_flow.models.hashing import hash_file
+def read_directories(
+    layout: RunLayout, kind: str, paths: Sequence[Path]
+) -> Iterator[dict[str, Any] | Finding]:
+    """Yield what checkpoints or published weights say of themselves, and hashes of their tensors.
 
-    def read() -> dict[str, Any]:
-        return {
-            "listed_step": int(path.name),
-            **asdict(read_checkpoint_state(path)),
-            "found_weights_hash": hash_file(path / "model.safetensors"),
-            "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
-            "other_files": ", ".join(_other_files(layout.model, path)),
-        }
-
-    where, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
-    broken = Finding("checkpoint-unreadable", where, expected, "", ADVICE["checkpoint"])
-    return _read_directory(path, read, broken)
-
-
-def read_weights(layout: RunLayout, path: Path) -> dict[str, Any] | Finding | None:
-    """Return a published version's hash file and the hash of its tensors; None if it is gone."""
-    from areal_flow.models.hashing import hash_file
-
-    def read() -> dict[str, Any]:
-        return {
-            "step": int(path.name),
-            "recorded_hash": (path / "hash").read_text(),
-            "tensors_hash": hash_file(path / "model.safetensors"),
-        }
-
-    where = path.relative_to(layout.root).as_posix()
-    broken = Finding("weights-unreadable", where, "published weights", "", ADVICE["weights"])
-    return _read_directory(path, read, broken)
+    Args:
+        kind: checkpoint or weights, as in `ADVICE`.
+    """
+    for path in paths:
+        found: dict[str, Any] | Finding
+        place, expected = path.relative_to(layout.root).as_posix(), "published weights"
+        if kind == "checkpoint":
+            place, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
+        try:
+            described = _checkpoint(layout, path) if kind == "checkpoint" else _weights(path)
+            found = {"place": place, **described}
+        except _UNREADABLE as error:
+            cause = f"{type(error).__name__}: {error}"[:300]
+            found = Finding(f"{kind}-unreadable", place, expected, cause, ADVICE[kind])
+        if path.exists():
+            yield found
 
 
 def not_prepared(layout: RunLayout) -> bool:
@@ -120,20 +100,16 @@ def not_prepared(layout: RunLayout) -> bool:
 
 def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
     """Yield what the next start needs beside the log and cannot read."""
-    for path in (
-        layout.state,
-        layout.model / "config.json",
-        layout.model / "tokenizer.json",
-    ):
+    model = layout.model
+    descriptions = (layout.state, model / "config.json", model / "tokenizer.json")
+    for path in (*descriptions, layout.held_out_prompts):
         try:
-            if not isinstance(json.loads(path.read_text()), dict):
-                yield unreadable(path, "not a JSON object")
-        except (OSError, ValueError) as error:
-            yield unreadable(path, error)
-    try:
-        _validate_arrow(layout.held_out_prompts)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        yield unreadable(layout.held_out_prompts, error)
+            if path == layout.held_out_prompts:
+                _validate_arrow(path)
+            elif not isinstance(json.loads(path.read_text()), dict):
+                yield unreadable(path.name, "not a JSON object")
+        except _UNREADABLE as error:
+            yield unreadable(path.name, error)
 
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
@@ -150,15 +126,28 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
         yield from _orphan_fragments(path)
 
 
-def _read_directory(
-    path: Path, read: Callable[[], dict[str, Any]], broken: Finding
-) -> dict[str, Any] | Finding | None:
-    try:
-        found = {"place": broken.where, **read()}
-    except _UNREADABLE as error:
-        cause = f"{type(error).__name__}: {error}"[:300]
-        return broken._replace(found=cause) if path.exists() else None
-    return found if path.exists() else None
+def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
+    from areal_flow.models.hashing import hash_file
+
+    names = [file.name for file in layout.model.iterdir()]
+    _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
+    return {
+        "listed_step": int(path.name),
+        **asdict(read_checkpoint_state(path)),
+        "found_weights_hash": hash_file(path / "model.safetensors"),
+        "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
+        "other_files": ", ".join((*different, *missing)),
+    }
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    from areal_flow.models.hashing import hash_file
+
+    return {
+        "step": int(path.name),
+        "recorded_hash": (path / "hash").read_text(),
+        "tensors_hash": hash_file(path / "model.safetensors"),
+    }
 
 
 def _validate_arrow(path: Path) -> None:
@@ -166,19 +155,11 @@ def _validate_arrow(path: Path) -> None:
         pa.ipc.open_file(file).read_all().validate(full=True)
 
 
-def _other_files(model: Path, checkpoint: Path) -> tuple[str, ...]:
-    names = [file.name for file in model.iterdir()]
-    _, different, unreadable = filecmp.cmpfiles(model, checkpoint, names, shallow=False)
-    return (*different, *unreadable)
-
-
 def _orphan_fragments(path: Path) -> Iterator[Finding]:
-    if not path.is_dir():
-        return
     try:
-        orphans = unreferenced_files(path)
+        orphans = unreferenced_files(path) if path.is_dir() else []
     except ArealFlowError as error:
-        yield unreadable(path, error)._replace(severity="note", advice=ADVICE["harmless"])
+        yield unreadable(path.name, error)._replace(severity="note", advice=ADVICE["harmless"])
         return
     if orphans:
         found = f"{len(orphans)} never committed, the first is {Path(orphans[0]).name}"

@@ -5,15 +5,14 @@ An error is damage or a bug. A note is what a crash leaves behind and nobody rea
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Severity = Literal["error", "note"]
 
 MAX_PER_RULE = 20
-"""AuditFindings of one rule that are kept; more are only counted."""
+"""Findings of one rule that are kept; more are only counted."""
 
 ADVICE = {
     "ledger": "steps.lance was changed after it was written: restore it from a copy",
@@ -26,6 +25,8 @@ ADVICE = {
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
     "harmless": "nothing: nobody reads it",
+    "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
+    "unjudged": "mend what cannot be read, then check again",
 }
 """What to do, by what is damaged."""
 
@@ -41,13 +42,42 @@ class Finding(NamedTuple):
     severity: Severity = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What was looked at, by kind, and what was found."""
+def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Finding:
+    """Return the finding of something that cannot be read."""
+    cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return Finding("unreadable", where, "something readable", cause, advice)
 
-    run: str
-    checked: dict[str, int]
-    findings: tuple[Finding, ...]
+
+class Report:
+    """What was looked at, by kind, and what was found: of each rule the first, the rest a count."""
+
+    def __init__(self, run: str, kinds: Iterable[str] = ()) -> None:
+        self.run = run
+        self.checked = Counter(dict.fromkeys(kinds, 0))
+        self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
+        self._num_more: Counter[str] = Counter()
+
+    def add(self, *findings: Finding, num_more: int = 0) -> None:
+        """Keep findings, and count others of the last one's rule that nobody will see."""
+        for finding in findings:
+            if len(self._kept[finding.rule]) < MAX_PER_RULE:
+                self._kept[finding.rule].append(finding)
+            else:
+                self._num_more[finding.rule] += 1
+        if num_more:
+            self._num_more[findings[-1].rule] += num_more
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is kept, by rule; one that has more ends with a finding that counts them."""
+        findings: list[Finding] = []
+        for rule, kept in self._kept.items():
+            findings += kept
+            if num_more := self._num_more[rule]:
+                where = f"{num_more} more places"
+                last = kept[-1]._replace(where=where, expected="as above", found="as above")
+                findings.append(last)
+        return tuple(findings)
 
     @property
     def clean(self) -> bool:
@@ -69,31 +99,3 @@ class Report:
             "checked": self.checked,
             "findings": [finding._asdict() for finding in self.findings],
         }
-
-
-class AuditFindings:
-    """Collects findings in bounded memory: the first `MAX_PER_RULE` of a rule, the rest a count."""
-
-    def __init__(self) -> None:
-        self._kept: list[Finding] = []
-        self._counts: Counter[str] = Counter()
-
-    def add(self, finding: Finding, *, num_more: int = 0) -> None:
-        """Keep a finding, and count others of its rule that nobody will see."""
-        self._counts[finding.rule] += 1 + num_more
-        if self._counts[finding.rule] - num_more <= MAX_PER_RULE:
-            self._kept.append(finding)
-
-    def extend(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self.add(finding)
-
-    def all(self) -> tuple[Finding, ...]:
-        """Return what is kept; a rule that has more ends with a finding that counts them."""
-        last = {finding.rule: finding for finding in self._kept}
-        more = [
-            last[rule]._replace(where=f"{count - MAX_PER_RULE} more places")
-            for rule, count in self._counts.items()
-            if count > MAX_PER_RULE
-        ]
-        return (*self._kept, *(m._replace(expected="as above", found="as above") for m in more))

@@ -7,7 +7,6 @@ it, so that each row finds what it names.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,30 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pandera.polars as pa_polars
+import pyarrow as pa
 
 from areal_flow import __version__
-from areal_flow.audit import files, rows
-from areal_flow.audit.database import (
-    CHECKPOINTS,
-    FILES,
-    FORKS,
-    PUBLISHED,
-    RECIPE,
-    AuditDatabase,
-)
-from areal_flow.audit.findings import ADVICE, AuditFindings, Finding, Report
+from areal_flow.audit import files
+from areal_flow.audit.database import AuditDatabase
+from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
+from areal_flow.audit.rows import check_schema, scan
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
-from areal_flow.store.dataset import (
-    COMMIT_ORDER,
-    evaluations_that_count,
-    open_dataset,
-    read_errors,
-    trajectories_that_count,
-)
-from areal_flow.store.ledger import STEPS, LedgerReader
+from areal_flow.store.dataset import open_dataset, that_count
+from areal_flow.store.ledger import STEPS
 from schemas import EvaluationRow, StepRow, TrajectoryRow
 
 KINDS = (
@@ -53,184 +42,140 @@ KINDS = (
 
 def check_run(layout: RunLayout) -> Report:
     """Return what is wrong with a run; raises nothing for it."""
-    found, checked = AuditFindings(), Counter(dict.fromkeys(KINDS, 0))
+    report = Report(layout.name, KINDS)
     if not layout.config.is_file():
         advice = "restore it from a copy: nothing was checked without it"
-        found.add(files.unreadable(layout.config, "no such file", advice))
+        report.add(unreadable(layout.config.name, "no such file", advice))
     elif files.not_prepared(layout):
-        found.add(_NOT_PREPARED)
+        what = (layout.steps.name, "a prepared run", "no ledger and no policy yet")
+        report.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
     else:
         try:
             with closing(AuditDatabase()) as database:
-                _Audit(layout, database, found, checked).read()
+                _Audit(layout, database, report).read()
         except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
-            damaged = files.unreadable(layout.steps, error, ADVICE["both"])
-            found.add(damaged._replace(expected="numbers that can be counted again"))
-    return Report(layout.name, dict(checked), found.all())
+            damaged = unreadable(layout.steps.name, error, ADVICE["both"])
+            report.add(damaged._replace(expected="numbers that can be counted again"))
+    return report
 
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
-    """One reading of a run: what was found, and how much of each kind was looked at."""
+    """One reading of a run."""
 
     layout: RunLayout
     database: AuditDatabase
-    found: AuditFindings
-    checked: Counter[str]
+    report: Report
 
     def read(self) -> None:
         """Read everything once, in the order that the module explains."""
+        layout, database = self.layout, self.database
         recipe = self._recipe()
-        checkpoints = files.listed_checkpoints(self.layout)
-        published = files.listed_weights(self.layout)
-        self.database.add_table("files", _steps_of(checkpoints, published), FILES)
+        checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)
+        for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
+            database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
         has_ledger = self._ledger()
-        self.database.add_table("forks", self._kept(files.read_forks(self.layout)), FORKS)
+        database.add("forks", self._kept(files.read_forks(layout)))
         has_log = self._log(recipe)
         self._judge("trajectories")
         if has_ledger:
             self._judge("ledger")
         if has_ledger and has_log:
-            self.database.recount(num_rows=open_dataset(self.layout.trajectories).count_rows())
+            database.add("dataset", [{"num_rows": open_dataset(layout.trajectories).count_rows()}])
+            database.recount()
             self._judge("log")
         self._files(checkpoints, published)
-        self._evaluations()
-        self.found.extend(files.broken_descriptions(self.layout))
-        self.found.extend(files.leftovers(self.layout))
+        if layout.evaluations.exists():
+            list(self._rows(layout.evaluations, EvaluationRow, "evaluation answers", "evaluations"))
+        self.report.add(*files.broken_descriptions(layout))
+        self.report.add(*files.leftovers(layout))
 
     def _judge(self, rules: str) -> None:
         for finding, num_more in self.database.broken(rules):
-            self.found.add(finding, num_more=num_more)
+            self.report.add(finding, num_more=num_more)
 
-    def _kept(self, values: Iterable[dict[str, Any] | Finding | None]) -> Iterator[dict[str, Any]]:
+    def _kept(
+        self, values: Iterable[dict[str, Any] | Finding], counted: str | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Yield what could be read, and add what could not to the findings."""
         for value in values:
+            if counted:
+                self.report.checked[counted] += 1
             if isinstance(value, Finding):
-                self.found.add(value)
-            elif value is not None:
+                self.report.add(value)
+            else:
                 yield value
 
+    def _rows(
+        self, path: Path, model: type[pa_polars.DataFrameModel], counted: str, kind: str
+    ) -> Iterator[pa.Table | None]:
+        """Judge a dataset's rows by their schema; yield those of use, None for those of none."""
+        for piece in scan(path, that_count(path, self.layout.writers)):
+            rows = None
+            if isinstance(piece, Finding):
+                self.report.add(piece)
+            else:
+                self.report.checked[counted] += len(piece.rows)
+                findings, rows = check_schema(piece, model, kind=kind)
+                self.report.add(*findings)
+            yield rows
+
     def _recipe(self) -> Recipe | None:
-        recipe = None
         try:
             recipe = load_recipe(self.layout.config)
         except (ArealFlowError, OSError) as error:
-            self.found.add(files.unreadable(self.layout.config, error))
-        self.database.add_table("recipe", [_recipe_row(recipe)] if recipe else [], RECIPE)
+            self.report.add(unreadable(self.layout.config.name, error))
+            return None
+        row = {
+            "config_hash": recipe.digest(),
+            "code_version": f"areal-flow {__version__}",
+            "seed": recipe.seed,
+            "group_size": recipe.controller.group_size,
+            "groups_per_step": recipe.groups_per_step,
+            "max_staleness": recipe.controller.max_staleness,
+        }
+        self.database.add("recipe", [row])
         return recipe
 
     def _ledger(self) -> bool:
         """Read the ledger; return whether rules can be asked of it."""
-        table = None
-        try:
-            with read_errors(self.layout.steps):
-                stored = LedgerReader(self.layout.steps, self.layout.writers).table()
-        except ArealFlowError as error:
-            self.found.add(files.unreadable(self.layout.steps, error))
-        else:
-            self.checked["steps"] = len(stored)
-            where = self.layout.steps.name
-            self.found.extend(rows.check_schema(stored, StepRow, where=where, kind="ledger"))
-            table = rows.conform(stored, StepRow)
-        self.database.add_ledger(STEPS.empty_table() if table is None else table)
-        return table is not None
+        read = list(self._rows(self.layout.steps, StepRow, "steps", "ledger"))
+        tables = [table for table in read if table is not None]
+        has_ledger = len(tables) == len(read)
+        rows = pa.concat_tables(tables) if tables and has_ledger else STEPS.empty_table()
+        self.database.add_ledger(rows)
+        return has_ledger
 
     def _log(self, recipe: Recipe | None) -> bool:
-        """Judge every trajectory alone; return whether all of them could be read."""
+        """Read every trajectory; return whether all of them can be judged."""
         prompts = self._prompts(recipe)
-        visible = trajectories_that_count(self.layout.writers)
-        read = [
-            self._piece(piece, recipe, prompts)
-            for piece in rows.scan(self.layout.trajectories, visible)
-        ]
-        if not all(read):
-            self.found.add(_NOT_JUDGED)
-        return all(read)
+        all_read = True
+        for rows in self._rows(self.layout.trajectories, TrajectoryRow, "trajectories", "log"):
+            if rows is None:
+                all_read = False
+                continue
+            indices = rows["submission_index"].to_pylist()
+            self.database.add_trajectories(rows, prompts.rows_at(indices) if prompts else None)
+        if not all_read:
+            found = "some cannot be read: ledger and trajectories were not compared"
+            what = (self.layout.trajectories.name, "every trajectory", found)
+            self.report.add(Finding("not-judged", *what, ADVICE["unjudged"], "note"))
+        return all_read
 
     def _prompts(self, recipe: Recipe | None) -> PromptTable | None:
         if recipe is None:
             return None
         prompts = files.read_prompts(self.layout, seed=recipe.seed)
         if isinstance(prompts, Finding):
-            self.found.add(prompts)
+            self.report.add(prompts)
             return None
-        self.checked["prompts"] = len(prompts)
+        self.report.checked["prompts"] = len(prompts)
         return prompts
-
-    def _piece(self, piece: rows.Piece, recipe: Recipe | None, prompts: PromptTable | None) -> bool:
-        if piece.rows is None:
-            self.found.add(
-                Finding("unreadable", piece.source, "readable rows", piece.error, ADVICE["file"])
-            )
-            return False
-        self.checked["trajectories"] += len(piece.rows)
-        plain = piece.rows.drop_columns([COMMIT_ORDER])
-        self.found.extend(rows.check_schema(plain, TrajectoryRow, where=piece.source, kind="log"))
-        table = rows.conform(plain, TrajectoryRow)
-        if table is None:
-            return False
-        self.database.add_trajectories(table.append_column(COMMIT_ORDER, piece.rows[COMMIT_ORDER]))
-        self.found.extend(rows.check_contents(table))
-        if recipe is not None:
-            self.found.extend(rows.check_seeds(table, run_seed=recipe.seed))
-        if prompts is not None:
-            expected = prompts.rows_at(table["submission_index"].to_pylist())
-            self.found.extend(rows.check_prompts(table, expected))
-        return True
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
         """Judge checkpoints and published weights; hashing them takes the longest."""
-        found = [files.read_checkpoint(self.layout, path) for path in checkpoints]
-        self.checked["checkpoints"] = sum(checkpoint is not None for checkpoint in found)
-        self.database.add_table("checkpoints", self._kept(found), CHECKPOINTS)
-        found = [files.read_weights(self.layout, path) for path in published]
-        self.checked["published weights"] = sum(version is not None for version in found)
-        self.database.add_table("published", self._kept(found), PUBLISHED)
+        found = files.read_directories(self.layout, "checkpoint", checkpoints)
+        self.database.add("checkpoints", self._kept(found, "checkpoints"))
+        found = files.read_directories(self.layout, "weights", published)
+        self.database.add("published", self._kept(found, "published weights"))
         self._judge("files")
-
-    def _evaluations(self) -> None:
-        path = self.layout.evaluations
-        visible = evaluations_that_count(self.layout.writers)
-        for piece in rows.scan(path, visible) if path.exists() else ():
-            if piece.rows is None:
-                self.found.add(files.unreadable(path, piece.error))
-                continue
-            self.checked["evaluation answers"] += len(piece.rows)
-            plain = piece.rows.drop_columns([COMMIT_ORDER])
-            self.found.extend(
-                rows.check_schema(plain, EvaluationRow, where=piece.source, kind="evaluations")
-            )
-
-
-def _steps_of(checkpoints: Sequence[Path], published: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
-        yield from ({"kind": kind, "step": int(path.name)} for path in paths)
-
-
-def _recipe_row(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "config_hash": recipe.digest(),
-        "code_version": f"areal-flow {__version__}",
-        "group_size": recipe.controller.group_size,
-        "groups_per_step": recipe.groups_per_step,
-        "max_staleness": recipe.controller.max_staleness,
-    }
-
-
-_NOT_PREPARED = Finding(
-    "not-prepared",
-    "steps.lance",
-    "a prepared run",
-    "no ledger and no policy yet",
-    "wait, or remove it if nobody is on it: there is nothing to resume",
-    "note",
-)
-
-_NOT_JUDGED = Finding(
-    "not-judged",
-    "trajectories.lance",
-    "every trajectory",
-    "some cannot be read: ledger and trajectories were not compared",
-    "mend what cannot be read, then check again",
-    "note",
-)

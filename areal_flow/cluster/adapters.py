@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
-from areal_flow.cluster import tasks
-from areal_flow.cluster.failure_detector import SILENT_S
-from areal_flow.cluster.placement import trainer_name
+from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import result_of
+from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.results import result_of, run_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
 from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 ACKNOWLEDGE_TIMEOUT_S = 30.0
 """How long a generator may take to load weights before it is replaced and its tasks run again."""
@@ -62,14 +63,14 @@ class DaskRollouts:
     async def _scored(self, episodes: tuple[Episode, ...], suffix: str) -> AsyncIterator[Future]:
         """Roll out and score; what is still going on when the block is cancelled, is cancelled."""
         rolled_out = self._client.submit(
-            tasks.rollout,
+            generator_tasks.rollout,
             episodes,
             self._weights.newest(),
             key=f"rollout-{suffix}",
             resources={"generator": 1},
         )
         scored = self._client.submit(
-            tasks.score,
+            reward_tasks.score,
             rolled_out,
             episodes,
             key=f"score-{suffix}",
@@ -109,12 +110,10 @@ class SharedWrites:
     async def _write_ready(self) -> None:
         while self._ready:
             batch, self._ready = self._ready, []
-            written = self._client.submit(
-                tasks.write, [scored for scored, _ in batch], pure=False, resources={"reward": 1}
-            )
+            tables = [scored for scored, _ in batch]
             groups: Sequence[GroupReceipt | ArealFlowError]
             try:
-                groups = await result_of(written)
+                groups = await run_task(self._client, reward_tasks.write, tables, resource="reward")
             except ArealFlowError as error:
                 groups = [error] * len(batch)
             for (_, receipt), written_group in zip(batch, groups, strict=True):
@@ -129,28 +128,22 @@ class SharedWrites:
 class DaskTrainer:
     """Sends steps and checkpoints to the trainer; restores it if it came back empty."""
 
-    def __init__(
-        self, client: Client, replicas: TrainerReplicas, restore: Callable[[], Awaitable[str]]
-    ) -> None:
+    def __init__(self, replicas: TrainerReplicas, restore: Callable[[], Awaitable[str]]) -> None:
         """Take the ranks, and how to restore them to the ledger's head, which returns a hash."""
-        self._client = client
         self._replicas = replicas
         self._restore = restore
 
     async def restore(self) -> str:
         """Bring the trainer to the ledger's head, whoever dies meanwhile; return its hash."""
-        weights_hash: str = await self._persist(self._restore)
-        return weights_hash
+        return await self._persist(self._restore)
 
     async def step(self, request: StepRequest) -> StepResult:
-        result: StepResult = await self._persist(lambda: self._replicas.step(request))
-        return result
+        return await self._persist(lambda: self._replicas.step(request))
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
-        await self._persist(
-            lambda: self._replicas.lead(tasks.take_snapshot, weights_hash, next_submission_index)
-        )
+        state = (weights_hash, next_submission_index)
+        await self._persist(lambda: self._replicas.lead(trainer_tasks.take_snapshot, *state))
 
     async def write_snapshot(self, step: int) -> None:
         """Write the snapshot of a step as a checkpoint, beside the steps that follow.
@@ -159,15 +152,9 @@ class DaskTrainer:
             TrainerLost: the trainer died with it.
             RunError, StorageError: nothing was written.
         """
-        leader = await worker_addresses(self._client, trainer_name(0))
-        try:
-            written = await self._client.run(tasks.write_snapshot, step, workers=leader)
-        except OSError as error:
-            raise TrainerLost(f"the trainer died while it wrote step {step}: {error}") from error
-        if not written:
-            raise TrainerLost(f"no trainer is there to write the snapshot of step {step}")
+        await self._replicas.lead(trainer_tasks.write_snapshot, step, num_slots=0)
 
-    async def _persist(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.
 
         Raises:
@@ -203,36 +190,21 @@ class DaskWeights:
 
         The health monitor replaces a silent one. It loads what is newest before its next rollout.
         """
-        loads = {
-            address: asyncio.ensure_future(
-                self._client.run(tasks.load_weights, version, workers=[address], on_error="return")
-            )
-            for address in self._pool.generators()
-        }
-        await self._wait_for_audible(loads)
-        failed = [
-            address
-            for address, load in loads.items()
-            if not _acknowledged(load) and not self._is_silent(address)
-        ]
-        for address in failed:
-            await self._pool.replace(address, why=f"version {version} was not loaded")
+        generators = self._pool.registry.present("generator")
+        await asyncio.gather(*(self._load(version, record) for record in generators))
 
-    async def _wait_for_audible(self, loads: Mapping[str, asyncio.Future[Any]]) -> None:
+    async def _load(self, version: int, record: WorkerRecord) -> None:
+        """Wait for one generator; one that neither loads nor is silent is replaced."""
+        address, function = record.address, generator_tasks.load_weights
+        load = asyncio.ensure_future(
+            self._client.run(function, version, workers=[address], on_error="return")
+        )
         clock = asyncio.get_running_loop().time
         deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
-        while clock() < deadline:
-            awaited = [
-                load
-                for address, load in loads.items()
-                if not load.done() and not self._is_silent(address)
-            ]
-            if not awaited:
-                return
-            await asyncio.wait(awaited, timeout=LISTEN_EVERY_S)
-
-    def _is_silent(self, address: str) -> bool:
-        return self._pool.silence_s(address) > SILENT_S
+        while not load.done() and clock() < deadline and not record.is_silent:
+            await asyncio.wait([load], timeout=LISTEN_EVERY_S)
+        if not _acknowledged(load) and not record.is_silent:
+            await self._pool.replace(address, why=f"version {version} was not loaded")
 
 
 def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
@@ -247,10 +219,3 @@ def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
     for error in errors:
         logger.warning("a generator could not load weights: %s", error)
     return not errors
-
-
-async def worker_addresses(client: Client, resource: str) -> list[str]:
-    """Return the addresses of live workers that have a resource."""
-    identity: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
-    workers = identity["workers"].items()
-    return [address for address, worker in workers if resource in worker["resources"]]

@@ -8,20 +8,18 @@ is why the scheduler listens on loopback only, or asks for a certificate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from distributed.core import rpc
 
-from areal_flow.cluster.failure_detector import SILENT_S
 from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.cluster.worker_context import VERSION_METRIC
 from areal_flow.cluster.worker_process import connection_security
-from areal_flow.config import NetworkSettings
 from areal_flow.errors import EngineError, RunError
 
 HANDLER = "areal_flow_workers"
@@ -71,10 +69,11 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
     if worker is None:
         state = "quarantined" if record.is_quarantined else "starting"
         return WorkerStatus(record.name, record.role, state, num_deaths=num_deaths)
+    state = "silent" if record.is_silent else "live"
     return WorkerStatus(
         name=record.name,
         role=record.role,
-        state=_state(record),
+        state="leaving" if record.is_leaving else state,
         pid=worker.pid,
         address=record.address,
         num_slots=record.num_slots,
@@ -84,12 +83,6 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
         silence_s=record.silence_s,
         num_deaths=num_deaths,
     )
-
-
-def _state(record: WorkerRecord) -> str:
-    if record.is_leaving:
-        return "leaving"
-    return "silent" if record.silence_s > SILENT_S else "live"
 
 
 async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
@@ -104,11 +97,14 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
         raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
     if num_workers < 1:
         raise RunError(f"expected to add 1 worker or more, found {num_workers}")
-    placed = [m.placement for m in pool.registry.all() if m.placement and m.is_expected]
+    records = pool.registry.all()
+    first = next(m.placement for m in records if m.role == role and m.placement)
+    placed = [m.placement for m in records if m.placement and m.is_expected]
+    taken = {m.name for m in records} | set(map(str, pool.scheduler.aliases))
+    free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
     added: list[WorkerPlacement] = []
-    for _ in range(num_workers):
-        name = _free_name(pool, role, [placement.name for placement in added])
-        like = replace(pool.registry.first(role), name=name)
+    for name in islice(free_names, num_workers):
+        like = replace(first, name=name)
         added.append(place_beside(like, [*placed, *added], pool.machines))
     try:
         await pool.start_until_joined(added)
@@ -140,11 +136,6 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
             "another first"
         )
     await pool.retire(record)
-
-
-def _free_name(pool: WorkerPool, role: str, also_taken: Sequence[str]) -> str:
-    taken = {m.name for m in pool.registry.all()} | set(map(str, pool.scheduler.aliases))
-    return next(n for i in count() if (n := f"{role}-{i}") not in {*taken, *also_taken})
 
 
 async def list_workers(scheduler: str, network: NetworkSettings = LOOPBACK) -> list[WorkerStatus]:

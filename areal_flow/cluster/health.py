@@ -1,80 +1,157 @@
 """Looks at every worker's signs of life once a second, and has one that hangs replaced.
 
-Dask's own rule (`worker-ttl`) is switched off in favour of this one. It goes by the clock on the
-wall: after the driver was stopped (Ctrl-Z) for a minute it can find every worker silent, and
-restart all.
+Heartbeats come from a worker's event loop, which an import of a large library or a long call into C
+can hold up for seconds. So a silent worker counts as hung only when its process uses no processor
+time either (it is stopped, or deadlocked), or when it is silent for so long that it does not matter
+why. Silence is measured in time that the observer was awake: after a stop of the driver (Ctrl-Z),
+or a night of the machine, every worker looks silent, and none is. Dask's own rule (`worker-ttl`)
+goes by the clock on the wall and is switched off in favour of this one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from areal_flow.cluster.failure_detector import FailureDetector, SignsOfLife
-from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.config import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 
+MIN_PROCESSOR_S = 0.05
+"""Less than this is what threads use that only wait."""
 
-class HealthMonitor:
-    """Looks at a pool's workers and has those replaced that hang."""
+LONGEST_LOOK_S = 2.0
+"""More than this between two looks means that the observer slept."""
 
-    def __init__(self, pool: WorkerPool, settings: ClusterSettings) -> None:
-        self._pool = pool
-        self._detector = FailureDetector(
-            silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
-        )
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Look once a second while this is entered."""
-        looking = asyncio.ensure_future(self._keep_looking())
+@dataclass(frozen=True, slots=True)
+class SignsOfLife:
+    """What is seen of a worker from outside.
+
+    `heard_at` is the time of its last heartbeat, by any clock: only whether it changes is looked
+    at. `processor_s` is what its process has used so far, or None where nobody can know.
+    """
+
+    heard_at: float
+    processor_s: float | None
+
+    def show_work_since(self, earlier: SignsOfLife) -> bool:
+        """Return whether the process was seen at work between the two."""
+        if self.processor_s is None or earlier.processor_s is None:
+            return False
+        return self.processor_s - earlier.processor_s > MIN_PROCESSOR_S
+
+
+class Silence(NamedTuple):
+    """For how long a worker has not been heard, and whether it hangs."""
+
+    silent_s: float
+    is_hung: bool
+
+
+@dataclass(slots=True)
+class _Observed:
+    signs: SignsOfLife
+    heard_awake_s: float
+    worked_awake_s: float
+
+
+class FailureDetector:
+    """Remembers when each worker was last heard and last seen at work; has no clock of its own."""
+
+    def __init__(self, *, silent_after_s: float, lost_after_s: float) -> None:
+        """Set the limits.
+
+        Args:
+            silent_after_s: a worker that neither spoke nor worked for longer is hung.
+            lost_after_s: a worker that did not speak for longer is hung even if it works.
+        """
+        self._silent_after_s = silent_after_s
+        self._lost_after_s = lost_after_s
+        self._awake_s = 0.0
+        self._looked_at: float | None = None
+        self._workers: dict[str, _Observed] = {}
+
+    def observe(self, signs: Mapping[str, SignsOfLife], *, now: float) -> dict[str, Silence]:
+        """Take in one look at all workers; return the silence of each.
+
+        A worker that is missing from a look is forgotten. So is one that hangs, since it is
+        replaced: the next look begins anew with it.
+
+        Args:
+            signs: by worker.
+            now: of a clock that never goes back, in seconds.
+        """
+        if self._looked_at is not None:
+            self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
+        self._looked_at = now
+        observed = {worker: self._updated(worker, seen) for worker, seen in signs.items()}
+        found = {worker: self._silence(known) for worker, known in observed.items()}
+        self._workers = {w: known for w, known in observed.items() if not found[w].is_hung}
+        return found
+
+    def _silence(self, observed: _Observed) -> Silence:
+        silent_s = self._awake_s - observed.heard_awake_s
+        idle_s = self._awake_s - observed.worked_awake_s
+        is_hung = min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
+        return Silence(silent_s, is_hung)
+
+    def _updated(self, worker: str, seen: SignsOfLife) -> _Observed:
+        before = self._workers.get(worker)
+        if before is None or before.signs.heard_at != seen.heard_at:
+            return _Observed(seen, self._awake_s, self._awake_s)
+        if seen.show_work_since(before.signs):
+            before.signs, before.worked_awake_s = seen, self._awake_s
+        return before
+
+
+async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
+    """Look at a pool's workers once a second, and have those replaced that hang; never ends."""
+    detector = FailureDetector(
+        silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
+    )
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
         try:
-            yield
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            _look(pool, detector)
+        except Exception:
+            logger.exception("the workers could not be looked at")
 
-    async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            try:
-                self._look()
-            except Exception:
-                logger.exception("the workers could not be looked at")
 
-    def _look(self) -> None:
-        watched = self._watched()
-        signs = {key: self._signs(record) for key, record in watched.items()}
-        self._detector.observe(signs, now=monotonic())
-        for key, record in watched.items():
-            record.silence_s = self._detector.silence_s(key)
-        for key in self._detector.hung():
-            self._detector.forget(key)
-            why = f"silent for {watched[key].silence_s:.0f} s"
-            self._pool.spawn(self._pool.kill(watched[key], why=why))
+def _look(pool: WorkerPool, detector: FailureDetector) -> None:
+    # A worker has a process by its address, or by its name while it starts.
+    watched = {
+        record.address or record.name: record
+        for record in pool.registry.all()
+        if record.is_wanted and (record.address or pool.pid(record))
+    }
+    signs = {key: _signs(pool, record) for key, record in watched.items()}
+    for key, silence in detector.observe(signs, now=monotonic()).items():
+        record = watched[key]
+        record.silence_s = silence.silent_s
+        if silence.is_hung:
+            pool.spawn(pool.kill(record, why=f"silent for {record.silence_s:.0f} s"))
 
-    def _watched(self) -> dict[str, WorkerRecord]:
-        """Return workers that have a process: by its address, or by name while it starts."""
-        wanted = [record for record in self._pool.registry.all() if record.is_wanted]
-        return {m.address or m.name: m for m in wanted if m.address or self._pool.pid(m)}
 
-    def _signs(self, record: WorkerRecord) -> SignsOfLife:
-        """Return a registered worker's heartbeat and work; one that starts only works."""
-        worker = self._pool.scheduler.workers.get(record.address)
-        if worker is None:
-            return SignsOfLife(processor_s(self._pool.pid(record)) or 0.0, None)
-        here = worker.host == self._pool.scheduler.ip
-        return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
+def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:
+    """Return a registered worker's heartbeat and work; one that starts only works."""
+    worker = pool.scheduler.workers.get(record.address)
+    if worker is None:
+        return SignsOfLife(processor_s(pool.pid(record)) or 0.0, None)
+    here = worker.host == pool.scheduler.ip
+    return SignsOfLife(worker.last_seen, processor_s(worker.pid) if here else None)
 
 
 def processor_s(pid: int | None) -> float | None:

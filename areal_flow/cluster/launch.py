@@ -12,13 +12,14 @@ import dask
 from distributed import Client, Scheduler, Security
 
 from areal_flow.cluster.control import serve_pool
-from areal_flow.cluster.health import HealthMonitor
+from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.worker_context import RunPlugin
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.cluster.worker_process import DASK_SETTINGS, connection_security
-from areal_flow.config import ClusterSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
 DASHBOARD_HOST = "127.0.0.1"
@@ -48,7 +49,7 @@ def check_cluster(recipe: Recipe) -> None:
 
 @asynccontextmanager
 async def launch_cluster(
-    placements: Sequence[WorkerPlacement], settings: ClusterSettings, plugin: RunPlugin
+    placements: Sequence[WorkerPlacement], settings: ClusterSettings, context: WorkerContext
 ) -> AsyncIterator[RunningCluster]:
     """Start one process a placement, wait for all, and end them all on the way out.
 
@@ -61,29 +62,23 @@ async def launch_cluster(
     security = connection_security(settings.network)
     _quieten_dask()
     with dask.config.set(DASK_SETTINGS):
-        async with _listening_scheduler(settings, security) as scheduler:
+        async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(scheduler.address, settings)
             pool = WorkerPool(scheduler, launcher, machines_of(settings))
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
-                client = Client(scheduler.address, asynchronous=True, security=security)
-                async with client, HealthMonitor(pool, settings).watching():
-                    await client.register_plugin(plugin)
+                pool.spawn(watch_health(pool, settings))
+                address = scheduler.address
+                async with Client(address, asynchronous=True, security=security) as client:
+                    await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
-                    try:
-                        yield RunningCluster(client, pool, scheduler.address, dashboard)
-                    finally:
-                        pool.close()
+                    yield RunningCluster(client, pool, address, dashboard)
             finally:
-                pool.close()
                 await pool.stop()
 
 
-@asynccontextmanager
-async def _listening_scheduler(
-    settings: ClusterSettings, security: Security
-) -> AsyncIterator[Scheduler]:
+async def _listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:
     scheduler = Scheduler(
         host=settings.network.host,
         port=0,
@@ -91,17 +86,13 @@ async def _listening_scheduler(
         security=security,
     )
     try:
-        await scheduler
+        return await scheduler
     except Exception as error:
         raise ConfigError(
             f"cluster.network.host = {settings.network.host!r}: the scheduler cannot listen there "
             f"({error.__cause__ or error}); use an address of this machine, and certificates and "
             "a key that belong together"
         ) from error
-    try:
-        yield scheduler
-    finally:
-        await scheduler.close()
 
 
 def _quieten_dask() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from areal_flow.config import ClusterSettings, Recipe
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
 ROLES = ("generator", "reward", "trainer")
@@ -109,33 +109,21 @@ def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
     cluster = recipe.cluster
     generator_gpu = _is_gpu("generation.device", recipe.generation.device)
     trainer_gpu = _is_gpu("trainer.device", recipe.trainer.device)
-    trainers = [
-        WorkerPlacement(
-            trainer_name(rank),
-            "trainer",
-            1,
-            worker_environment(cluster.num_trainer_threads),
-            needs_gpu=trainer_gpu,
-        )
-        for rank in range(cluster.num_trainers)
-    ]
-    generators = [
-        WorkerPlacement(
-            f"generator-{index}",
-            "generator",
-            groups_in_flight(recipe),
-            worker_environment(cluster.threads_per_worker),
-            needs_gpu=generator_gpu,
-        )
-        for index in range(cluster.num_generators)
-    ]
+    generator = worker_environment(cluster.threads_per_worker)
+    trainer = worker_environment(cluster.num_trainer_threads)
     # Beside GPU workers, a reward worker must not take memory of the first one's device.
     hidden = {VISIBLE_GPUS: ""} if generator_gpu or trainer_gpu else {}
-    rewards = [
-        WorkerPlacement(f"reward-{index}", "reward", 1, worker_environment(1) | hidden)
-        for index in range(cluster.num_reward_workers)
+    reward = worker_environment(1) | hidden
+    kinds = (
+        ("trainer", cluster.num_trainers, 1, trainer, trainer_gpu),
+        ("generator", cluster.num_generators, groups_in_flight(recipe), generator, generator_gpu),
+        ("reward", cluster.num_reward_workers, 1, reward, False),
+    )
+    return [
+        WorkerPlacement(f"{role}-{index}", role, num_slots, environment, needs_gpu)
+        for role, num_processes, num_slots, environment, needs_gpu in kinds
+        for index in range(num_processes)
     ]
-    return [*trainers, *generators, *rewards]
 
 
 def _is_gpu(setting: str, device: str) -> bool:
@@ -154,8 +142,7 @@ def machines_of(cluster: ClusterSettings) -> Machines:
     """
     if cluster.remote.hosts:
         return Machines(cluster.remote.hosts, visible_gpus({}, 0, stated=cluster.num_gpus))
-    gpus = visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus)
-    return Machines((THIS_MACHINE,), gpus)
+    return Machines(gpus=visible_gpus(os.environ, count_gpus(), stated=cluster.num_gpus))
 
 
 def visible_gpus(
@@ -177,13 +164,11 @@ def visible_gpus(
 
 def count_gpus() -> int:
     """Return how many NVIDIA GPUs this machine has; loads no library that would use them."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
         )
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import dask
 from distributed import SchedulerPlugin
 
-from areal_flow.cluster.launchers.protocol import Launcher
+from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 from areal_flow.errors import EngineError
@@ -39,8 +39,13 @@ RETIRE_TIMEOUT_S = 20.0
 Result = TypeVar("Result")
 
 
-class WorkerPool:
-    """The live set of workers, those of the driver's own and those that joined from elsewhere."""
+class WorkerPool(SchedulerPlugin):
+    """The live set of workers, those of the driver's own and those that joined from elsewhere.
+
+    As a plugin it is told which processes the scheduler registers and forgets.
+    """
+
+    name = "areal-flow-pool"
 
     def __init__(self, scheduler: Any, launcher: Launcher, machines: Machines) -> None:
         """Take this process's scheduler, and what starts processes on which machines."""
@@ -55,21 +60,21 @@ class WorkerPool:
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        scheduler.add_plugin(PoolPlugin(self))
+        scheduler.add_plugin(self)
 
     # The life of the pool
 
-    def close(self) -> None:
-        """Note that from here on processes end because the run does."""
+    async def stop(self) -> None:
+        """End all processes that the driver started; from here on none starts again."""
+        self._expect_ends()
+        ours = [record.name for record in self.registry.all() if record.is_ours]
+        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
+
+    def _expect_ends(self) -> None:
         self._closing = True
         self._broken.cancel()
         for task in self._background:
             task.cancel()
-
-    async def stop(self) -> None:
-        """End all processes that the driver started."""
-        ours = [record.name for record in self.registry.all() if record.is_ours]
-        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` to its end, unless the pool can do it no more.
@@ -88,7 +93,7 @@ class WorkerPool:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
-    def scheduler_ends(self) -> None:
+    async def before_close(self) -> None:
         """Note that the scheduler closes: with the run, or because somebody ended it.
 
         In the second case nothing can end in good order, since workers and client would wait for a
@@ -98,7 +103,7 @@ class WorkerPool:
             return
         dask.config.set({"distributed.comm.timeouts.connect": "1 s"})
         self._break("the scheduler was ended from outside, and its tasks with it: resume")
-        self.close()
+        self._expect_ends()
         for record in self.registry.all():
             self._launcher.kill(record.name)
 
@@ -113,24 +118,17 @@ class WorkerPool:
         """Return the addresses of generators that take work."""
         return [record.address for record in self.registry.present("generator")]
 
-    def silence_s(self, address: str) -> float:
-        """Return for how long a worker has not been heard, in time that the driver was awake."""
-        record = self.registry.at(address)
-        return record.silence_s if record else 0.0
-
     def pid(self, record: WorkerRecord) -> int | None:
         """Return the number of a worker's process, if this machine runs it for the driver."""
         return self._launcher.pid(record.name) if record.is_ours else None
 
-    def joined(self, worker: Any) -> None:
-        """Note that the scheduler has registered a process (`WorkerState`)."""
-        role = next((role for role in ROLES if role in worker.resources), "")
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Note that the scheduler has registered a process."""
+        state = scheduler.workers[worker]
+        role = next((role for role in ROLES if role in state.resources), "")
+        num_slots = int(state.resources.get(role, 0))
         newcomer = WorkerRecord(
-            str(worker.name),
-            role,
-            int(worker.resources.get(role, 0)),
-            address=worker.address,
-            nanny=worker.nanny or "",
+            str(state.name), role, num_slots, address=worker, nanny=state.nanny or ""
         )
         record = self.registry.joined(newcomer, now=monotonic())
         joining = self._joining.get(record.name)
@@ -140,12 +138,14 @@ class WorkerPool:
             self.spawn(self._dismiss(record))
         self._notify()
 
-    def left(self, address: str) -> None:
+    def remove_worker(
+        self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
+    ) -> None:
         """Note that the scheduler has forgotten a process."""
-        record = self.registry.at(address)
+        record = self.registry.at(worker)
         if record is None:
             return
-        self.registry.left(record)
+        record.address = ""
         self._notify()
         if not record.is_ours:
             self._died(record, "its process is gone")
@@ -162,11 +162,10 @@ class WorkerPool:
         Raises:
             EngineError: the process of one ended first, or took too long.
         """
-        names = [placement.name for placement in placements]
-        joining = {name: asyncio.get_running_loop().create_future() for name in names}
-        self._joining |= joining
         records = [self.registry.place(placement) for placement in placements]
-        everyone = asyncio.gather(*joining.values())
+        loop = asyncio.get_running_loop()
+        self._joining |= {record.name: loop.create_future() for record in records}
+        everyone = asyncio.gather(*(self._joining[record.name] for record in records))
         try:
             await asyncio.gather(*(self._start(record) for record in records))
             await asyncio.wait_for(everyone, START_TIMEOUT_S)
@@ -178,8 +177,8 @@ class WorkerPool:
             ) from None
         finally:
             everyone.cancel()
-            for name in names:
-                del self._joining[name]
+            for record in records:
+                del self._joining[record.name]
 
     async def retire(self, record: WorkerRecord) -> None:
         """End a worker for good, once its finished results have moved to others."""
@@ -196,16 +195,16 @@ class WorkerPool:
         if record.is_ours:
             await self._launcher.stop(record.name)
         else:
-            await self._forget(record)
-            await self._ask_nanny(record, "terminate")
+            await self._end_elsewhere(record, "terminate")
 
     async def _forget(self, record: WorkerRecord) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
         if record.address in self.scheduler.workers:
             await self.scheduler.remove_worker(record.address, stimulus_id="areal-flow")
 
-    async def _ask_nanny(self, record: WorkerRecord, request: str) -> None:
-        """Ask the nanny of a worker from elsewhere; it may be gone, or hang itself."""
+    async def _end_elsewhere(self, record: WorkerRecord, request: str) -> None:
+        """Ask a worker's nanny to end its process; the nanny may be gone, or hang itself."""
+        await self._forget(record)
         if record.nanny:
             with suppress(OSError):
                 asked = getattr(self.scheduler.rpc(record.nanny), request)(reason="areal-flow")
@@ -224,8 +223,7 @@ class WorkerPool:
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
         self._killed[record.name] = why
         if not (record.is_ours and self._launcher.kill(record.name)):
-            await self._forget(record)
-            await self._ask_nanny(record, "kill")
+            await self._end_elsewhere(record, "kill")
 
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process, the old one forgotten: its name must be free to register."""
@@ -248,12 +246,13 @@ class WorkerPool:
         if joining is not None and not joining.done():
             joining.set_exception(_start_failure(record, cause))
             return
-        if not self.registry.died(record, cause, now=monotonic()):
+        record.died(cause, now=monotonic())
+        if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
             if record.is_ours:
                 self.spawn(self._start(record))
             return
-        message = self.registry.rule.describe(record.name, record.title, record.deaths)
+        message = record.why_quarantined()
         logger.warning("%s", message)
         self.spawn(self._dismiss(record))
         self._notify()
@@ -283,23 +282,3 @@ def _start_failure(record: WorkerRecord, cause: str) -> EngineError:
         f"expected {record.name} to start{where}, but its process ended first ({cause}). Nothing "
         "was trained; mend what its last lines above name, then start again"
     )
-
-
-class PoolPlugin(SchedulerPlugin):
-    """Passes on to the pool which processes the scheduler registers and forgets."""
-
-    name = "areal-flow-pool"
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def add_worker(self, scheduler: Any, worker: str) -> None:
-        self._pool.joined(scheduler.workers[worker])
-
-    def remove_worker(
-        self, scheduler: Any, worker: str, *, stimulus_id: str, **options: Any
-    ) -> None:
-        self._pool.left(worker)
-
-    async def before_close(self) -> None:
-        self._pool.scheduler_ends()

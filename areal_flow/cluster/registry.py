@@ -8,11 +8,18 @@ come with another name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
+
+NUM_EARLY_DEATHS = 3
+"""A worker is not started again after so many deaths in a row, each of them early."""
+EARLY_S = 15.0
+"""A death is early if the worker lived for less than this."""
+
+SILENT_S = 3.0
+"""A worker that has not been heard for longer is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +29,6 @@ class Death:
     lived_s: float
     """From when it joined; 0 if it never did."""
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantineRule:
-    """When a worker is not started again: after so many deaths in a row, each so early."""
-
-    num_deaths: int = 3
-    early_s: float = 15.0
-
-    def condemns(self, deaths: Sequence[Death]) -> bool:
-        """Return whether the latest deaths, oldest first, are too many and all too early."""
-        latest = deaths[-self.num_deaths :]
-        return len(latest) == self.num_deaths and all(
-            death.lived_s < self.early_s for death in latest
-        )
-
-    def describe(self, name: str, role: str, deaths: Sequence[Death]) -> str:
-        """Return which worker is quarantined, why, and what to look at."""
-        latest = deaths[-self.num_deaths :]
-        lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
-        return (
-            f"{name} is quarantined: this {role} died {len(latest)} times in a row, {lives} s "
-            f"after it joined ({latest[-1].cause}). {advice(role, latest[-1].cause)}"
-        )
 
 
 @dataclass(slots=True)
@@ -78,51 +61,63 @@ class WorkerRecord:
         return "reward worker" if self.role == "reward" else self.role
 
     @property
-    def is_wanted(self) -> bool:
-        return not self.is_leaving and not self.is_quarantined
+    def is_silent(self) -> bool:
+        return self.silence_s > SILENT_S
 
     @property
-    def is_present(self) -> bool:
-        return self.is_wanted and bool(self.address)
+    def is_wanted(self) -> bool:
+        return not self.is_leaving and not self.is_quarantined
 
     @property
     def is_expected(self) -> bool:
         """Whether it is there or will be: one of ours is started again."""
         return self.is_wanted and (self.is_ours or bool(self.address))
 
+    def died(self, cause: str, *, now: float) -> None:
+        """Note a death that nobody asked for; after too many early ones it is quarantined."""
+        self.deaths.append(Death(now - self.joined_at if self.joined_at else 0.0, cause))
+        self.joined_at = 0.0
+        latest = self.deaths[-NUM_EARLY_DEATHS:]
+        are_early = all(death.lived_s < EARLY_S for death in latest)
+        self.is_quarantined = len(latest) == NUM_EARLY_DEATHS and are_early
+
+    def why_quarantined(self) -> str:
+        """Return which worker is quarantined, why, and what to look at."""
+        latest = self.deaths[-NUM_EARLY_DEATHS:]
+        lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
+        return (
+            f"{self.name} is quarantined: this {self.title} died {len(latest)} times in a row, "
+            f"{lives} s after it joined ({latest[-1].cause}). "
+            f"{advice(self.title, latest[-1].cause)}"
+        )
+
 
 class WorkerRegistry:
     """All workers of a run, past ones included. Times are of a clock that never goes back."""
 
     def __init__(self) -> None:
-        self.rule = QuarantineRule()
         self._by_key: dict[str, WorkerRecord] = {}
 
     def all(self) -> list[WorkerRecord]:
         """Return every record, first come first."""
         return list(self._by_key.values())
 
-    def first(self, role: str) -> WorkerPlacement:
-        """Return how the driver started the first worker of this role."""
-        return next(m.placement for m in self.all() if m.role == role and m.placement)
-
-    def present(self, role: str) -> list[WorkerRecord]:
-        """Return who is registered and wanted."""
-        return [m for m in self._by_key.values() if m.role == role and m.is_present]
-
     def expected(self, role: str) -> list[WorkerRecord]:
         """Return who is there or will be again."""
-        return [m for m in self._by_key.values() if m.role == role and m.is_expected]
+        return [record for record in self.all() if record.role == role and record.is_expected]
+
+    def present(self, role: str) -> list[WorkerRecord]:
+        """Return who is there."""
+        return [record for record in self.expected(role) if record.address]
 
     def named(self, name: str) -> WorkerRecord | None:
-        """Return the wanted record of this name, if there is one."""
-        found = [m for m in self._by_key.values() if m.name == name and m.is_expected]
-        return found[-1] if found else None
+        """Return the latest record of this name that is expected, if there is one."""
+        named = [record for record in self.all() if record.name == name and record.is_expected]
+        return named[-1] if named else None
 
     def at(self, address: str) -> WorkerRecord | None:
         """Return the record that is registered with this address."""
-        found = [m for m in self._by_key.values() if m.address == address]
-        return found[0] if found else None
+        return next((record for record in self.all() if record.address == address), None)
 
     def place(self, placement: WorkerPlacement) -> WorkerRecord:
         """Note a worker that the driver is about to start, and return it."""
@@ -138,17 +133,3 @@ class WorkerRegistry:
         record.name, record.address, record.joined_at = newcomer.name, newcomer.address, now
         record.silence_s = 0.0
         return record
-
-    def left(self, record: WorkerRecord) -> None:
-        """Note that its process is registered no more."""
-        record.address = ""
-
-    def died(self, record: WorkerRecord, cause: str, *, now: float) -> bool:
-        """Note a death that nobody asked for; return whether this was once too often."""
-        lived_s = now - record.joined_at if record.joined_at else 0.0
-        record.deaths.append(Death(lived_s, cause))
-        record.joined_at = 0.0
-        if not self.rule.condemns(record.deaths):
-            return False
-        record.is_quarantined = True
-        return True

@@ -1,13 +1,36 @@
-"""Turns the failure of a Dask task into one of our errors."""
+"""Runs functions as Dask tasks; what becomes of a task that fails is one of our errors."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from distributed import Future, KilledWorker
+from distributed import Client, Future, KilledWorker
 
 from areal_flow.errors import ArealFlowError, EngineError
+
+
+async def run_task(
+    client: Client,
+    function: Callable[..., Any],
+    *arguments: Any,
+    resource: str,
+    num_slots: int = 1,
+    **options: Any,
+) -> Any:
+    """Run a function on a worker that has a resource; return its result.
+
+    Args:
+        num_slots: how many of the resource it takes; with 0 it runs beside those that have it.
+        options: of `Client.submit`.
+
+    Raises:
+        ArealFlowError: as raised by the task, or what became of it.
+    """
+    resources = {resource: num_slots}
+    task = client.submit(function, *arguments, pure=False, resources=resources, **options)
+    return await result_of(task)
 
 
 async def result_of(future: Future) -> Any:
@@ -21,7 +44,8 @@ async def result_of(future: Future) -> Any:
     except ArealFlowError:
         raise
     except KilledWorker as error:
-        raise EngineError(f"its worker died again and again: {error}") from error
+        num_deaths = error.allowed_failures + 1
+        raise EngineError(f"{num_deaths} workers died while they ran {error.task}") from error
     except asyncio.CancelledError:
         if future.cancelled():
             raise EngineError("the task was cancelled on the cluster") from None

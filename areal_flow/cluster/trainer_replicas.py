@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
-from distributed import Client, Future
+from distributed import Client
 
-from areal_flow.cluster import tasks
+from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.placement import trainer_name
-from areal_flow.cluster.results import result_of
+from areal_flow.cluster.results import run_task
 from areal_flow.errors import EngineError, TrainerLost
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 
@@ -41,11 +41,9 @@ class TrainerReplicas:
             TrainerLost: a rank died, or did not load what the others did.
             ArealFlowError: as raised by a rank.
         """
-        name = uuid4().hex
-        rendezvous = [Rendezvous(name, rank, self._num_ranks) for rank in range(self._num_ranks)]
-        found = await self._answers(
-            [self._submit(m.rank, tasks.restore_trainer, checkpoint, m) for m in rendezvous]
-        )
+        name, num_ranks = uuid4().hex, self._num_ranks
+        arguments = [(checkpoint, Rendezvous(name, rank, num_ranks)) for rank in range(num_ranks)]
+        found = await self._on_all_ranks(trainer_tasks.restore_trainer, arguments)
         _require_equal(found, of=f"checkpoint {checkpoint}")
         return found[0]  # type: ignore[no-any-return]
 
@@ -56,28 +54,42 @@ class TrainerReplicas:
             TrainerLost: a rank died, stands elsewhere, or made other weights than the others.
             ArealFlowError: as raised by a rank.
         """
-        ranks = range(self._num_ranks)
-        found = await self._answers([self._submit(r, tasks.train_step, request) for r in ranks])
+        arguments = [(request,)] * self._num_ranks
+        found = await self._on_all_ranks(trainer_tasks.train_step, arguments)
         _require_equal([result.hashes for result in found], of=f"step {request.step}")
         return found[0]  # type: ignore[no-any-return]
 
-    async def lead(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
         """Run a function on the leader: what one process does for all.
+
+        Args:
+            num_slots: 0 for a function that runs beside the leader's steps.
 
         Raises:
             TrainerLost: it died, or does not stand where it must.
             ArealFlowError: as raised by it.
         """
-        (answer,) = await self._answers([self._submit(0, function, *arguments)])
-        return answer
+        return await self._ask(0, function, arguments, num_slots=num_slots)
 
-    def _submit(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Future:
-        resources = {trainer_name(rank): 1}
-        return self._client.submit(function, *arguments, pure=False, resources=resources, retries=0)
+    async def _ask(
+        self, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, num_slots: int
+    ) -> Any:
+        name = trainer_name(rank)
+        try:
+            return await run_task(
+                self._client, function, *arguments, resource=name, num_slots=num_slots, retries=0
+            )
+        except EngineError as error:
+            raise TrainerLost(f"the trainer died: {error}") from error
 
-    async def _answers(self, futures: Sequence[Future]) -> list[Any]:
+    async def _on_all_ranks(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
         """Return what the ranks answer, rank 0 first; raise the failure that caused the others."""
-        answers = [asyncio.ensure_future(_answer(future)) for future in futures]
+        answers = [
+            asyncio.ensure_future(self._ask(rank, function, given, num_slots=1))
+            for rank, given in enumerate(arguments)
+        ]
         try:
             _, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
             if waiting:
@@ -93,13 +105,6 @@ class TrainerReplicas:
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TrainerLost)):
             raise failure
         return found
-
-
-async def _answer(future: Future) -> Any:
-    try:
-        return await result_of(future)
-    except EngineError as error:
-        raise TrainerLost(f"the trainer died: {error}") from error
 
 
 def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:

@@ -1,21 +1,32 @@
-"""Gives every worker a context, empty at first, for the parts that its role needs.
+"""What a worker has of its run: the run's settings, and the parts that its role needs.
 
-`setup` only makes the context: a slow `setup` would outlast the worker's time to live and be
-repeated for ever, and one that raises is merely logged. Tasks fill the context, and check it,
-before they use it. `teardown` closes the parts. Dask gives the plugin to every worker that starts
-or joins, which serves elasticity and recovery alike.
+Dask gives the context, as a plugin, to every worker that starts or joins, which serves elasticity
+and recovery alike. `setup` only makes it ready: a slow `setup` would outlast the worker's time to
+live and be repeated for ever, and one that raises is merely logged. Tasks fill the context, and
+check it, before they use it. `teardown` closes the parts.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import tokenizer_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +36,54 @@ VERSION_METRIC = "areal_flow_policy_version"
 Part = TypeVar("Part")
 
 
-class WorkerContext:
+class WorkerContext(WorkerPlugin):
     """A worker's parts by kind, each made once, on first use, by whichever task comes first."""
 
-    def __init__(self, run_directory: Path, writer_epoch: int, worker_name: str) -> None:
-        self.run_directory = run_directory
+    name = PLUGIN_NAME
+
+    def __init__(self, run_directory: Path, writer_epoch: int) -> None:
+        self.layout = RunLayout(run_directory)
         self.writer_epoch = writer_epoch
-        self.worker_name = worker_name
+        self.worker_name = ""
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe that the run was started with."""
+        return load_recipe(self.layout.config)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.layout.model)
+
+    def setup(self, worker: Worker) -> None:
+        """Prepare the process for its first task.
+
+        A Ctrl-C at a terminal reaches every process of its group, while it is the driver that ends
+        the workers, once their step is done. To ignore the signal is not enough: polars listens for
+        it during a query. So the process leaves the group.
+        """
+        self.worker_name = str(worker.name)
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
+        worker.metrics[VERSION_METRIC] = self._policy_version
+        _align_received_tables()
+        if os.getpgrp() != os.getpid():
+            os.setpgrp()
+
+    async def teardown(self, worker: Worker) -> None:
+        """Close the parts of a worker that ends, or that another run's context takes over.
+
+        One that cannot be closed does not keep the others open.
+        """
+        worker.metrics.pop(VERSION_METRIC, None)
+        for kind in list(self._parts):
+            part = self._parts.pop(kind)
+            try:
+                closing = part.close() if hasattr(part, "close") else None
+                if isawaitable(closing):
+                    await closing
+            except Exception:
+                logger.exception("%s could not be closed", kind.__name__)
 
     def get(self, kind: type[Part]) -> Part | None:
         """Return the part of this kind, if it was made."""
@@ -46,55 +96,35 @@ class WorkerContext:
                 self._parts[kind] = make()
             return self._parts[kind]  # type: ignore[no-any-return]
 
-    def policy_version(self) -> int | None:
-        """Return the version that this worker serves, if it serves one."""
-        versions = (getattr(part, "policy_version", None) for part in list(self._parts.values()))
-        return next((version for version in versions if version is not None), None)
-
     def drop(self, kind: type) -> None:
         """Forget a part that is no longer needed."""
         self._parts.pop(kind, None)
 
-    async def close(self) -> None:
-        """Close every part that can be closed; one that fails does not keep the others open."""
-        for kind in list(self._parts):
-            part = self._parts.pop(kind)
-            try:
-                closing = part.close() if hasattr(part, "close") else None
-                if isawaitable(closing):
-                    await closing
-            except Exception:
-                logger.exception("%s could not be closed", kind.__name__)
-
-
-class RunPlugin(WorkerPlugin):
-    """Gives every worker its holder."""
-
-    name = PLUGIN_NAME
-
-    def __init__(self, run_directory: Path, writer_epoch: int) -> None:
-        self.run_directory = run_directory
-        self.writer_epoch = writer_epoch
-        self.holder: WorkerContext | None = None
-
-    def setup(self, worker: Worker) -> None:
-        self.holder = WorkerContext(self.run_directory, self.writer_epoch, str(worker.name))
-        worker.metrics[VERSION_METRIC] = self._policy_version
-
-    async def teardown(self, worker: Worker) -> None:
-        """Close the parts of a worker that ends, or that another run's plugin takes over."""
-        worker.metrics.pop(VERSION_METRIC, None)
-        if self.holder:
-            await self.holder.close()
-
     def _policy_version(self, worker: Worker) -> int | None:
-        """Return the version that this worker serves: every heartbeat carries it."""
-        return self.holder.policy_version() if self.holder else None
+        """Return the version that this worker serves, if any: every heartbeat carries it."""
+        versions = (getattr(part, "policy_version", None) for part in list(self._parts.values()))
+        return next((version for version in versions if version is not None), None)
 
 
-def holder(worker: Worker | None = None) -> WorkerContext:
-    """Return the holder of the worker of this task; `client.run` passes the worker itself."""
-    plugin = (worker or get_worker()).plugins[PLUGIN_NAME]
-    assert isinstance(plugin, RunPlugin)
-    assert plugin.holder is not None
-    return plugin.holder
+def worker_context(worker: Worker | None = None) -> WorkerContext:
+    """Return the context of the worker of this task; `client.run` passes the worker itself."""
+    context = (worker or get_worker()).plugins[PLUGIN_NAME]
+    assert isinstance(context, WorkerContext)
+    return context
+
+
+def _align_received_tables() -> None:
+    """Have Arrow tables that come over the network aligned on arrival, where that is needed.
+
+    Their buffers start anywhere, and Lance panics on misaligned data (with a `PanicException`,
+    which is a `BaseException`).
+    """
+    from distributed.protocol.serialize import dask_deserialize
+
+    import_module("distributed.protocol.arrow")  # registers first, so that ours replaces it
+
+    @dask_deserialize.register(pa.Table)
+    def aligned_table(header: dict[str, Any], frames: list[Any]) -> pa.Table:
+        options = pa.ipc.IpcReadOptions(ensure_alignment=pa.ipc.Alignment.DataTypeSpecific)
+        with pa.ipc.open_stream(pa.BufferReader(frames[0]), options=options) as reader:
+            return reader.read_all()

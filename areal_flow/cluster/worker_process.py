@@ -19,7 +19,7 @@ from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.config import NetworkSettings
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 
 DASK_SETTINGS = {
@@ -31,7 +31,6 @@ DASK_SETTINGS = {
 }
 """Of the driver and of every worker process."""
 
-PRELOAD = "areal_flow.cluster.preload"
 CLOSE_TIMEOUT_S = 4.0
 """How long running tasks may take to end with the worker."""
 PR_SET_PDEATHSIG = 1
@@ -97,7 +96,6 @@ async def _work(
             host=get_ip(get_address_host(scheduler)),  # nothing listens elsewhere
             memory_limit=0,
             dashboard=False,
-            preload=[PRELOAD],
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, close)
         await worker.finished()

@@ -5,34 +5,22 @@ Oldest submission first among the groups that are complete; nothing waits for a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from areal_flow.algorithms.staleness import fresh_enough
-from areal_flow.types import Batch, Discard, GroupReceipt, TrajectoryReceipt
+from areal_flow.config import Recipe
+from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt
 
-KeepsGroup = Callable[[Sequence[float]], bool]
-"""Decides by a group's rewards whether it is trained; an algorithm's `keeps_group` is one."""
-
-
-def keep_every_group(rewards: Sequence[float]) -> bool:
-    """Keep the group, whatever its rewards."""
-    return True
+Batch = tuple[TrajectoryReceipt, ...]
+"""What one step will consume, in order."""
 
 
 class Buffer:
     """Groups that are committed and neither trained nor discarded."""
 
-    def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        max_staleness: int,
-        keeps_group: KeepsGroup = keep_every_group,
-    ) -> None:
-        self.groups_per_step = groups_per_step
-        self.max_staleness = max_staleness
-        self._keeps_group = keeps_group
-        self._groups: dict[int, tuple[TrajectoryReceipt, ...]] = {}
+    def __init__(self, recipe: Recipe) -> None:
+        self.groups_per_step = recipe.groups_per_step
+        self.max_staleness = recipe.controller.max_staleness
+        self._keeps_group = recipe.algorithm.keeps_group
+        self._groups: dict[int, Batch] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -75,7 +63,7 @@ class Buffer:
                 del self._groups[index]
         return discards
 
-    def take(self, *, policy_version: int) -> Batch | None:
+    def take(self) -> Batch | None:
         """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.
 
         The order of the batch depends on submissions only, never on who finished first.
@@ -84,8 +72,7 @@ class Buffer:
             return None
         oldest = sorted(self._groups)[: self.groups_per_step]
         members = [t for index in oldest for t in self._groups.pop(index)]
-        members.sort(key=lambda t: t.trajectory_id)
-        return Batch(policy_version, tuple(members), len(oldest))
+        return tuple(sorted(members, key=lambda t: t.trajectory_id))
 
 
 def _discard(trajectory: TrajectoryReceipt, reason: str) -> Discard:

@@ -18,24 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Coroutine
+from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
 
-from areal_flow.controller.buffer import Buffer
-from areal_flow.controller.change_notifier import ChangeNotifier
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.config import Recipe
+from areal_flow.controller.buffer import Batch, Buffer
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.records import (
-    LogPosition,
     Provenance,
     batch_digest,
+    group_seeds,
     step_row,
 )
-from areal_flow.controller.seeds import group_seeds
 from areal_flow.errors import ArealFlowError
-from areal_flow.types import Batch, EngineStats, Episode, GroupReceipt, StepRequest
+from areal_flow.types import EngineStats, Episode, GroupReceipt, StepRequest
 
 logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.5
+"""Before the second attempt at a group; as much longer before each that follows."""
 
 
 class Flow:
@@ -43,40 +47,35 @@ class Flow:
 
     def __init__(
         self,
-        config: FlowConfig,
+        recipe: Recipe,
         backends: FlowBackends,
         initial: InitialState,
         provenance: Provenance,
+        *,
+        max_running: int,
     ) -> None:
-        self.config = config
+        """Take what does the work, and how many trajectories may be on the cluster."""
+        self.recipe = recipe
         self.backends = backends
         self.provenance = provenance
-        self.gate = Gate(
-            batch_size=config.batch_size,
-            group_size=config.group_size,
-            max_staleness=config.max_staleness,
-            max_running=config.max_running,
-        )
-        self.buffer = Buffer(
-            groups_per_step=config.groups_per_step,
-            max_staleness=config.max_staleness,
-            keeps_group=config.keeps_group,
-        )
+        self.gate = Gate(recipe.controller, max_running=max_running)
+        self.buffer = Buffer(recipe)
         self.accounting = initial.accounting
         self.log_head = initial.log_head
         self.policy_version = initial.policy_version
         self.parent_hash = initial.weights_hash
         self.stop_requested = False
-        self._cursor = initial.next_submission_index
+        self.next_submission_index = initial.next_submission_index
         self._resubmit = deque(initial.resubmit)
         self._written: list[GroupReceipt] = []
-        self._episodes: dict[asyncio.Task[None], int] = {}
+        self._episodes: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
         self._consecutive_failures = 0
         self._fatal: ArealFlowError | None = None
         self._committing: asyncio.Task[None] | None = None
-        self.changes = ChangeNotifier()
+        self.num_changes = 0
+        self._next_change = asyncio.Event()
         self._last_row_at = monotonic()
         self.accounting.discard(list(initial.discards))
         for receipt in initial.waiting:
@@ -88,12 +87,12 @@ class Flow:
     @property
     def num_pending_groups(self) -> int:
         """Groups that are submitted and neither in the buffer nor given up."""
-        return self.gate.running // self.config.group_size
+        return self.gate.running // self.recipe.controller.group_size
 
     @property
     def num_ready(self) -> int:
         """Trajectories that a step could take, in whole groups."""
-        return len(self.buffer) * self.config.group_size
+        return len(self.buffer) * self.recipe.controller.group_size
 
     def imbalance(self) -> int:
         """Return how many committed tokens the accounting does not explain; 0 at every moment."""
@@ -101,25 +100,34 @@ class Flow:
 
     def done(self) -> bool:
         """Return whether training is over: all steps done, or a stop was asked for."""
-        return self.stop_requested or self.policy_version >= self.config.num_steps
+        return self.stop_requested or self.policy_version >= self.recipe.num_steps
 
     def request_stop(self) -> None:
         """Finish the step that is running, then end."""
         self.stop_requested = True
-        self.changes.notify()
+        self.notify()
 
     def set_max_running(self, num_trajectories: int) -> None:
         """Follow the number of generators: how much may be on the cluster from here on."""
         self.gate.max_running = num_trajectories
-        self.changes.notify()
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake every waiter: something changed."""
+        self.num_changes += 1
+        self._next_change.set()
+        self._next_change = asyncio.Event()
 
     async def wait_for_change(self, seen: int) -> None:
-        """Return once there is a change beyond `seen`; raise what ended the run, if something did.
+        """Return once `num_changes` exceeds `seen`; raise what ended the run, if something did.
+
+        Whoever reads `num_changes` and then looks at the state misses no change in between.
 
         Raises:
             ArealFlowError: groups keep failing; the message is the root cause.
         """
-        await self.changes.wait_beyond(seen)
+        while self.num_changes <= seen:
+            await self._next_change.wait()
         if self._fatal:
             raise self._fatal
 
@@ -129,35 +137,28 @@ class Flow:
         """Start one group's episode: the oldest unaccounted submission first, else the next."""
         submission_index = self._next_submission()
         self.gate.submitted()
-        task = asyncio.create_task(self._run_episode(submission_index))
-        self._episodes[task] = submission_index
-        task.add_done_callback(self._episode_ended)
+        episode = self._run_episode(submission_index)
+        self._start(episode, self._episodes, "an episode ended unexpectedly")
 
     def _next_submission(self) -> int:
         if self._resubmit:
             return self._resubmit.popleft()
-        self._cursor += 1
-        return self._cursor - 1
+        self.next_submission_index += 1
+        return self.next_submission_index - 1
 
     async def _run_episode(self, submission_index: int) -> None:
-        prompt = self.backends.prompts.prompt_at(submission_index)
-        seeds = group_seeds(self.config.run_seed, submission_index, self.config.group_size)
-        submitted_at = datetime.now(UTC)
-        for attempt in range(self.config.max_attempts):
-            episode = Episode(
-                submission_index,
-                prompt,
-                seeds,
-                attempt,
-                self.provenance.writer_epoch,
-                submitted_at,
-            )
+        prompt = self.backends.prompt_at(submission_index)
+        seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
+        epoch = self.provenance.writer_epoch
+        first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
+        for attempt in range(self.recipe.controller.max_attempts):
+            episode = replace(first, attempt=attempt)
             try:
                 receipt = await self.backends.rollouts.run(episode)
             except ArealFlowError as error:
                 logger.warning("group %s, attempt %d: %s", episode.group_id, attempt, error)
                 failure = error
-                await asyncio.sleep(self.config.retry_delay_s * (attempt + 1))
+                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
                 continue
             self._written.append(receipt)
             return
@@ -171,19 +172,26 @@ class Flow:
 
     def _count_failure(self, failure: ArealFlowError) -> None:
         self._consecutive_failures += 1
-        if self._consecutive_failures >= self.config.max_consecutive_failures:
+        if self._consecutive_failures >= self.recipe.controller.max_consecutive_failures:
             self._fatal = type(failure)(
                 f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
             )
 
-    def _episode_ended(self, task: asyncio.Task[None]) -> None:
-        del self._episodes[task]
-        self.changes.notify()
-        if task.cancelled() or task.exception() is None:
-            return
-        error = task.exception()
-        logger.error("an episode ended unexpectedly", exc_info=error)
-        self._fatal = ArealFlowError(f"an episode ended unexpectedly: {error!r}")
+    def _start(
+        self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]], if_it_fails: str
+    ) -> None:
+        """Begin what runs beside the stages; an error of it that nobody expected ends the run."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            among.discard(task)
+            self.notify()
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("%s", if_it_fails, exc_info=error)
+                self._fatal = ArealFlowError(f"{if_it_fails}: {error!r}")
+
+        task = asyncio.create_task(work)
+        among.add(task)
+        task.add_done_callback(ended)
 
     # Commit
 
@@ -202,14 +210,14 @@ class Flow:
             return
         # The head moves here, together with the buffer, and not when Lance commits: a ledger row
         # that is made in between must not name groups that the accounting does not know yet.
-        self.log_head = await self.backends.log.commit(written)
+        self.log_head = await self.backends.logs.commit(written)
         for receipt in written:
             self.gate.finished()
             self.accounting.commit(sum(t.num_tokens for t in receipt.trajectories))
             self._count_engine_time(receipt)
             self._buffer_group(receipt)
             self._judge_members(receipt)
-        self.changes.notify()
+        self.notify()
 
     def _buffer_group(self, receipt: GroupReceipt) -> None:
         groups_before = len(self.buffer)
@@ -241,24 +249,25 @@ class Flow:
     async def wait_for_batch(self) -> Batch | None:
         """Return the next batch, or None when training is over."""
         while not self.done():
-            seen = self.changes.count
-            batch = self.buffer.take(policy_version=self.policy_version)
+            seen = self.num_changes
+            batch = self.buffer.take()
             if batch:
-                self.accounting.begin_step(sum(t.num_tokens for t in batch.trajectories))
-                self.changes.notify()
+                self.accounting.begin_step(sum(t.num_tokens for t in batch))
+                self.notify()
                 return batch
             await self.wait_for_change(seen)
         return None
 
     async def train(self, batch: Batch, *, seconds_wait: float) -> None:
         """Compute a step, commit its row, publish its weights; slots follow when served."""
+        trajectory_ids = tuple(trajectory.trajectory_id for trajectory in batch)
         request = StepRequest(
             step=self.policy_version + 1,
             parent_hash=self.parent_hash,
             policy_version=self.policy_version,
-            trajectory_ids=batch.trajectory_ids,
-            batch_digest=batch_digest(self.policy_version, batch.trajectory_ids),
-            max_staleness=self.config.max_staleness,
+            trajectory_ids=trajectory_ids,
+            batch_digest=batch_digest(self.policy_version, trajectory_ids),
+            max_staleness=self.recipe.controller.max_staleness,
         )
         result = await self.backends.trainer.step(request)
         metrics = result.metrics
@@ -269,43 +278,26 @@ class Flow:
             request,
             result,
             entries=self.accounting.close_entries(),
-            position=self.log_position(),
+            log_head=self.log_head,
+            next_submission_index=self.next_submission_index,
+            num_waiting_tokens=self.buffer.num_waiting_tokens,
             provenance=self.provenance,
             seconds_wait=seconds_wait,
             seconds_step=monotonic() - self._last_row_at,
         )
         self._last_row_at = monotonic()
-        await self.backends.ledger.append(row)
+        await self.backends.logs.append(row)
         await self.backends.weights.publish(request.step)
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
         self._evict_stale()
-        self._release_when_served(batch.num_groups)
-        await self.backends.observer.on_step(row)
+        release = self._release_when_served(request.step)
+        self._start(release, self._releases, "weights could not be announced")
+        await self.backends.on_step(row)
 
-    def log_position(self) -> LogPosition:
-        """Return where the log and the cursor stand now."""
-        return LogPosition(
-            trajectory_watermark=self.log_head.trajectory_watermark,
-            lance_version=self.log_head.lance_version,
-            next_submission_index=self._cursor,
-            num_waiting_tokens=self.buffer.num_waiting_tokens,
-        )
-
-    def _release_when_served(self, num_groups: int) -> None:
-        async def release(version: int) -> None:
-            await self.backends.weights.load_everywhere(version)
-            self.gate.released(num_groups)
-
-        task = asyncio.create_task(release(self.policy_version))
-        self._releases.add(task)
-        task.add_done_callback(self._release_ended)
-
-    def _release_ended(self, task: asyncio.Task[None]) -> None:
-        self._releases.discard(task)
-        self.changes.notify()
-        if not task.cancelled() and (error := task.exception()):
-            self._fatal = ArealFlowError(f"weights could not be announced: {error!r}")
+    async def _release_when_served(self, version: int) -> None:
+        await self.backends.weights.load_everywhere(version)
+        self.gate.released(self.recipe.groups_per_step)
 
     async def wait_until_released(self) -> None:
         """Return when generators serve the newest weights."""

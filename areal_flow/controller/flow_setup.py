@@ -1,16 +1,15 @@
-"""What a flow is made with: its numbers, the state it begins in, and what does its work.
+"""What a flow is made with beside its recipe: the state it begins in, and what does its work.
 
 Adapters of the protocols are in `cluster` and `store`, fakes in `testing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.buffer import KeepsGroup, keep_every_group
 from areal_flow.types import (
     Discard,
     EngineStats,
@@ -21,26 +20,6 @@ from areal_flow.types import (
     StepRequest,
     StepResult,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class FlowConfig:
-    """The numbers that shape a run's flow; trajectories, groups and versions."""
-
-    batch_size: int
-    group_size: int
-    max_staleness: int
-    max_running: int
-    num_steps: int
-    run_seed: int
-    max_attempts: int = 3
-    max_consecutive_failures: int = 4
-    retry_delay_s: float = 0.5
-    keeps_group: KeepsGroup = keep_every_group
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.batch_size // self.group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +38,6 @@ class InitialState:
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
-class Prompts(Protocol):
-    """Prompts by submission index."""
-
-    def prompt_at(self, submission_index: int) -> Prompt:
-        """Return the prompt of this submission; the same for the same run, always."""
-        ...
-
-
 class Rollouts(Protocol):
     """Runs episodes on the generators, reward workers and writers."""
 
@@ -79,19 +50,15 @@ class Rollouts(Protocol):
         ...
 
 
-class TrajectoryLog(Protocol):
-    """The only committer of trajectories."""
+class Logs(Protocol):
+    """The only committer of trajectories and of steps."""
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
         """Make written groups visible, all in one version; once, whatever is retried."""
         ...
 
-
-class StepLedger(Protocol):
-    """The only committer of steps."""
-
     async def append(self, row: dict[str, Any]) -> None:
-        """Commit one row, durably; refuse if this step is there already."""
+        """Commit a step's row, durably; refuse if this step is there already."""
         ...
 
 
@@ -119,22 +86,15 @@ class WeightsPublisher(Protocol):
         ...
 
 
-class Observer(Protocol):
-    """Hears of each step: a progress display, tracking, checkpoints."""
-
-    async def on_step(self, row: dict[str, Any]) -> None:
-        """A step is committed and published."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FlowBackends:
     """What does the work that the flow orders."""
 
-    prompts: Prompts
     rollouts: Rollouts
-    log: TrajectoryLog
-    ledger: StepLedger
+    logs: Logs
     trainer: Trainer
     weights: WeightsPublisher
-    observer: Observer
+    prompt_at: Callable[[int], Prompt]
+    """The prompt of a submission; the same for the same run, always."""
+    on_step: Callable[[dict[str, Any]], Awaitable[None]]
+    """Hears of a step that is committed and published."""

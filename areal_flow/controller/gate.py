@@ -7,6 +7,34 @@ work needs no correction after a restart, a failure or a discard. So the gate co
 
 from __future__ import annotations
 
+from pydantic import Field, model_validator
+
+from areal_flow.settings import Settings, require
+
+
+class ControllerSettings(Settings):
+    """How much work is in flight and how old it may get. Sizes in trajectories."""
+
+    batch_size: int = Field(512, ge=1)
+    """Trajectories a training step."""
+    group_size: int = Field(16, ge=1)
+    """Completions of one prompt."""
+    max_staleness: int = Field(2, ge=0)
+    """The oldest token that may train, in policy versions before the current one."""
+    max_attempts: int = Field(3, ge=1)
+    """How often a group is tried before it is given up."""
+    max_consecutive_failures: int = Field(4, ge=1)
+    """So many groups that fail in a row end the run."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> ControllerSettings:
+        require(
+            self.batch_size % self.group_size == 0,
+            f"controller.group_size ({self.group_size}) must divide "
+            f"controller.batch_size ({self.batch_size})",
+        )
+        return self
+
 
 class Gate:
     """Counts trajectories from submission to release, keeping 0 <= running <= outstanding.
@@ -15,12 +43,8 @@ class Gate:
     was trained and the generators have the new weights, or when it was discarded.
     """
 
-    def __init__(
-        self, *, batch_size: int, group_size: int, max_staleness: int, max_running: int
-    ) -> None:
-        self.batch_size = batch_size
-        self.group_size = group_size
-        self.max_staleness = max_staleness
+    def __init__(self, settings: ControllerSettings, *, max_running: int) -> None:
+        self.settings = settings
         self.max_running = max_running
         self.outstanding = 0
         self.running = 0
@@ -31,30 +55,32 @@ class Gate:
         While `num_ready` complete ones already cover a batch the answer is 0: more would only wait,
         and age (measured in the design: mean staleness 8.0 -> 5.0 at the same speed).
         """
-        if num_ready >= self.batch_size:
+        if num_ready >= self.settings.batch_size:
             return 0
-        within_bound = (self.max_staleness + 1) * self.batch_size - self.outstanding
+        within_bound = (
+            self.settings.max_staleness + 1
+        ) * self.settings.batch_size - self.outstanding
         return max(0, min(self.max_running - self.running, within_bound))
 
     def admits_group(self, *, num_ready: int = 0) -> bool:
         """Return whether a whole group fits; groups are never split."""
-        return self.capacity(num_ready=num_ready) >= self.group_size
+        return self.capacity(num_ready=num_ready) >= self.settings.group_size
 
     def submitted(self) -> None:
         """A group was submitted."""
-        self.running += self.group_size
-        self.outstanding += self.group_size
+        self.running += self.settings.group_size
+        self.outstanding += self.settings.group_size
 
     def restored(self) -> None:
         """A complete group was found in the log at start: outstanding, not running."""
-        self.outstanding += self.group_size
+        self.outstanding += self.settings.group_size
 
     def finished(self) -> None:
         """A group left the generators: it was written or given up."""
-        self.running -= self.group_size
+        self.running -= self.settings.group_size
         assert self.running >= 0
 
     def released(self, num_groups: int = 1) -> None:
         """Groups were trained and their weights are served, or they were discarded or given up."""
-        self.outstanding -= num_groups * self.group_size
+        self.outstanding -= num_groups * self.settings.group_size
         assert self.running <= self.outstanding, "a slot was released twice"

@@ -1,4 +1,4 @@
-"""How a step becomes its ledger row. Pure."""
+"""What a run is known by: the seeds of its members, and each step as its ledger row. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import (
+    NOTHING_TRAINED,
+    LogHead,
+    PolicyHashes,
+    StepRequest,
+    StepResult,
+    counter_seed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +28,14 @@ class Provenance:
     code_version: str
 
 
-@dataclass(frozen=True, slots=True)
-class LogPosition:
-    """Where the log and the prompt cursor stood when a row was written, and what still waited."""
+def member_seed(run_seed: int, submission_index: int, member: int) -> int:
+    """Return a 63-bit seed, the same on every retry, on any generator and after any restart."""
+    return counter_seed(run_seed, submission_index, member)
 
-    trajectory_watermark: int = 0
-    lance_version: int = 0
-    next_submission_index: int = 0
-    num_waiting_tokens: int = 0
+
+def group_seeds(run_seed: int, submission_index: int, group_size: int) -> tuple[int, ...]:
+    """Return the seeds of a group's members."""
+    return tuple(member_seed(run_seed, submission_index, m) for m in range(group_size))
 
 
 def batch_digest(policy_version: int, trajectory_ids: Sequence[str]) -> str:
@@ -42,12 +49,21 @@ def step_row(
     result: StepResult,
     *,
     entries: StepEntries,
-    position: LogPosition,
+    log_head: LogHead,
+    next_submission_index: int,
+    num_waiting_tokens: int,
     provenance: Provenance,
     seconds_wait: float,
     seconds_step: float,
 ) -> dict[str, Any]:
-    """Return the ledger row of a computed step."""
+    """Return the ledger row of a computed step.
+
+    Args:
+        entries: what happened since the row before.
+        log_head: how far the trajectory log is when the row is written.
+        next_submission_index: the prompt cursor then.
+        num_waiting_tokens: committed then, and neither trained nor discarded.
+    """
     metrics = asdict(result.metrics)
     return {
         "step": request.step,
@@ -63,7 +79,9 @@ def step_row(
         "failed_submissions": list(entries.failed_submissions),
         "num_failed_members": entries.num_member_errors,
         "seconds_generate": entries.seconds_generate,
-        **asdict(position),
+        **asdict(log_head),
+        "next_submission_index": next_submission_index,
+        "num_waiting_tokens": num_waiting_tokens,
         **asdict(provenance),
         **asdict(result.hashes),
         **metrics,
@@ -91,7 +109,9 @@ def genesis_row(
         request,
         StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
         entries=StepEntries(),
-        position=LogPosition(),
+        log_head=LogHead(),
+        next_submission_index=0,
+        num_waiting_tokens=0,
         provenance=provenance,
         seconds_wait=0.0,
         seconds_step=0.0,

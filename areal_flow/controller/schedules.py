@@ -45,7 +45,7 @@ async def _train_next(flow: Flow) -> bool:
 
 async def _keep_admitting(flow: Flow) -> None:
     while True:
-        seen = flow.changes.count
+        seen = flow.num_changes
         while flow.gate.admits_group(num_ready=flow.num_ready):
             flow.submit()
         await flow.wait_for_change(seen)
@@ -53,15 +53,15 @@ async def _keep_admitting(flow: Flow) -> None:
 
 async def _keep_committing(flow: Flow) -> None:
     while True:
-        seen = flow.changes.count
+        seen = flow.num_changes
         await flow.commit_written()
         await flow.wait_for_change(seen)
 
 
 async def _generate_batch(flow: Flow) -> None:
     while not flow.done():
-        seen = flow.changes.count
-        unaccounted = flow.config.groups_per_step - len(flow.buffer) - flow.num_pending_groups
+        seen = flow.num_changes
+        unaccounted = flow.recipe.groups_per_step - len(flow.buffer) - flow.num_pending_groups
         for _ in range(unaccounted):
             flow.submit()
         if not flow.num_pending_groups:

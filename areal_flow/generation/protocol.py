@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from areal_flow.config import GenerationSettings
+from pydantic import Field, model_validator
+
+from areal_flow.settings import Settings, require
 from areal_flow.types import Completion, EngineStats, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 
@@ -19,6 +21,40 @@ sampled by the oldest version in its cache, so that the bound on staleness holds
 a token was computed from; its log-probability is the one of the mixture that it was drawn from.
 `drain`: they finish on the old weights first.
 """
+
+
+class GenerationSettings(Settings):
+    """The engine of each generator, and how completions are drawn."""
+
+    engine: str = "torch"
+    """Which engine samples: a name of `areal_flow.generation.registry.ENGINES`."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits before sampling."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that have this probability together; 1: from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from so many likeliest tokens; 0: from all."""
+    max_new_tokens: int = Field(64, ge=1)
+    """The longest completion, in tokens."""
+    max_model_len: int = Field(128, ge=2)
+    """The longest prompt with its completion, in tokens."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences that one generator decodes at a time."""
+    interruption: Interruption = "interrupt"
+    """New weights: re-prefill and go on, keep the old cache, or finish first."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the served weights and the engine."""
+    device: str = "cpu"
+    """Of the engines, as torch names it."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerationSettings:
+        require(
+            self.max_new_tokens < self.max_model_len,
+            f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
+            f"max_model_len ({self.max_model_len})",
+        )
+        return self
 
 
 class EngineCore(Protocol):

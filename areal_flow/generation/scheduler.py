@@ -1,17 +1,52 @@
-"""Decides which completion decodes in which slot, without torch, threads or tokens."""
+"""Decides which completion decodes in which slot, and keeps what each of them has so far.
+
+It refuses to know how tokens are sampled: no torch, no threads.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from areal_flow.errors import EngineError
+from areal_flow.types import Completion, FinishReason, GroupRequest, version_spans_of
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One completion of a group."""
+@dataclass(slots=True)
+class SampledSequence:
+    """One completion of a group while it is sampled."""
 
-    request_id: str
+    request: GroupRequest
     index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values the next decode step expects in a cache."""
+        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it has ended, if it has."""
+        if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        if len(self.tokens) >= self.request.sampling.max_new_tokens:
+            return "length"
+        return None
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Take the next token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def completion(self) -> Completion:
+        """Return what was sampled, once it has ended."""
+        assert self.finish_reason is not None
+        spans = version_spans_of(self.versions)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, self.finish_reason)
 
 
 class SlotScheduler:
@@ -22,12 +57,24 @@ class SlotScheduler:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting: deque[Member] = deque()
-        self.running: dict[int, Member] = {}
+        self._waiting: deque[SampledSequence] = deque()
+        self._groups: dict[str, list[SampledSequence]] = {}
+        self.running: dict[int, SampledSequence] = {}
+        """By slot."""
 
-    def add(self, request_id: str, num_members: int) -> None:
-        """Queue all members of a group."""
-        self._waiting.extend(Member(request_id, index) for index in range(num_members))
+    def add(self, request: GroupRequest) -> None:
+        """Queue all members of a group.
+
+        Raises:
+            EngineError: the prompt is empty, or a request of this id is running.
+        """
+        if not request.prompt_tokens:
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        if request.request_id in self._groups:
+            raise EngineError(f"request {request.request_id} is running already")
+        members = [SampledSequence(request, index) for index in range(len(request.seeds))]
+        self._groups[request.request_id] = members
+        self._waiting.extend(members)
 
     def has_work(self) -> bool:
         return bool(self._waiting or self.running)
@@ -42,22 +89,33 @@ class SlotScheduler:
             member = self._waiting.popleft()
             slot = self._free.pop()
             self.running[slot] = member
-            if not admitted or admitted[-1][0] != member.request_id:
-                admitted.append((member.request_id, []))
+            if not admitted or admitted[-1][0] != member.request.request_id:
+                admitted.append((member.request.request_id, []))
             admitted[-1][1].append(slot)
         return admitted
 
     def still_waiting(self, request_id: str) -> bool:
         """Return whether a member of this group has not started yet."""
-        return any(member.request_id == request_id for member in self._waiting)
+        return any(member.request.request_id == request_id for member in self._waiting)
 
-    def finish(self, slot: int) -> None:
-        """Free a slot; it can be taken at the very next step."""
-        del self.running[slot]
-        self._free.append(slot)
+    def finish(self) -> list[tuple[str, list[Completion]]]:
+        """Free the slots of members that have ended; return the groups that are complete.
+
+        A slot can be taken at the very next step.
+        """
+        ended = [slot for slot, member in self.running.items() if member.finish_reason]
+        touched = dict.fromkeys(self._vacate(slot).request.request_id for slot in ended)
+        complete = [i for i in touched if all(m.finish_reason for m in self._groups[i])]
+        return [(i, [m.completion() for m in self._groups.pop(i)]) for i in complete]
 
     def cancel(self, request_id: str) -> None:
         """Drop a group's waiting members and free its slots."""
-        self._waiting = deque(m for m in self._waiting if m.request_id != request_id)
-        for slot in [s for s, m in self.running.items() if m.request_id == request_id]:
-            self.finish(slot)
+        self._groups.pop(request_id, None)
+        self._waiting = deque(m for m in self._waiting if m.request.request_id != request_id)
+        for slot, member in list(self.running.items()):
+            if member.request.request_id == request_id:
+                self._vacate(slot)
+
+    def _vacate(self, slot: int) -> SampledSequence:
+        self._free.append(slot)
+        return self.running.pop(slot)

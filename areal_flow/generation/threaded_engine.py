@@ -115,33 +115,22 @@ class ThreadedEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while not self._closing:
-                self._obey_commands()
+                if not self._core.has_work():
+                    self._commands.get()()
                 began = perf_counter()
+                while not self._commands.empty():
+                    self._commands.get()()
                 if self._core.has_work():
                     for request_id, completions in self._core.step():
-                        self._deliver(request_id, completions)
-                    self._busy_s += perf_counter() - began
+                        self._num_tokens += sum(len(c.tokens) for c in completions)
+                        self._resolve(self._waiting.pop(request_id), completions)
+                self._busy_s += perf_counter() - began
                 self._acknowledge_loads()
         except BaseException as error:
             logger.exception("the engine's thread ended")
             # Its frames hold this engine, and so the device's memory that its successor needs.
             self._broken = error.with_traceback(None)
         self._loop.call_soon_threadsafe(self._fail_outstanding)
-
-    def _obey_commands(self) -> None:
-        if not self._core.has_work():
-            self._commands.get()()
-        began = perf_counter()
-        num_obeyed = 0
-        while not self._commands.empty():
-            self._commands.get()()
-            num_obeyed += 1
-        if num_obeyed:
-            self._busy_s += perf_counter() - began
-
-    def _deliver(self, request_id: str, completions: list[Completion]) -> None:
-        self._num_tokens += sum(len(completion.tokens) for completion in completions)
-        self._resolve(self._waiting.pop(request_id), completions)
 
     def _acknowledge_loads(self) -> None:
         served = [future for version, future in self._loads if version <= self._core.version]

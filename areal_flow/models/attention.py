@@ -1,7 +1,7 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
 A layout decides what a token may see: `PackedLayout` serves training (sequences side by side in one
-row), `PrefillLayout` serves prompts (their keys and values are kept), and `DecodeLayout` serves
+row), `Prefix` serves prompts (their keys and values are kept), and `DecodeLayout` serves
 sampling (one token a slot against the cache). A model that asks for more than scaled, causal,
 windowed and soft-capped attention is refused, because to ignore what it asks for would change its
 numbers.
@@ -126,11 +126,7 @@ AttentionInterface.register(ATTENTION_NAME, attend_by_layout)
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
     """Return values `[N, H, L, D]` of rows that start at their first token.
 
-    Args:
-        query: `[N, H, L, D]`.
-        key: `[N, K, L, D]`.
-        value: `[N, K, L, D]`.
-        rule: the layer's scale, window and soft-cap.
+    `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """
     length = query.shape[2]
     windowed = rule.window is not None and rule.window < length
@@ -188,12 +184,14 @@ class PackedLayout:
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self.scatter_T)[None]
 
 
-class Prefix:
-    """Keys and values of prefilled rows, `[N, K, L, D]` by layer."""
+class Prefix(dict[int, tuple[Tensor, Tensor]]):
+    """Rows of right-padded prefixes: keeps their keys and values, `[N, K, L, D]` by layer."""
 
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        self[layer] = (key, value)
+        return attend_causally(query, key, value, rule).transpose(1, 2)
 
 
 class SlotCache:
@@ -202,35 +200,19 @@ class SlotCache:
     def __init__(self, like: Prefix, *, max_num_seqs: int, max_length: int) -> None:
         """Allocate for the layers, heads, types and device of any prefix of the same policy."""
         self.max_length = round_up_to_bucket(max_length)
-        self.keys = {layer: self._allocate(max_num_seqs, k) for layer, k in like.keys.items()}
-        self.values = {layer: self._allocate(max_num_seqs, v) for layer, v in like.values.items()}
-        device = next(iter(self.keys.values())).device
-        self.slots_S = torch.arange(max_num_seqs, device=device)
-
-    def _allocate(self, max_num_seqs: int, like: Tensor) -> Tensor:
-        _, num_heads, _, head_dim = like.shape
-        return like.new_zeros((max_num_seqs, num_heads, self.max_length, head_dim))
+        self.layers = {
+            layer: [
+                t.new_zeros((max_num_seqs, t.shape[1], self.max_length, t.shape[3])) for t in pair
+            ]
+            for layer, pair in like.items()
+        }
+        self.slots_S = torch.arange(max_num_seqs, device=like[min(like)][0].device)
 
     def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
         """Give each of `slots` its own copy of one prefilled row."""
-        for layer, keys in prefix.keys.items():
-            length = keys.shape[2]
-            self.keys[layer][slots, :, :length] = keys[row]
-            self.values[layer][slots, :, :length] = prefix.values[layer][row]
-
-
-class PrefillLayout:
-    """Rows of right-padded prefixes; what they attend to is kept in a `Prefix`."""
-
-    def __init__(self) -> None:
-        self.prefix = Prefix()
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        self.prefix.keys[layer] = key
-        self.prefix.values[layer] = value
-        return attend_causally(query, key, value, rule).transpose(1, 2)
+        for layer, pair in prefix.items():
+            for cached, prefilled in zip(self.layers[layer], pair, strict=True):
+                cached[slots, :, : prefilled.shape[2]] = prefilled[row]
 
 
 class DecodeLayout:
@@ -249,15 +231,14 @@ class DecodeLayout:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.cache.slots_S, :, self.positions_S] = key[:, :, 0]
-        values[self.cache.slots_S, :, self.positions_S] = value[:, :, 0]
+        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
+            cached[self.cache.slots_S, :, self.positions_S] = new[:, :, 0]
+        keys, values = (cached[:, :, : self.width] for cached in self.cache.layers[layer])
         max_num_seqs, num_heads, _, head_dim = query.shape
         grouped = query.view(max_num_seqs, key.shape[1], -1, head_dim)
-        scores = grouped @ keys[:, :, : self.width].transpose(2, 3)
+        scores = grouped @ keys.transpose(2, 3)
         weights = rule.weights(scores, self._hidden(rule.window)).to(query.dtype)
-        attended = weights @ values[:, :, : self.width]
-        return attended.reshape(max_num_seqs, 1, num_heads, -1)
+        return (weights @ values).reshape(max_num_seqs, 1, num_heads, -1)
 
     def _hidden(self, window: int | None) -> Tensor:
         if window not in self._hidden_by_window:

@@ -50,14 +50,13 @@ def check_model_directory(directory: Path) -> None:
             the stop tokens or the chat template does not fit the model.
     """
     needed = {
-        "config.json": "save the model with save_pretrained",
-        "tokenizer.json": "save a fast tokenizer beside the model with save_pretrained",
+        "config.json": ": save the model with save_pretrained",
+        "tokenizer.json": ": save a fast tokenizer beside the model with save_pretrained",
+        "*.safetensors": "; other weight formats are not loaded",
     }
-    for file, advice in needed.items():
-        if not (directory / file).is_file():
-            raise ModelError(f"{directory} has no {file}: {advice}")
-    if not any(directory.glob("*.safetensors")):
-        raise ModelError(f"{directory} has no *.safetensors; other weight formats are not loaded")
+    for pattern, advice in needed.items():
+        if not any(directory.glob(pattern)):
+            raise ModelError(f"{directory} has no {pattern}{advice}")
     vocab_size = _read_json(directory / "config.json").get("vocab_size")
     if vocab_size is not None:
         _check_vocabulary(directory, vocab_size)

@@ -22,7 +22,7 @@ from areal_flow.models.attention import (
     ATTENTION_NAME,
     AttentionLayout,
     DecodeLayout,
-    PrefillLayout,
+    PackedLayout,
     Prefix,
     SlotCache,
 )
@@ -91,24 +91,16 @@ def _ready(policy: Any, device: torch.device | str) -> Any:
 
 
 def logits_at(
-    policy: Any,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    layout: AttentionLayout,
-    positions_M: Tensor,
+    policy: Any, input_ids_1T: Tensor, layout: PackedLayout, positions_M: Tensor
 ) -> Tensor:
-    """Return the logits of a packed row at some of its positions.
+    """Return the logits `[M, V]` of a packed row at some of its positions.
 
     Args:
-        input_ids: packed tokens `[1, T]`.
-        position_ids: each token's position in its own sequence, `[1, T]`.
-        layout: what each token may attend to.
-        positions_M: indices into the row, `[M]`.
-
-    Returns:
-        Logits `[M, V]` in the order of `positions_M`.
+        input_ids_1T: packed tokens.
+        layout: where the row's sequences begin.
+        positions_M: indices into the row.
     """
-    return _logits(policy, input_ids, position_ids, layout, positions_M)[0]
+    return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
 def prefill(policy: Any, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
@@ -122,9 +114,8 @@ def prefill(policy: Any, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
     padded = [tokens + [0] * (width - len(tokens)) for tokens in prefixes]
     input_ids_NP = torch.tensor(padded, device=policy.device)
     positions_NP = torch.arange(width, device=policy.device).expand(len(prefixes), -1)
-    layout = PrefillLayout()
-    logits_N1V = _logits(policy, input_ids_NP, positions_NP, layout, 1)
-    return layout.prefix, logits_N1V[:, 0]
+    prefix = Prefix()
+    return prefix, _logits(policy, input_ids_NP, positions_NP, prefix, 1)[:, 0]
 
 
 def decode(policy: Any, cache: SlotCache, tokens_S: list[int], positions_S: list[int]) -> Tensor:

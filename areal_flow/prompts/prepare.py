@@ -1,8 +1,8 @@
-"""Prepares a run's two prompt tables, training and held-out, disjoint by text.
+"""Makes a run's tables of prompts, and the rows that supervised fine-tuning learns from.
 
 Rows are rendered, tokenised, checked against the context and validated in batches, so memory does
 not grow with the file. Bad rows end the preparation, unless they are to be skipped: then they are
-counted and listed.
+counted and listed. The prompts to train on and those held out are disjoint by text.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import cache, partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
-from areal_flow.config import PromptSettings, Recipe
+from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
-from areal_flow.prompts.files import Question, good, read_questions
-from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.prompts.files import Row, read_prompts, read_rows
+from areal_flow.rewards.numeric import final_answer, parse_number
 from schemas import PromptRow, arrow_schema, validate
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 PROMPTS = arrow_schema(PromptRow)
 BATCH_ROWS = 1024
-
-Questions = Callable[[], "Iterable[Question | PromptError]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,155 +45,136 @@ class Prepared:
     bad_rows: list[str]
 
 
-class _Preparation:
-    """Turns questions into rows; remembers bad ones and texts already used."""
-
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        self._recipe = recipe
-        self._tokenizer = tokenizer
-        self.bad_rows: dict[str, None] = {}
-
-    def good(self, questions: Iterable[Question | PromptError]) -> Iterator[Question]:
-        """Yield the good questions; a bad one is noted."""
-        for read in questions:
-            try:
-                question = good(read)
-                self._check_answer(question)
-                self.row(question)
-            except PromptError as error:
-                self.bad_rows[str(error)] = None
-                continue
-            yield question
-
-    def refuse_bad_rows(self) -> None:
-        """End everything if there are bad rows that are not to be skipped.
-
-        Raises:
-            PromptError: naming file, line and field of the first ten.
-        """
-        if not self._recipe.prompts.skip_bad_rows:
-            refuse_bad_rows(self.bad_rows, advice=", or use --skip-bad-rows")
-
-    def row(self, question: Question) -> dict[str, Any]:
-        """Render and tokenise.
-
-        Raises:
-            PromptError: prompt and completion do not fit the context together.
-        """
-        generation = self._recipe.generation
-        text = self._recipe.prompts.template.replace("{question}", question.text)
-        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        room = generation.max_model_len - generation.max_new_tokens
-        if not 0 < len(tokens) <= room:
-            raise PromptError(
-                f"{question.origin}: the prompt has {len(tokens)} tokens, expected 1 to {room}: "
-                f"generation.max_model_len ({generation.max_model_len}) minus max_new_tokens "
-                f"({generation.max_new_tokens})"
-            )
-        return {
-            "prompt_id": question.question_id or hashlib.sha256(text.encode()).hexdigest()[:16],
-            "prompt": text,
-            "answer": question.answer,
-            "difficulty": question.difficulty,
-            "metadata": question.metadata,
-            "prompt_tokens": tokens,
-        }
-
-    def _check_answer(self, question: Question) -> None:
-        if all(reward.verifier != "numeric" for reward in self._recipe.rewards):
-            return
-        check = verify_numeric(prompt="", completion="", answer=question.answer)
-        if check.verdict == "bad_answer":
-            field_name = self._recipe.prompts.answer_field
-            raise PromptError(
-                f"{question.origin}: field {field_name!r}: the numeric verifier needs a number at "
-                f"the end, found {question.answer[-40:]!r}"
-            )
-
-
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables from its files of prompts.
+    """Write the run's prompt tables from two files, or from one whose fifth at most is held out.
 
     Raises:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
     """
-    preparation = _preparation(recipe, layout)
-    held_out, train = _split_questions(recipe.prompts, recipe.seed)
-    held_out_texts: set[str] = set()
-    chosen = islice(preparation.good(held_out()), recipe.prompts.num_held_out)
-    num_held_out = _write(layout.held_out_prompts, preparation, _distinct(chosen, held_out_texts))
-    unseen = (
-        question for question in preparation.good(train()) if question.text not in held_out_texts
-    )
-    num_train = _write(layout.train_prompts, preparation, unseen)
-    preparation.refuse_bad_rows()
-    prepared = Prepared(num_train, num_held_out, list(preparation.bad_rows))
-    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in prepared.bad_rows))
+    settings, path = recipe.prompts, recipe.prompts.path
+    assert path is not None
+    bad_rows: dict[str, None] = {}
+    read = _reader(recipe, layout, bad_rows)
+    if settings.held_out_path is not None:
+        candidates, rest = read(settings.held_out_path), read(path)
+    else:
+        num_rows = sum(1 for _ in read_rows(path))
+        num_candidates = min(settings.num_held_out, num_rows // 5)
+        places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
+        candidates = read(path, keeps=places.__contains__)
+        rest = read(path, keeps=lambda place: place not in places)
+    held_out: dict[str, Row] = {}
+    for row in islice(candidates, settings.num_held_out):
+        held_out.setdefault(row["prompt"], row)
+    num_held_out = _write(layout.held_out_prompts, held_out.values())
+    num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
+    _refuse(bad_rows, recipe)
+    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    return prepared
+    return Prepared(num_train, num_held_out, [*bad_rows])
 
 
-def prepare_held_out(recipe: Recipe, layout: RunLayout) -> int:
-    """Write the whole prompt file as the held-out table; return how many prompts it has.
+def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
+    """Write the whole prompt file as the held-out table.
 
     Raises:
         PromptError: as `prepare_prompts`.
     """
-    preparation = _preparation(recipe, layout)
     assert recipe.prompts.path is not None
-    questions = preparation.good(_questions_of_file(recipe.prompts.path, recipe.prompts))
-    num_rows = _write(layout.held_out_prompts, preparation, questions)
-    preparation.refuse_bad_rows()
-    return num_rows
+    bad_rows: dict[str, None] = {}
+    _write(layout.held_out_prompts, _reader(recipe, layout, bad_rows)(recipe.prompts.path))
+    _refuse(bad_rows, recipe)
 
 
-def _preparation(recipe: Recipe, layout: RunLayout) -> _Preparation:
-    layout.train_prompts.parent.mkdir(parents=True, exist_ok=True)
-    return _Preparation(recipe, tokenizer_of(layout.model))
+def tokenise_completions(
+    path: Path, target: Path, *, tokenizer: Tokenizer, stop_token_id: int, max_tokens: int
+) -> int:
+    """Write rows of `prompt` and `completion` as arrays of tokens; return how many rows there are.
+
+    Args:
+        path: JSONL or Parquet; the stop token is appended to each completion.
+        target: an .npz of `tokens` (all rows, one after the other) and, by row, `prompt_lengths`
+            and `lengths`, in tokens.
+        max_tokens: the longest row that training can pack.
+
+    Raises:
+        PromptError: naming file, line and field of the first bad rows.
+    """
+
+    @cache  # a curriculum shows its prompts again and again
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenised(row: Row) -> tuple[list[int], list[int]]:
+        prompt, completion = encode(row["prompt"]), [*encode(row["answer"]), stop_token_id]
+        length = len(prompt) + len(completion)
+        if not prompt or length > max_tokens:
+            raise ValueError(
+                f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
+                f"trainer.tokens_per_micro_batch ({max_tokens})"
+            )
+        return prompt, completion
+
+    bad: list[PromptError] = []
+    read = partial(read_prompts, question_field="prompt", answer_field="completion")
+    rows = [*read(path, tokenised, on_bad=bad.append)]
+    refuse_bad_rows(map(str, bad))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        target,
+        tokens=np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32),
+        prompt_lengths=np.array([len(prompt) for prompt, _ in rows], np.int32),
+        lengths=np.array([len(prompt) + len(completion) for prompt, completion in rows], np.int32),
+    )
+    return len(rows)
 
 
-def _distinct(questions: Iterable[Question], seen: set[str]) -> Iterator[Question]:
-    for question in questions:
-        if question.text not in seen:
-            seen.add(question.text)
-            yield question
+def _reader(
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[str, None]
+) -> Callable[..., Iterator[Row]]:
+    """Return what makes rows of a prompt table from a file; it lists bad ones."""
+
+    return partial(
+        read_prompts,
+        make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
+        question_field=recipe.prompts.question_field,
+        answer_field=recipe.prompts.answer_field,
+        on_bad=lambda error: bad_rows.update({str(error): None}),
+    )
 
 
-def _write(path: Path, preparation: _Preparation, questions: Iterable[Question]) -> int:
-    num_rows = 0
-    remaining = iter(questions)
+def _refuse(bad_rows: dict[str, None], recipe: Recipe) -> None:
+    """End the preparation if there are bad rows that are not to be skipped."""
+    if not recipe.prompts.skip_bad_rows:
+        refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")
+
+
+def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
+    settings, generation, answer = recipe.prompts, recipe.generation, row["answer"]
+    is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
+    if is_numeric and parse_number(final_answer(answer) or "") is None:
+        raise ValueError(
+            f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
+            f"found {answer[-40:]!r}"
+        )
+    text = settings.template.replace("{question}", row["prompt"])
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    room = generation.max_model_len - generation.max_new_tokens
+    if not 0 < len(tokens) <= room:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
+            f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
+        )
+    prompt_id = row["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {**row, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+
+
+def _write(path: Path, rows: Iterable[Row]) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num_rows, remaining = 0, iter(rows)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, PROMPTS) as writer:
-        while batch := [preparation.row(question) for question in islice(remaining, BATCH_ROWS)]:
+        while batch := [*islice(remaining, BATCH_ROWS)]:
             writer.write_table(validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow))
             num_rows += len(batch)
     return num_rows
-
-
-def _split_questions(settings: PromptSettings, seed: int) -> tuple[Questions, Questions]:
-    """Return held-out and training rows of two files, or of one whose fifth at most is held out."""
-    path, held_out_path = settings.path, settings.held_out_path
-    assert path is not None
-    if held_out_path is not None:
-        return (
-            lambda: _questions_of_file(held_out_path, settings),
-            lambda: _questions_of_file(path, settings),
-        )
-    num_rows = sum(1 for _ in _questions_of_file(path, settings))
-    num_held_out = min(settings.num_held_out, num_rows // 5)
-    held_out = set(random.Random(seed).sample(range(num_rows), num_held_out))
-
-    def part(is_held_out: bool) -> Questions:
-        return lambda: (
-            question
-            for position, question in enumerate(_questions_of_file(path, settings))
-            if (position in held_out) is is_held_out
-        )
-
-    return part(True), part(False)
-
-
-def _questions_of_file(path: Path, settings: PromptSettings) -> Iterator[Question | PromptError]:
-    return read_questions(
-        path, question_field=settings.question_field, answer_field=settings.answer_field
-    )

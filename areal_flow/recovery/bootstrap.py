@@ -11,21 +11,16 @@ import logging
 import shutil
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
 from areal_flow.config import Recipe
-from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, set_aside
-from areal_flow.recovery.comparison import ComparedStep
-from areal_flow.recovery.lease import Writer, is_sole_writer, record_fence
-from areal_flow.recovery.restore import RestorableTrainer, restore_newest
+from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, pass_over
+from areal_flow.recovery.lease import Fence, Writer, is_sole_writer, record_fence
+from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.store.dataset import open_dataset
-from areal_flow.store.evaluations import num_evaluation_rows
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans
-from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
 
 logger = logging.getLogger(__name__)
@@ -41,44 +36,28 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     """
     writer.check_current()
     if not is_sole_writer(writer):
-        watermark = open_dataset(layout.trajectories).count_rows()
-        head = Ledger(layout.steps, writer).head
-        record_fence(
-            writer,
-            trajectory_watermark=watermark,
-            step=head,
-            evaluation_watermark=num_evaluation_rows(layout.evaluations),
+        evaluations = layout.evaluations
+        fence = Fence(
+            writer.writer_epoch,
+            trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
+            step=Ledger(layout.steps, writer).head,
+            evaluation_watermark=open_dataset(evaluations).count_rows()
+            if evaluations.exists()
+            else 0,
         )
+        record_fence(layout.writers, fence)
         return
     for dataset in (layout.trajectories, layout.steps):
         if num_removed := remove_orphans(dataset, written_before=writer.began_at):
             logger.info("removed %d files that no version of %s names", num_removed, dataset.name)
-    for leftover in _leftovers(layout, before=writer.writer_epoch):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _leftovers(layout: RunLayout, *, before: int) -> list[Path]:
-    """Return weights, rendezvous points and half-written checkpoints of earlier epochs."""
-    candidates = [
+    leftovers = [
         *layout.weights.glob("[0-9]*"),
         *layout.rendezvous.glob("[0-9]*"),
         *layout.checkpoints.glob(".partial-*"),
     ]
-    return [path for path in candidates if int(path.name.rpartition("-")[2]) < before]
-
-
-def commit_genesis(
-    ledger: Ledger,
-    channel: WeightsWriter,
-    begun: tuple[PolicyHashes, str],
-    provenance: Provenance,
-    seconds: float,
-) -> None:
-    """Write row 0, with the seconds that version 0 took to make, and publish version 0."""
-    hashes, environment = begun
-    row = genesis_row(hashes, provenance=provenance, numeric_environment=environment)
-    ledger.append({**row, "seconds_train": seconds})
-    channel.publish(0)
+    for leftover in leftovers:
+        if int(leftover.name.rpartition("-")[2]) < writer.writer_epoch:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 async def restore_policy(
@@ -99,18 +78,13 @@ async def restore_policy(
         TrainerLost: a rank died meanwhile.
         TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
-
-    def move_aside(checkpoint: int, error: TrainingError) -> None:
-        aside = set_aside(checkpoint_path(layout.checkpoints, checkpoint))
-        logger.warning("%s; moved to %s, trying an older one", error, aside)
-
     replay = await restore_newest(
         trainer,
         ledger,
         checkpoint_hashes(layout.checkpoints),
         at_most=ledger.head,
         max_staleness=recipe.controller.max_staleness,
-        on_damaged=move_aside,
+        on_damaged=lambda step, e: pass_over(checkpoint_path(layout.checkpoints, step), e),
     )
     if replay is None:
         raise RunError(
@@ -134,20 +108,18 @@ def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
     """
     if not compared.forked:
         return
-    recorded, replayed = asdict(compared.recorded.hashes), asdict(compared.replayed.hashes)
-    message = f"step {compared.step} replayed to {replayed}, the ledger has {recorded}"
-    if compared.refused:
-        raise TrainingError(f"{message}, in the same numeric environment")
-    there = json.loads(compared.recorded.numeric_environment)
-    here = json.loads(compared.replayed.numeric_environment)
-    logger.warning("fork: %s; recorded on %s, replayed on %s", message, there, here)
     fork = {
         "step": compared.step,
-        "recorded": recorded,
-        "replayed": replayed,
-        "recorded_on": there,
-        "replayed_on": here,
+        "recorded": asdict(compared.recorded.hashes),
+        "replayed": asdict(compared.replayed.hashes),
+        "recorded_on": json.loads(compared.recorded.numeric_environment),
+        "replayed_on": json.loads(compared.replayed.numeric_environment),
         "at": datetime.now(UTC).isoformat(),
     }
+    message = "step {step} replayed to {replayed}, the ledger has {recorded}".format(**fork)
+    if compared.refused:
+        raise TrainingError(f"{message}, in the same numeric environment")
+    where = "recorded on {recorded_on}, replayed on {replayed_on}".format(**fork)
+    logger.warning("fork: %s; %s", message, where)
     with layout.forks.open("a") as file:
         file.write(json.dumps(fork) + "\n")

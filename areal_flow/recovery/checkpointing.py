@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_flow.config import TrainerSettings
@@ -26,11 +27,6 @@ from areal_flow.tracking.background import RunTracking
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_COLUMNS = [
-    "weights_hash",
-    "next_submission_index",
-    "lance_version",
-]
 ATTEMPTS_AT_THE_END = 3
 
 
@@ -50,28 +46,18 @@ class SnapshotTrainer(Protocol):
         ...
 
 
+@dataclass
 class Checkpoints:
     """Takes checkpoints of a run, and keeps as many as the recipe says."""
 
-    def __init__(
-        self,
-        layout: RunLayout,
-        settings: TrainerSettings,
-        *,
-        ledger: Ledger,
-        trajectories: Maintenance,
-        trainer: SnapshotTrainer,
-        registry: RunTracking,
-        writer: Writer,
-    ) -> None:
-        self._layout = layout
-        self._settings = settings
-        self._ledger = ledger
-        self._trajectories = trajectories
-        self._trainer = trainer
-        self._registry = registry
-        self._writer = writer
-        self._writing: asyncio.Task[None] | None = None
+    layout: RunLayout
+    settings: TrainerSettings
+    ledger: Ledger
+    trajectories: Maintenance
+    trainer: SnapshotTrainer
+    registry: RunTracking
+    writer: Writer
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def after_step(self, row: dict[str, Any]) -> None:
         """Begin the checkpoint of a step that is due for one; its writing goes on meanwhile.
@@ -79,7 +65,7 @@ class Checkpoints:
         Raises:
             RunError, StorageError: the checkpoint before could not be written.
         """
-        if row["step"] % self._settings.checkpoint_every_steps == 0:
+        if row["step"] % self.settings.checkpoint_every_steps == 0:
             await self._begin(row)
 
     async def complete(self) -> None:
@@ -88,13 +74,11 @@ class Checkpoints:
         Raises:
             TrainerLost: it died again and again.
         """
-        (row,) = await asyncio.to_thread(
-            self._ledger.rows, CHECKPOINT_COLUMNS, since=self._ledger.head
-        )
+        rows = await asyncio.to_thread(self.ledger.rows, since=self.ledger.head)
         for _ in range(ATTEMPTS_AT_THE_END):
-            await self._begin(row)
+            await self._begin(rows[-1])
             await self.settle()
-            if self._is_written(row):
+            if self._is_written(rows[-1]):
                 return
         raise TrainerLost(f"the trainer died {ATTEMPTS_AT_THE_END} times in its last checkpoint")
 
@@ -107,39 +91,34 @@ class Checkpoints:
     async def _begin(self, row: dict[str, Any]) -> None:
         await self.settle()
         if not self._is_written(row):
-            await self._trainer.take_snapshot(
-                weights_hash=row["weights_hash"],
-                next_submission_index=row["next_submission_index"],
+            await self.trainer.take_snapshot(
+                weights_hash=row["weights_hash"], next_submission_index=row["next_submission_index"]
             )
         self._writing = asyncio.create_task(self._write(row))
 
     async def _write(self, row: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._trajectories.sync)
-        await asyncio.to_thread(self._ledger.maintenance.sync)
+        await asyncio.to_thread(self.trajectories.sync)
+        await asyncio.to_thread(self.ledger.maintenance.sync)
         if not self._is_written(row):
             try:
-                await self._trainer.write_snapshot(row["step"])
+                await self.trainer.write_snapshot(row["step"])
             except TrainerLost as lost:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
-        self._writer.check_current()
-        name = checkpoint_path(self._layout.checkpoints, row["step"]).name
-        self._trajectories.tag(_tag(name), row["lance_version"])
-        self._registry.wake()
+        self.writer.check_current()
+        path = checkpoint_path(self.layout.checkpoints, row["step"])
+        self.trajectories.tag(f"checkpoint-{path.name}", row["lance_version"])
+        self.registry.wake()
         await asyncio.to_thread(self._prune)
 
     def _is_written(self, row: dict[str, Any]) -> bool:
-        hashes = checkpoint_hashes(self._layout.checkpoints)
+        hashes = checkpoint_hashes(self.layout.checkpoints)
         return hashes.get(row["step"]) == str(row["weights_hash"])
 
     def _prune(self) -> None:
-        root, keep = self._layout.checkpoints, self._settings.keep_checkpoints
+        root, keep = self.layout.checkpoints, self.settings.keep_checkpoints
         if len(list_checkpoints(root)) <= keep + 1:
             return
-        for path in prune_checkpoints(root, keep=keep, protected=self._registry.protected()):
-            self._trajectories.untag(_tag(path.name))
-        self._registry.wake()
-
-
-def _tag(checkpoint: str) -> str:
-    return f"checkpoint-{checkpoint}"
+        for path in prune_checkpoints(root, keep=keep, protected=self.registry.protected()):
+            self.trajectories.untag(f"checkpoint-{path.name}")
+        self.registry.wake()

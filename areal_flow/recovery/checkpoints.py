@@ -6,6 +6,7 @@ A directory named by its step is complete; one that is being written has another
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Set
 from contextlib import suppress
@@ -14,6 +15,8 @@ from pathlib import Path
 
 RNG_STATE = "torch_rng_state"
 """The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(f".damaged-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
+
+
+def pass_over(path: Path, error: Exception) -> None:
+    """Set a checkpoint aside that cannot be read, and say so: an older one is tried next."""
+    logger.warning("%s; moved to %s, trying an older one", error, set_aside(path))
 
 
 def checkpoint_hashes(root: Path) -> dict[int, str]:

@@ -106,10 +106,8 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 def newest_lease(root: Path) -> Lease | None:
     """Return the lease that counts, whether its driver is alive or not."""
-    epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
-    if not epochs:
-        return None
-    return Lease(max(epochs), **json.loads(_lease_path(root, max(epochs)).read_text()))
+    newest = max(root.glob("[0-9]*.lock"), default=None)
+    return Lease(int(newest.stem), **json.loads(newest.read_text())) if newest else None
 
 
 def is_held(root: Path, epoch: int) -> bool:
@@ -129,26 +127,19 @@ def is_sole_writer(writer: Writer) -> bool:
     return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
 
 
-def record_fence(
-    writer: Writer, *, trajectory_watermark: int, step: int, evaluation_watermark: int
-) -> None:
-    """Write down, durably, where the logs stand as this writer takes over."""
-    fence = Fence(writer.writer_epoch, trajectory_watermark, step, evaluation_watermark)
-    replace_file_durably(_fence_path(writer.root, writer.writer_epoch), json.dumps(asdict(fence)))
+def record_fence(root: Path, fence: Fence) -> None:
+    """Write down, durably, where the logs stand as a writer takes over."""
+    replace_file_durably(root / f"{fence.writer_epoch:08d}.fence.json", json.dumps(asdict(fence)))
 
 
 def read_fences(root: Path) -> tuple[Fence, ...]:
     """Return the fences of all takeovers, oldest first."""
-    found = [Fence(**json.loads(path.read_text())) for path in root.glob("[0-9]*.fence.json")]
-    return tuple(sorted(found, key=lambda fence: fence.writer_epoch))
+    paths = sorted(root.glob("[0-9]*.fence.json"))
+    return tuple(Fence(**json.loads(path.read_text())) for path in paths)
 
 
 def _lease_path(root: Path, epoch: int) -> Path:
     return root / f"{epoch:08d}.lock"
-
-
-def _fence_path(root: Path, epoch: int) -> Path:
-    return root / f"{epoch:08d}.fence.json"
 
 
 def _link_locked(root: Path, epoch: int) -> int:

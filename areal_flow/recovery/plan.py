@@ -12,14 +12,7 @@ from typing import Any
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow_setup import InitialState
-from areal_flow.types import (
-    Discard,
-    GroupReceipt,
-    LogHead,
-    StepRequest,
-    TrajectoryReceipt,
-    submission_index_of,
-)
+from areal_flow.types import Discard, GroupReceipt, LogHead, TrajectoryReceipt, submission_index_of
 
 PLAN_COLUMNS = [
     "weights_hash",
@@ -40,41 +33,6 @@ class CommittedGroups:
     num_tokens: int = 0
 
 
-def choose_checkpoint(
-    checkpoints: Mapping[int, str], ledger: Sequence[Mapping[str, Any]]
-) -> int | None:
-    """Return the newest checkpointed step whose weights hash is that of its ledger row.
-
-    Args:
-        checkpoints: weights hash by step.
-        ledger: rows by step, from 0.
-    """
-    usable = [
-        step
-        for step, weights_hash in checkpoints.items()
-        if step < len(ledger) and ledger[step]["weights_hash"] == weights_hash
-    ]
-    return max(usable, default=None)
-
-
-def request_from_row(
-    row: Mapping[str, Any], *, parent_hash: str, max_staleness: int
-) -> StepRequest:
-    """Return the request that a ledger row answered: replaying it makes the same policy.
-
-    Args:
-        parent_hash: of the weights to replay on: the row's own, unless an earlier step forked.
-    """
-    return StepRequest(
-        step=row["step"],
-        parent_hash=parent_hash,
-        policy_version=row["policy_version"],
-        trajectory_ids=tuple(row["trajectory_ids"]),
-        batch_digest=row["batch_digest"],
-        max_staleness=max_staleness,
-    )
-
-
 def plan_initial_state(
     ledger: Sequence[Mapping[str, Any]],
     unconsumed: Sequence[TrajectoryReceipt],
@@ -91,35 +49,28 @@ def plan_initial_state(
     """
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
+    beyond_head = [t for t in unconsumed if t.newest_version > head["step"]]
     waiting: dict[int, list[TrajectoryReceipt]] = {}
-    discards: list[Discard] = []
     for trajectory in unconsumed:
-        if trajectory.newest_version > head["step"]:
-            lost = Discard(trajectory.trajectory_id, trajectory.num_tokens, "beyond_head")
-            discards.append(lost)
-        else:
+        if trajectory.newest_version <= head["step"]:
             index = submission_index_of(trajectory.trajectory_id)
             waiting.setdefault(index, []).append(trajectory)
     indices = committed.submission_indices
     cursor = max([head["next_submission_index"], *(index + 1 for index in indices)])
+    total = {name: sum(row[name] for row in ledger) for name in PLAN_COLUMNS if "tokens" in name}
     return InitialState(
         policy_version=head["step"],
         weights_hash=head["weights_hash"],
         next_submission_index=cursor,
         resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
-        discards=tuple(discards),
+        discards=tuple(Discard(t.trajectory_id, t.num_tokens, "beyond_head") for t in beyond_head),
         log_head=log_head,
-        accounting=_accounting(ledger, committed),
-    )
-
-
-def _accounting(ledger: Sequence[Mapping[str, Any]], committed: CommittedGroups) -> TokenAccounting:
-    in_ledger = sum(row["num_generated_tokens"] for row in ledger)
-    return TokenAccounting(
-        committed=committed.num_tokens,
-        trained=sum(row["num_trained_tokens"] for row in ledger),
-        masked=sum(row["num_masked_tokens"] for row in ledger),
-        discarded=sum(row["num_discarded_tokens"] for row in ledger),
-        entries=StepEntries(num_generated_tokens=committed.num_tokens - in_ledger),
+        accounting=TokenAccounting(
+            committed=committed.num_tokens,
+            trained=total["num_trained_tokens"],
+            masked=total["num_masked_tokens"],
+            discarded=total["num_discarded_tokens"],
+            entries=StepEntries(committed.num_tokens - total["num_generated_tokens"]),
+        ),
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,13 +20,8 @@ from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes
-from areal_flow.recovery.comparison import ComparedStep
-from areal_flow.recovery.replay_settings import (
-    changed_recipe,
-    describe_changes,
-    on_this_machine,
-)
-from areal_flow.recovery.restore import LedgerReplay, restore_newest
+from areal_flow.recovery.replay_settings import changed_recipe, describe_changes, on_this_machine
+from areal_flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.trajectories import TrainingRows
@@ -35,7 +30,7 @@ from areal_flow.trainer.inspection import (
     InspectedTrajectory,
     TrajectoryOutcome,
     completion_logprobs,
-    inspect_trajectory,
+    inspect_trajectories,
     trajectory_outcomes,
 )
 from areal_flow.trainer.rank import TrainerRank
@@ -44,7 +39,6 @@ from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,103 +89,55 @@ def replay_step(
         ConfigError: a changed setting is wrong.
     """
     recipe = changed_recipe(layout.config, changes or {})
+    local = LocalTrainer(layout, step=step)
 
     async def replay() -> Replayed:
-        local = LocalReplay(layout, step=step)
-        await local.restore(from_checkpoint)
-        before = await local.advance_to(step - 1)
-        rows, proximal = local.next_trajectories()
+        replay = await local.begin(from_checkpoint)
+        before = [await replay.advance() for _ in range(replay.step + 1, step)]
+        request = replay.next_request
+        sequences = local.sequences(request)
+        local.take_recorded_threads(request)
+        proximal = completion_logprobs(
+            local.rank.backend, sequences, temperature=local.recipe.generation.temperature
+        )
         changed, changed_outcomes = None, None
         if changes or loss:
-            changed, changed_outcomes = local.try_next(on_this_machine(recipe), loss=loss)
-        compared, outcomes = await local.advance_watching()
-        trajectories = tuple(
-            inspect_trajectory(
-                row,
-                policy_version=step - 1,
-                proximal_logprobs=proximal[index],
-                replayed=outcomes[index],
-                changed=changed_outcomes[index] if changed_outcomes else None,
-            )
-            for index, row in enumerate(rows)
-        )
+            changed, changed_outcomes = local.try_step(request, on_this_machine(recipe), loss=loss)
+        local.rank.loss = ClipWatch(local.recipe.algorithm.loss)
+        compared = await replay.advance()
+        outcomes = local.outcomes(local.rank, request)
         return Replayed(
-            local.replay.checkpoint,
-            before,
+            replay.checkpoint,
+            tuple(before),
             compared,
             changed,
             describe_changes(load_recipe(layout.config), recipe, loss=loss),
-            trajectories,
+            inspect_trajectories(request, sequences, proximal, outcomes, changed_outcomes),
         )
 
-    return _run(replay())
-
-
-def replay_to(
-    layout: RunLayout, step: int | None = None, *, from_checkpoint: int | None = None
-) -> tuple[ComparedStep, ...]:
-    """Compute every step after a checkpoint again, up to one (the ledger's newest, if None).
-
-    Raises:
-        RunError: there is no such step, or no checkpoint to start from.
-    """
-
-    async def replay() -> tuple[ComparedStep, ...]:
-        local = LocalReplay(layout, step=step)
-        await local.restore(from_checkpoint)
-        return await local.advance_to(local.last_step)
-
-    return _run(replay())
-
-
-def replay_from_genesis(layout: RunLayout) -> PolicyHashes:
-    """Compute the whole run again from checkpoint 0; return what its last step made.
-
-    Raises:
-        RunError: the run has trained no step, or checkpoint 0 is gone.
-    """
-    return replay_to(layout, from_checkpoint=0)[-1].replayed.hashes
-
-
-def _run(replay: Coroutine[Any, Any, T]) -> T:
     num_threads = torch.get_num_threads()
     try:
-        return asyncio.run(replay)
+        return asyncio.run(replay())
     finally:
         torch.set_num_threads(num_threads)
 
 
 class LocalTrainer:
-    """A `RestorableTrainer` that computes in this process. Its weights are hashed, never served."""
+    """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
 
-    def __init__(self, rank: TrainerRank) -> None:
-        self.rank = rank
-
-    async def restore(self, checkpoint: int) -> PolicyHashes:
-        return self.rank.restore(checkpoint)
-
-    async def step(self, request: StepRequest) -> StepResult:
-        await asyncio.sleep(0)  # where Ctrl-C is noticed
-        return self.rank.step(request)
-
-
-class LocalReplay:
-    """Replays a run with one trainer rank in this process."""
-
-    replay: LedgerReplay
-
-    def __init__(self, layout: RunLayout, *, step: int | None = None) -> None:
+    def __init__(self, layout: RunLayout, *, step: int) -> None:
+        """Take the step that is the last to be computed."""
         check_schema_version(layout)
         self._layout = layout
         self._ledger = LedgerReader(layout.steps, layout.writers)
-        self.last_step = _checked_step(layout, step, head=self._ledger.head)
-        self._recipe = on_this_machine(load_recipe(layout.config))
-        self._read_rows = TrainingRows(layout.trajectories, layout.writers)
-        self._rank = TrainerRank(
-            layout, self._recipe, channel=HashingWriter(), read_rows=self._read_rows
-        )
+        _check_step(layout, step, head=self._ledger.head)
+        self._last_step = step
+        self._environments = self._ledger.rows(["numeric_environment"])
+        self.recipe = on_this_machine(load_recipe(layout.config))
+        read_rows = TrainingRows(layout.trajectories, layout.writers)
+        self.rank = TrainerRank(layout, self.recipe, channel=HashingWriter(), read_rows=read_rows)
 
-    async def restore(self, wanted: int | None) -> None:
+    async def begin(self, wanted: int | None) -> LedgerReplay:
         """Restore a checkpoint below the last step: the newest usable one, or the one wanted.
 
         Raises:
@@ -199,85 +145,60 @@ class LocalReplay:
         """
         found = checkpoint_hashes(self._layout.checkpoints)
         replay = await restore_newest(
-            LocalTrainer(self._rank),
+            self,
             self._ledger,
             {step: text for step, text in found.items() if wanted in (None, step)},
-            at_most=self.last_step - 1,
-            max_staleness=self._recipe.controller.max_staleness,
+            at_most=self._last_step - 1,
+            max_staleness=self.recipe.controller.max_staleness,
             on_damaged=lambda _, error: logger.warning("%s", error),
         )
         if replay is None:
-            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self.last_step))
-        self.replay = replay
+            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self._last_step))
+        return replay
 
-    async def advance_to(self, step: int) -> tuple[ComparedStep, ...]:
-        """Train the rows up to and with `step`; return each beside what is recorded."""
-        compared = []
-        while self.replay.step < step:
-            self._take_recorded_threads()
-            compared.append(await self.replay.advance())
-        return tuple(compared)
+    async def restore(self, checkpoint: int) -> PolicyHashes:
+        return self.rank.restore(checkpoint)
 
-    async def advance_watching(self) -> tuple[ComparedStep, list[TrajectoryOutcome]]:
-        """Train the next row; return what it did to its trajectories, too."""
-        request = self.replay.next_request
-        self._take_recorded_threads()
-        self._rank.loss = watch = ClipWatch(self._recipe.algorithm.loss)
-        compared = await self.replay.advance()
-        self._rank.loss = None
-        return compared, self._outcomes(self._rank, request, watch)
+    async def step(self, request: StepRequest) -> StepResult:
+        await asyncio.sleep(0)  # where Ctrl-C is noticed
+        self.take_recorded_threads(request)
+        return self.rank.step(request)
 
-    def try_next(
-        self, recipe: Recipe, *, loss: TokenLoss | None
+    def try_step(
+        self, request: StepRequest, recipe: Recipe, *, loss: TokenLoss | None
     ) -> tuple[StepResult, list[TrajectoryOutcome]]:
-        """As `advance_watching`, under other settings; the replay stays where it is."""
-        request = replace(self.replay.next_request, max_staleness=recipe.controller.max_staleness)
-        self._take_recorded_threads()
+        """Compute a step under other settings, and see what it does; the rank stays where it is."""
+        request = replace(request, max_staleness=recipe.controller.max_staleness)
         random_state = torch.get_rng_state()
-        watch = ClipWatch(loss or recipe.algorithm.loss)
-        branch = self._rank.branch(recipe, loss=watch)
+        branch = self.rank.branch(recipe, loss=ClipWatch(loss or recipe.algorithm.loss))
         result = branch.step(request)
         torch.set_rng_state(random_state)
-        return result, self._outcomes(branch, request, watch)
+        return result, self.outcomes(branch, request)
 
-    def next_trajectories(self) -> tuple[Sequence[Mapping[str, Any]], list[tuple[float, ...]]]:
-        """Return the rows that the next step trains, and their log-probabilities before it."""
-        self._take_recorded_threads()
-        request = self.replay.next_request
-        rows = self._read_rows(request.trajectory_ids)
-        return rows, completion_logprobs(
-            self._rank.backend, _sequences(rows, request), temperature=self._temperature
-        )
-
-    @property
-    def _temperature(self) -> float:
-        return self._recipe.generation.temperature
-
-    def _outcomes(
-        self, rank: TrainerRank, request: StepRequest, watch: ClipWatch
-    ) -> list[TrajectoryOutcome]:
+    def outcomes(self, rank: TrainerRank, request: StepRequest) -> list[TrajectoryOutcome]:
+        """Return what a watched step of a rank did to its trajectories."""
         return trajectory_outcomes(
             rank.backend,
-            _sequences(self._read_rows(request.trajectory_ids), request),
-            watch,
+            self.sequences(request),
             step=request.step,
             settings=rank.settings,
-            temperature=self._temperature,
+            temperature=self.recipe.generation.temperature,
         )
 
-    def _take_recorded_threads(self) -> None:
+    def sequences(self, request: StepRequest) -> list[TrainingSequence]:
+        """Return what a step trains."""
+        rows = self.rank.read_rows(request.trajectory_ids)
+        return sequences_from_rows(
+            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+        )
+
+    def take_recorded_threads(self, request: StepRequest) -> None:
         """Use as many threads as the recorded step did: sums depend on how many share them."""
-        environment = json.loads(self.replay.next_row["numeric_environment"])
+        environment = json.loads(self._environments[request.step]["numeric_environment"])
         torch.set_num_threads(environment["threads"])
 
 
-def _sequences(rows: Sequence[Mapping[str, Any]], request: StepRequest) -> list[TrainingSequence]:
-    return sequences_from_rows(
-        rows, policy_version=request.policy_version, max_staleness=request.max_staleness
-    )
-
-
-def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
+def _check_step(layout: RunLayout, step: int, *, head: int) -> None:
     if head < 1:
         raise RunError(f"run {layout.name} has trained no step yet: there is nothing to replay")
     if step == 0:
@@ -285,9 +206,8 @@ def _checked_step(layout: RunLayout, step: int | None, *, head: int) -> int:
             f"step 0 of run {layout.name} is the policy before training, made by the warm start or "
             f"taken from a model: it cannot be replayed; expected a step from 1 to {head}"
         )
-    if step is not None and not 1 <= step <= head:
+    if not 1 <= step <= head:
         raise RunError(f"run {layout.name} has no step {step}: expected a step from 1 to {head}")
-    return head if step is None else step
 
 
 def _no_checkpoint(

@@ -7,29 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import (
-    Recipe,
-    TrainerSettings,
-    flatten,
-    load_recipe,
-    parse_overrides,
-)
+from areal_flow.config import Recipe, TrainerSettings, load_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.import_path import import_function
+from areal_flow.settings import flatten, parse_overrides
 
 if TYPE_CHECKING:
     from areal_flow.algorithms.protocol import TokenLoss
 
-WITHOUT_INFLUENCE = frozenset({"trainer.checkpoint_every_steps", "trainer.keep_checkpoints"})
-"""Settings of the trainer that say what is kept of a step, not what it computes."""
-BEFORE_A_STEP = frozenset({"group_filter"})
-"""Settings of the algorithm that say which groups come to a step."""
+WITHOUT_INFLUENCE = frozenset(
+    {"trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"}
+)
+"""Settings that say what is kept of a step, or which groups come to it: not what it computes."""
 
 
 def settings_of_a_step() -> list[str]:
     """Return the dotted names of the settings that can change what a step computes."""
-    fields = {name: None for a in ALGORITHMS.values() for name in a.model_fields}
-    algorithm = [f"algorithm.{name}" for name in fields if name not in BEFORE_A_STEP]
+    algorithm = {f"algorithm.{name}": None for a in ALGORITHMS.values() for name in a.model_fields}
     trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
     return [name for name in names if name not in WITHOUT_INFLUENCE]
@@ -71,10 +64,11 @@ def describe_changes(
     recorded: Recipe, changed: Recipe, *, loss: TokenLoss | None
 ) -> dict[str, tuple[Any, Any]]:
     """Return, by dotted name, the recorded and the changed value of what can change a step."""
+    before, after = flatten(recorded.model_dump()), flatten(changed.model_dump())
     found = {
-        name: (before, after)
+        name: (before.get(name), after.get(name))
         for name in settings_of_a_step()
-        if (before := _value(recorded, name)) != (after := _value(changed, name))
+        if before.get(name) != after.get(name)
     }
     if loss is not None:
         found["loss"] = (recorded.algorithm.name, getattr(loss, "__name__", repr(loss)))
@@ -96,20 +90,3 @@ def on_this_machine(recipe: Recipe) -> Recipe:
         trainer = recipe.trainer.model_copy(update={"device": "cpu"})
         return recipe.model_copy(update={"trainer": trainer})
     return recipe
-
-
-def import_loss(path: str) -> TokenLoss:
-    """Return the loss at an import path; it takes `LossInputs` and returns a `PolicyLoss`.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    loss: TokenLoss = import_function(path, setting="--loss", error=ConfigError)
-    return loss
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    found: Any = recipe
-    for key in name.split("."):
-        found = getattr(found, key, None)
-    return found

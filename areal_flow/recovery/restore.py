@@ -1,21 +1,24 @@
 """The one way back to a recorded step: load a checkpoint, then train the ledger's later rows again.
 
-A resumed run restores its trainer ranks like this, and a replay its rank in this process. What to
-do about a step that comes out different is left to the caller, and so is where the trainer runs.
+A resumed run restores its trainer ranks like this, and a replay its rank in this process. Each step
+comes back beside its record; what to do about one that differs is left to the caller, and so is
+where the trainer runs.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.recovery.comparison import ComparedStep, result_from_row
-from areal_flow.recovery.plan import choose_checkpoint, request_from_row
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.types import PolicyHashes, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+
+COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
+"""What a replay must find again besides all that the algorithm computed."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,42 +40,101 @@ class RestorableTrainer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedStep:
+    """One step, recorded and replayed. After a fork it started from other weights."""
+
+    recorded: StepResult
+    replayed: StepResult
+    after_fork: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.recorded.step
+
+    @property
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """Return what is recorded and what was replayed, by name, where they are not equal."""
+        return _differences(compared_values(self.recorded), compared_values(self.replayed))
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def forked(self) -> bool:
+        """Return whether the replay made another policy than the one that is recorded."""
+        return self.recorded.hashes != self.replayed.hashes
+
+    @property
+    def refused(self) -> bool:
+        """Return whether the step differs where it must not: in the same environment of a CPU."""
+        here = json.loads(self.replayed.numeric_environment)
+        same = not self.environment_differences and here["device"] == "cpu"
+        return same and not self.equal and not self.after_fork
+
+    @property
+    def environment_differences(self) -> dict[str, tuple[Any, Any]]:
+        """Return what was there and what is here of the numeric environment, where it differs."""
+        return _differences(
+            json.loads(self.recorded.numeric_environment),
+            json.loads(self.replayed.numeric_environment),
+        )
+
+
+def compared_values(result: StepResult) -> dict[str, Any]:
+    """Return, by name, what a replay must find again."""
+    metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
+    return {**metrics, **result.metrics.metrics, **asdict(result.hashes)}
+
+
+def _differences(
+    recorded: Mapping[str, Any], replayed: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (recorded.get(name), replayed.get(name))
+        for name in {**recorded, **replayed}
+        if recorded.get(name) != replayed.get(name)
+    }
+
+
+def result_from_row(row: Mapping[str, Any]) -> StepResult:
+    """Return the result that a ledger row recorded."""
+    metrics = {field.name: row[field.name] for field in fields(StepMetrics)}
+    metrics["masked_fraction_by_tenth"] = tuple(metrics["masked_fraction_by_tenth"])
+    hashes = PolicyHashes(row["weights_hash"], row["served_hash"])
+    return StepResult(row["step"], hashes, StepMetrics(**metrics), row["numeric_environment"])
+
+
+@dataclass
 class LedgerReplay:
     """A restored trainer on its way through the ledger, row by row."""
 
-    def __init__(
-        self,
-        trainer: RestorableTrainer,
-        rows: Sequence[Mapping[str, Any]],
-        restored: PolicyHashes,
-        *,
-        max_staleness: int,
-    ) -> None:
-        """Begin at a checkpoint.
+    trainer: RestorableTrainer
+    rows: Sequence[Mapping[str, Any]]
+    """The ledger from the checkpoint's own row on."""
+    hashes: PolicyHashes
+    """What the trainer holds now."""
+    max_staleness: int
+    """Of the run, in versions."""
+    forked: bool = False
+    step: int = field(init=False)
 
-        Args:
-            rows: the ledger from the checkpoint's own row on.
-            restored: what the trainer holds now.
-            max_staleness: of the run, in versions.
-        """
-        self.checkpoint: int = rows[0]["step"]
-        self.step: int = self.checkpoint
-        self.hashes = restored
-        self._trainer = trainer
-        self._rows = rows
-        self._max_staleness = max_staleness
-        self._forked = False
-
-    @property
-    def next_row(self) -> Mapping[str, Any]:
-        return self._rows[self.step + 1 - self.checkpoint]
+    def __post_init__(self) -> None:
+        self.checkpoint: int = self.rows[0]["step"]
+        self.step = self.checkpoint
 
     @property
     def next_request(self) -> StepRequest:
-        return request_from_row(
-            self.next_row,
+        """The request that the next row answered, on the weights at hand."""
+        row = self.rows[self.step + 1 - self.checkpoint]
+        return StepRequest(
+            step=row["step"],
             parent_hash=self.hashes.weights_hash,
-            max_staleness=self._max_staleness,
+            policy_version=row["policy_version"],
+            trajectory_ids=tuple(row["trajectory_ids"]),
+            batch_digest=row["batch_digest"],
+            max_staleness=self.max_staleness,
         )
 
     async def advance(self) -> ComparedStep:
@@ -82,12 +144,12 @@ class LedgerReplay:
             TrainerLost: a rank died.
             TrainingError: the step cannot be computed.
         """
-        row = self.next_row
-        after_fork = self._forked or self.hashes.weights_hash != row["parent_hash"]
-        replayed = await self._trainer.step(self.next_request)
+        row = self.rows[self.step + 1 - self.checkpoint]
+        after_fork = self.forked or self.hashes.weights_hash != row["parent_hash"]
+        replayed = await self.trainer.step(self.next_request)
         compared = ComparedStep(result_from_row(row), replayed, after_fork=after_fork)
         self.step, self.hashes = replayed.step, replayed.hashes
-        self._forked = self._forked or compared.forked
+        self.forked = self.forked or compared.forked
         return compared
 
 
@@ -114,10 +176,11 @@ async def restore_newest(
     Raises:
         TrainerLost: a rank died meanwhile.
     """
-    recorded = ledger.rows(["weights_hash"])[: at_most + 1]
-    usable = dict(checkpoints)
-    while (checkpoint := choose_checkpoint(usable, recorded)) is not None:
-        del usable[checkpoint]
+    known = ledger.rows(["weights_hash"])[: at_most + 1]
+    recorded = {row["step"]: row["weights_hash"] for row in known}
+    for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):
+        if recorded.get(checkpoint) != weights_hash:
+            continue
         try:
             restored = await trainer.restore(checkpoint)
         except TrainerLost:
@@ -127,15 +190,9 @@ async def restore_newest(
             continue
         rows = ledger.rows(since=checkpoint)
         expected = result_from_row(rows[0]).hashes
-        if _agree(restored, expected):
-            return LedgerReplay(trainer, rows, restored, max_staleness=max_staleness)
+        if restored == expected:
+            return LedgerReplay(trainer, rows, restored, max_staleness)
         logger.warning(
             "checkpoint %d was restored to %s, the ledger has %s", checkpoint, restored, expected
         )
     return None
-
-
-def _agree(restored: PolicyHashes, recorded: PolicyHashes) -> bool:
-    """Return whether all hashes that a row recorded were found again; it may lack some."""
-    found = asdict(restored)
-    return all(found[name] == text for name, text in asdict(recorded).items() if text)

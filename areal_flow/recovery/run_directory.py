@@ -121,9 +121,8 @@ def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
         RunError: another driver holds it; says which and since when.
     """
     with hold_lease(layout.writers, take_over=take_over) as writer:
-        before = read_state(layout)
-        held = RunState("running", seconds_driven=before.seconds_driven)
-        _write_state(layout, held)
+        driven = read_state(layout).seconds_driven
+        _write_state(layout, RunState("running", seconds_driven=driven))
         yield writer
 
 
@@ -137,10 +136,9 @@ def leave_run(
     """
     if writer.is_superseded:
         return  # the state is another driver's
-    before = read_state(layout)
-    driven = before.seconds_driven + seconds
+    driven = read_state(layout).seconds_driven + seconds
     try:
-        _write_state(layout, replace(before, state=state, reason=reason, seconds_driven=driven))
+        _write_state(layout, RunState(state, reason, driven))
     except OSError as error:
         logger.warning("the end of %s could not be recorded: %s", layout.name, error)
 
@@ -155,13 +153,11 @@ def read_state(layout: RunLayout) -> RunState:
 
 def observed_state(layout: RunLayout) -> RunState:
     """Return the state as it is: a run recorded as running that nobody holds has crashed."""
-    recorded = read_state(layout)
-    if recorded.state != "running":
-        return recorded
-    lease = newest_lease(layout.writers)
-    if lease and is_held(layout.writers, lease.writer_epoch):
-        return recorded
-    return replace(recorded, state="crashed")
+    recorded, lease = read_state(layout), newest_lease(layout.writers)
+    held = lease is not None and is_held(layout.writers, lease.writer_epoch)
+    if recorded.state == "running" and not held:
+        return replace(recorded, state="crashed")
+    return recorded
 
 
 def _write_state(layout: RunLayout, state: RunState) -> None:

@@ -28,8 +28,7 @@ def verify_numeric(*, prompt: str, completion: str, answer: str) -> Score:
     found = parse_number(marked)
     if found is None:
         return Score(0.0, "parse_error", extracted=marked[:80])
-    right = found == expected
-    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=marked[:80])
+    return _compared(found == expected, marked)
 
 
 def verify_exact(*, prompt: str, completion: str, answer: str) -> Score:
@@ -39,8 +38,11 @@ def verify_exact(*, prompt: str, completion: str, answer: str) -> Score:
     """
     found = " ".join((marked_answer(completion) or completion).split())
     expected = " ".join((marked_answer(answer) or answer).split())
-    right = found == expected
-    return Score(1.0 if right else 0.0, "right" if right else "wrong", extracted=found[:80])
+    return _compared(found == expected, found)
+
+
+def _compared(is_right: bool, found: str) -> Score:
+    return Score(float(is_right), "right" if is_right else "wrong", extracted=found[:80])
 
 
 def final_answer(text: str) -> str | None:

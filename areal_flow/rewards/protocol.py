@@ -1,12 +1,33 @@
-"""What every reward promises; `tests/contracts/test_rewards.py` holds each implementation to it."""
+"""What every reward promises, and a plain function as a reward.
+
+`tests/contracts/test_rewards.py` holds each implementation to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from pydantic import Field
+
+from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop, cause_of
+from areal_flow.settings import Settings
 from areal_flow.types import Score
+
+
+class RewardSettings(Settings):
+    """One of the rewards whose weighted sum is the reward of a completion."""
+
+    verifier: str = "numeric"
+    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    weight: float = 1.0
+    """What this reward is multiplied by in the sum."""
+    timeout_s: float = Field(60.0, gt=0)
+    """A verifier function that takes longer over one completion hangs, and has failed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +67,77 @@ class Reward(Protocol):
             Exception: counted and stored as an error of every input; none of them gets a reward.
         """
         ...
+
+
+RewardFunction = Callable[..., "float | Score | Awaitable[float | Score]"]
+"""Takes what it names of `prompt`, `completion`, `answer`, `metadata` and the metadata's columns;
+one that takes `**columns` gets all columns."""
+
+
+class FunctionReward:
+    """Calls a function once a completion: in a thread, or on the event loop if it is `async`.
+
+    Each completion is judged alone, and fails alone.
+    """
+
+    def __init__(self, function: RewardFunction, *, timeout_s: float = 60.0) -> None:
+        """Take a function, and how long it may take over one completion."""
+        self.function: Callable[..., Any] = function
+        self.timeout_s = timeout_s
+        parameters = inspect.signature(function).parameters.values()
+        self._names = {parameter.name for parameter in parameters}
+        self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        if inspect.iscoroutinefunction(self.function):
+            return await asyncio.gather(*map(self._score_one, inputs))
+        return [await self._score_one(given) for given in inputs]
+
+    async def _score_one(self, given: RewardInput) -> Score:
+        arguments = self._arguments(given)
+        call = call_on_loop if inspect.iscoroutinefunction(self.function) else call_in_thread
+        try:
+            returned = await call(lambda: self.function(**arguments), limit_s=self.timeout_s)
+        except Exception as error:  # noqa: BLE001 - `judged` counts it
+            returned = error
+        return judged(returned)
+
+    def _arguments(self, given: RewardInput) -> dict[str, Any]:
+        own = {field.name: getattr(given, field.name) for field in fields(given)}
+        columns = {name: value for name, value in given.metadata.items() if name not in own}
+        named = {name: value for name, value in (columns | own).items() if name in self._names}
+        return columns | named if self._takes_columns else named
+
+
+def judged(returned: Any) -> Score:
+    """Return the score that a verifier's word stands for; none where it failed, with the cause.
+
+    Args:
+        returned: a score, a bare reward, or what the verifier raised.
+    """
+    try:
+        if isinstance(returned, BaseException):
+            raise returned
+        score = returned
+        if not isinstance(score, Score):
+            reward = _as_number(returned)
+            score = Score(reward, "right" if reward > 0 else "wrong")
+        if score.reward is not None and not math.isfinite(score.reward):
+            raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
+        return score
+    except Exception as error:  # noqa: BLE001 - counted, and stored with its completion
+        FAILURES.note(error)
+        return Score(None, "error", error=cause_of(error))
+
+
+def _as_number(returned: Any) -> float:
+    try:
+        return float(returned)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the verifier returned {returned!r:.80}, expected a number or a Score"
+        ) from None

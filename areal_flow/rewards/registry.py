@@ -1,9 +1,13 @@
-"""Rewards by the names that recipes use, and the identity that each trajectory carries of them."""
+"""Rewards by the names that recipes use, the identity that each trajectory carries of them, and the
+weighted sum of all that a recipe names."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -11,10 +15,18 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.import_path import import_function
-from areal_flow.rewards.function import FunctionReward, RewardFunction
+from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
-from areal_flow.rewards.protocol import Reward
+from areal_flow.rewards.protocol import (
+    FunctionReward,
+    Reward,
+    RewardFunction,
+    RewardInput,
+    RewardSettings,
+    judged,
+)
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
+from areal_flow.types import RewardPart, Score
 
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,
@@ -64,15 +76,76 @@ def code_hash(code: Any) -> str:
     try:
         text = inspect.getsource(inspect.getmodule(code) or code)
     except (OSError, TypeError):
-        text = _compiled(getattr(code, "__code__", None)) or (
-            f"{code.__module__}:{code.__qualname__}"
-        )
+        compiled = getattr(code, "__code__", None)
+        text = _compiled(compiled) if compiled else f"{code.__module__}:{code.__qualname__}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _compiled(code: CodeType | None) -> str:
+def _compiled(code: CodeType) -> str:
     """Return byte code, names and constants as text; no address stands in it."""
-    if code is None:
-        return ""
     constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+class WeightedRewards:
+    """A `Reward` that is the sum of others, each times its weight."""
+
+    def __init__(self, settings: Sequence[RewardSettings], directory: Path) -> None:
+        """Load each reward by its name; see `load_reward`.
+
+        Raises:
+            RewardError: one of them cannot be loaded.
+        """
+        self._parts = [
+            load_reward(chosen.verifier, directory, timeout_s=chosen.timeout_s)
+            for chosen in settings
+        ]
+        self._weights = [chosen.weight for chosen in settings]
+        self._opened = ExitStack()
+        self.identity = " + ".join(
+            part.identity if weight == 1 else f"{weight:g}*{part.identity}"
+            for part, weight in zip(self._parts, self._weights, strict=True)
+        )
+        """Name and hash of the code of each reward, with its weight unless that is 1."""
+
+    def open(self) -> None:
+        """Open each reward; if one cannot be opened, those before it are closed again."""
+        with ExitStack() as opened:
+            for part in self._parts:
+                part.reward.open()
+                opened.callback(part.reward.close)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+        FAILURES.sum_up()
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        columns = await asyncio.gather(*(_scores(part, inputs) for part in self._parts))
+        return [self._sum(scores) for scores in zip(*columns, strict=True)]
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        """Return the sum; verdict and extracted answer are those of the first reward listed."""
+        parts = tuple(
+            RewardPart(part.name, score.reward)
+            for part, score in zip(self._parts, scores, strict=True)
+        )
+        if failed := [score for score in scores if score.reward is None]:
+            return Score(None, "error", error=failed[0].error, parts=parts)
+        total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
+        message = next((score.message for score in scores if score.message), "")
+        first = scores[0]
+        return Score(total, first.verdict, first.extracted, message=message, parts=parts)
+
+
+async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+    """Return one score an input; a reward that raises, or returns too few, scores none of them."""
+    try:
+        found = await part.reward.score(inputs)
+        if len(found) != len(inputs):
+            raise ValueError(
+                f"reward {part.name!r} returned {len(found)} scores, expected {len(inputs)}"
+            )
+    except Exception as error:  # noqa: BLE001 - `judged` counts it
+        found = [judged(error)] * len(inputs)
+    return [*map(judged, found)]

@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,32 +60,28 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
             f"{found} in {directory}: restore it from a copy"
         )
     try:
-        function: Callable[..., Any] = pickle.loads(pickled)
+        return pickle.loads(pickled)  # type: ignore[no-any-return]
     except Exception as error:
         raise RewardError(
             f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}. What it imports "
             "must be installed where reward workers run"
         ) from error
-    return function
 
 
 def _pickled_by_value(function: Callable[..., Any]) -> bytes:
     import cloudpickle
 
     module = sys.modules.get(function.__module__)
-    by_reference = module is not None and module.__name__ != "__main__"
-    if by_reference:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        pickled: bytes = cloudpickle.dumps(function)
-        return pickled
-    except Exception as error:
-        raise RewardError(
-            f"reward function {function!r} cannot be shipped to the workers: {error}"
-        ) from error
-    finally:
-        if by_reference:
-            cloudpickle.unregister_pickle_by_value(module)
+    with ExitStack() as afterwards:
+        if module is not None and module.__name__ != "__main__":
+            cloudpickle.register_pickle_by_value(module)
+            afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            return bytes(cloudpickle.dumps(function))
+        except Exception as error:
+            raise RewardError(
+                f"reward function {function!r} cannot be shipped to the workers: {error}"
+            ) from error
 
 
 def _source_of(function: Callable[..., Any]) -> str:

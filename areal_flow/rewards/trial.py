@@ -16,12 +16,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from areal_flow.config import RewardSettings, load_recipe
+from areal_flow.config import load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.rewards.calls import cause_of
-from areal_flow.rewards.protocol import RewardInput
-from areal_flow.rewards.registry import REWARDS
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.registry import REWARDS, WeightedRewards
 
 
 def main(run_directory: Path, output: Path) -> None:

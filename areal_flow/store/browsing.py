@@ -7,7 +7,7 @@ decoded for the rows that are shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.config import load_recipe
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.errors import ConfigError
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrainingRows
 
@@ -37,58 +38,35 @@ class Selection:
     descending: bool = False
     limit: int | None = None
 
-    @property
-    def condition(self) -> str:
-        return f"(\n{self.where}\n)" if self.where else "TRUE"
 
-    @property
-    def order(self) -> str:
-        direction = "DESC" if self.descending else "ASC"
-        if self.sort is None:
-            return f"ORDER BY trajectory_id {direction}"
-        return f'ORDER BY "{self.sort}" {direction} NULLS LAST, trajectory_id'
-
-
-def count_trajectories(database: duckdb.DuckDBPyConnection, selection: Selection) -> int:
-    """Return how many trajectories satisfy the condition, whatever the limit.
+def select_trajectories(
+    database: duckdb.DuckDBPyConnection, selection: Selection
+) -> tuple[list[str], int]:
+    """Return the selected ids, in order, and how many trajectories match, whatever the limit.
 
     Raises:
         ConfigError: the condition or the order cannot be read; names the columns there are.
     """
-    if selection.sort is not None and selection.sort not in column_names(database):
-        raise ConfigError(f"--sort {selection.sort}: no such column. {_columns(database)}")
-    query = f"SELECT count(*) FROM trajectories WHERE {selection.condition}"
-    with _clear_errors(database, selection):
-        return int(database.sql(query).fetchall()[0][0])
-
-
-def select_ids(database: duckdb.DuckDBPyConnection, selection: Selection) -> list[str]:
-    """Return the ids of the selected trajectories, in order; errors as `count_trajectories`."""
+    columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
+    there_are = f"Columns are: {', '.join(sorted(columns))}"
+    if selection.sort is not None and selection.sort not in columns:
+        raise ConfigError(f"--sort {selection.sort}: no such column. {there_are}")
     limit = "" if selection.limit is None else f"LIMIT {selection.limit}"
-    query = (
-        f"SELECT trajectory_id FROM trajectories WHERE {selection.condition} "
-        f"{selection.order} {limit}"
-    )
-    with _clear_errors(database, selection):
-        return [identifier for (identifier,) in database.sql(query).fetchall()]
-
-
-def find_trajectory(run: Run, which: str, *, selection: Selection, at: int | None) -> str:
-    """Return a trajectory's id, given that id or its number in a selection.
-
-    Raises:
-        ConfigError: the selection is smaller, or cannot be made.
-    """
-    if not which.isdecimal():
-        return which
-    with closing(run.database(at=at)) as database:
-        count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
-    if not 1 <= int(which) <= len(identifiers):
+    direction = "DESC" if selection.descending else "ASC"
+    order = f"trajectory_id {direction}"
+    if selection.sort is not None:
+        order = f'"{selection.sort}" {direction} NULLS LAST, trajectory_id'
+    try:
+        rows = database.sql(
+            f"SELECT trajectory_id, count(*) OVER () FROM trajectories\n"
+            f"WHERE (\n{selection.where or 'TRUE'}\n) ORDER BY {order} {limit}"
+        ).fetchall()
+    except duckdb.Error as error:
         raise ConfigError(
-            f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
-        )
-    return identifiers[int(which) - 1]
+            f"--where {selection.where!r} is no condition over trajectories: "
+            f"{str(error).splitlines()[0]}\n{there_are}"
+        ) from None
+    return [identifier for identifier, _ in rows], rows[0][1] if rows else 0
 
 
 def read_rows(
@@ -112,11 +90,6 @@ def stream_rows(
     """Yield every column of these trajectories, a bounded number of rows at a time."""
     for start in range(0, len(identifiers), ROWS_PER_BATCH):
         yield read_rows(database, identifiers[start : start + ROWS_PER_BATCH])
-
-
-def column_names(database: duckdb.DuckDBPyConnection) -> list[str]:
-    """Return the columns of the `trajectories` view."""
-    return [row[0] for row in database.sql("DESCRIBE trajectories").fetchall()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +128,29 @@ class ShownTrajectory:
     max_staleness: int
 
 
-def show_trajectory(run: Run, identifier: str, *, at: int | None = None) -> ShownTrajectory:
+def show_trajectory(
+    run: Run, which: str, *, selection: Selection, at: int | None = None
+) -> ShownTrajectory:
     """Read one trajectory and, if a step trained it, that step's batch.
 
+    Args:
+        which: its id, or its number in the listing that `selection` makes.
+
     Raises:
+        ConfigError: the listing is shorter, or cannot be made.
         RunError: there is no such trajectory.
     """
     recipe = load_recipe(run.layout.config)
     max_staleness = recipe.controller.max_staleness
     with closing(run.database(at=at)) as database:
-        found = read_rows(database, [identifier]).to_pylist()
-        row = found[0]
-        if row["trajectory_id"] is None:
-            raise RunError(f"{run.layout.name} has no trajectory {identifier!r}")
+        if which.isdecimal():
+            identifiers, _ = select_trajectories(database, selection)
+            if not 1 <= int(which) <= len(identifiers):
+                raise ConfigError(
+                    f"--show {which}: expected a number from 1 to {len(identifiers)}, or an id"
+                )
+            which = identifiers[int(which) - 1]
+        row = run.find_row(database, which)
         group = database.sql(
             "SELECT trajectory_id, reward FROM trajectories WHERE group_id = ? ORDER BY 1",
             params=[row["group_id"]],
@@ -196,16 +179,16 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 def _tokens(
     row: dict[str, Any], texts: Sequence[str], max_staleness: int
 ) -> tuple[ShownToken, ...]:
-    columns = ("output_tokens", "token_versions", "behavior_logprobs", "loss_mask")
-    parent = row["policy_version"] if row["status"] == "trained" else None
-    tokens = []
-    for text, token, version, logprob, chosen in zip(
-        texts, *(row[name] for name in columns), strict=True
-    ):
-        staleness = None if parent is None else parent - version
-        trained = None if staleness is None else chosen and staleness <= max_staleness
-        tokens.append(ShownToken(text, token, version, logprob, staleness, trained, chosen))
-    return tuple(tokens)
+    versions, chosen = row["token_versions"], row["loss_mask"]
+    staleness: Sequence[int | None] = [None] * len(texts)
+    trained: Sequence[bool | None] = [None] * len(texts)
+    if row["status"] == "trained":
+        at = row["policy_version"]
+        staleness = [at - version for version in versions]
+        trained = trained_mask(versions, chosen, policy_version=at, max_staleness=max_staleness)
+    stored = row["output_tokens"], versions, row["behavior_logprobs"]
+    columns = (texts, *stored, staleness, trained, chosen)
+    return tuple(ShownToken(*token) for token in zip(*columns, strict=True))
 
 
 def _batch(
@@ -232,19 +215,3 @@ def _batch(
         num_trajectories=len(identifiers),
         committed_at=step["committed_at"],
     )
-
-
-@contextmanager
-def _clear_errors(database: duckdb.DuckDBPyConnection, selection: Selection) -> Iterator[None]:
-    try:
-        yield
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--where {selection.where!r} is no condition over trajectories: {reason}\n"
-            f"{_columns(database)}"
-        ) from None
-
-
-def _columns(database: duckdb.DuckDBPyConnection) -> str:
-    return f"Columns are: {', '.join(sorted(column_names(database)))}"

@@ -32,7 +32,6 @@ TRAJECTORIES = arrow_schema(TrajectoryRow)
 RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
-_SCORED = ("reward", "reward_detail", "reward_parts", "verifier", "scored_at", "content_hash")
 _NOTES = b"areal_flow.notes"
 
 
@@ -52,7 +51,11 @@ def rollout_table(
     started_at: datetime,
     engine_stats: EngineStats,
 ) -> pa.Table:
-    """Return the groups' rows as the generator knows them: everything but the score."""
+    """Return the groups' rows as the generator knows them: everything but the score.
+
+    Args:
+        groups: at least one has a draft.
+    """
     finished_at = datetime.now(UTC)
     rows = [
         {
@@ -86,7 +89,7 @@ def rollout_table(
         scores=tuple(draft.score for _, group in groups for _, draft in group.drafts),
         errors=tuple(error for _, group in groups for error in group.errors),
     )
-    unscored = pa.schema([field for field in TRAJECTORIES if field.name not in _SCORED])
+    unscored = pa.schema([field for field in TRAJECTORIES if field.name in rows[0]])
     table = pa.Table.from_pylist(rows, schema=unscored)
     return table.replace_schema_metadata({_NOTES: pickle.dumps(notes)})
 

@@ -1,24 +1,37 @@
-"""The two logs as the controller's protocols: blocking calls leave the event loop."""
+"""The logs as the driver has them: commits off the event loop, what waits, evaluations."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import lance
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from areal_flow.errors import StorageError
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.plan import CommittedGroups
+from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
+from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
+from areal_flow.store.dataset import create_dataset, read_rows, storage_errors
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.types import GroupReceipt, LogHead
+from areal_flow.types import GroupReceipt, LogHead, TrajectoryReceipt
+from schemas import EvaluationRow, arrow_schema, validate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+EVALUATIONS = arrow_schema(EvaluationRow)
+
 
 class CommittedLogs:
-    """A `TrajectoryLog` and a `StepLedger` over Lance.
+    """The controller's `Logs` over Lance.
 
     Writes in a thread, and has each dataset maintained beside that, one round at a time.
     """
@@ -52,3 +65,42 @@ async def _maintain(maintenance: Maintenance) -> None:
         await asyncio.to_thread(maintenance.run)
     except (OSError, RuntimeError, ValueError, StorageError) as error:
         logger.warning("a dataset could not be compacted, it only grows: %s", error)
+
+
+def read_unconsumed(
+    trajectories: Path, writers: Path, ledger: Ledger
+) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
+    """Return the trajectories that no ledger row names, and the account of all that there are."""
+    columns = {"submission_index", *RECEIPT_COLUMNS, *LOG_COLUMNS}
+    stored = read_rows(trajectories, writers, sorted(columns))
+    statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
+    lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
+    committed = CommittedGroups(
+        submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
+        num_tokens=pc.sum(lengths).as_py() or 0,
+    )
+    return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed
+
+
+def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
+    """Validate and append held-out answers, all of one evaluation; the first make the dataset.
+
+    Raises:
+        RunError: another driver took over; this one must end.
+        SchemaError, StorageError: nothing was written.
+    """
+    table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
+    writer.check_current()
+    if not path.exists():
+        create_dataset(path, EVALUATIONS, stable_row_ids=True)
+    with storage_errors(path):
+        lance.write_dataset(table, str(path), mode="append")
+
+
+def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows of an evaluation, those that count; none if it was never made."""
+    if not path.is_dir():
+        return []
+    found = read_rows(path, writers, where=f"evaluation = '{name}'")
+    rows: list[dict[str, Any]] = found.to_pylist()
+    return rows

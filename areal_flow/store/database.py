@@ -1,7 +1,7 @@
 """A run as a DuckDB connection: its tables as views, and the columns that follow from them.
 
 Nothing is copied but ids: views read the datasets as they are queried, filters and projections
-pushed down, and a derived column costs only the queries that use it.
+pushed down, and a derived column costs only the queries that use it. The views stand in `sql/`.
 
     trajectories   every stored column, and
         prompt, completion           decoded, special tokens left out
@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Any
 
 import duckdb
@@ -29,69 +30,38 @@ import pyarrow as pa
 Decode = Callable[[pa.Array], pa.Array]
 """Turns a column of token ids into a column of texts."""
 
-TOKEN_MACROS = """
-CREATE MACRO tokens_until(spans, i) AS
-    coalesce(list_sum(list_transform(spans[:i], lambda span: span.length)), 0);
-CREATE MACRO num_chosen(mask) AS coalesce(list_sum(mask::INT[]), 0)::BIGINT;
-CREATE MACRO chosen_spans(spans, mask) AS list_transform(spans, lambda span, i: {
-    'version': span.version,
-    'length': span.length,
-    'num_chosen':
-        num_chosen(mask[tokens_until(spans, i) - span.length + 1 : tokens_until(spans, i)])
-});
-CREATE MACRO num_trained(span, policy_version, max_staleness) AS
-    CASE WHEN policy_version - span.version <= max_staleness THEN span.num_chosen ELSE 0 END;
-CREATE MACRO trained_tokens(spans, policy_version, max_staleness) AS
-    coalesce(list_sum(list_transform(
-        spans, lambda span: num_trained(span, policy_version, max_staleness)
-    )), 0)::BIGINT;
-CREATE MACRO staleness_sum(spans, policy_version, max_staleness) AS
-    list_sum(list_transform(spans, lambda span:
-        num_trained(span, policy_version, max_staleness) * (policy_version - span.version)
-    ))::BIGINT;
-CREATE MACRO staleness_max(spans, policy_version, max_staleness) AS
-    list_max(list_transform(spans, lambda span:
-        CASE WHEN num_trained(span, policy_version, max_staleness) > 0
-        THEN policy_version - span.version END
-    ));
-"""
-"""What a trained token is, in SQL: fresh enough for the step, and chosen by the policy.
+LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
+"""All of the ledger that `consumption_table` needs to be read."""
 
-`areal_flow.algorithms.staleness` says it in Python, and a test holds both equal. Spans are those of
-`chosen_spans`: version spans, each with its number of tokens that `loss_mask` keeps.
-"""
+LOG_COLUMNS = ("trajectory_id", "writer_epoch")
+"""All of the log that `consumption_table` needs to be read."""
 
-_TRAJECTORIES = """
-CREATE VIEW trajectories AS
-WITH consumed AS (
-    SELECT
-        stored.*,
-        decode_tokens(prompt_tokens) AS prompt,
-        decode_tokens(output_tokens) AS completion,
-        status,
-        step,
-        policy_version,
-        reason,
-        reward_detail->>'verdict' AS verdict,
-        len(output_tokens) AS num_tokens,
-        flatten(
-            list_transform(
-                version_spans, lambda span: list_resize([span.version], span.length, span.version)
-            )
-        ) AS token_versions,
-        CASE WHEN status = 'trained' THEN chosen_spans(version_spans, loss_mask) END AS spans
-    FROM stored
-    JOIN consumption USING (trajectory_id, writer_epoch)
-)
-SELECT
-    * EXCLUDE (spans),
-    CASE WHEN status = 'trained' THEN trained_tokens(spans, policy_version, {max_staleness}) END
-        AS num_trained_tokens,
-    num_tokens - num_trained_tokens AS num_masked_tokens,
-    staleness_sum(spans, policy_version, {max_staleness}) / nullif(num_trained_tokens, 0)
-        AS staleness
-FROM consumed
-"""
+
+def read_sql(name: str, *, package: str = "areal_flow.store") -> str:
+    """Return the statements of a file in a package's `sql/`."""
+    return resources.files(package).joinpath("sql", f"{name}.sql").read_text()
+
+
+def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
+    """Return what became of each trajectory of the log, one row each, in its order.
+
+    Found by columns, so that a long past costs no memory: of most rows only ids are read.
+
+    Args:
+        steps: `LEDGER_COLUMNS` of the ledger.
+        log: `LOG_COLUMNS` of the trajectories.
+
+    Returns:
+        `LOG_COLUMNS`, and `status` ("trained", "discarded" or "waiting"), `step` (the one whose row
+        says so; null while it waits), `policy_version` (that this step started from) and `reason`
+        (null unless discarded).
+    """
+    log = log.select(LOG_COLUMNS).append_column("position", pa.array(range(len(log)), pa.int64()))
+    with duckdb.connect() as connection:
+        connection.register("steps", steps.select(LEDGER_COLUMNS))
+        connection.register("log", log)
+        connection.execute(read_sql("consumed"))
+        return connection.sql(read_sql("consumption")).to_arrow_table()
 
 
 def connect(
@@ -115,8 +85,8 @@ def connect(
     for name, table in tables.items():
         connection.register(name, table)
     connection.create_function("decode_tokens", decode, ["INTEGER[]"], "VARCHAR", type="arrow")
-    connection.execute(TOKEN_MACROS)
-    connection.execute(_TRAJECTORIES.format(max_staleness=max_staleness))
+    connection.execute(f"CREATE MACRO max_staleness() AS {max_staleness}")
+    connection.execute(read_sql("tokens") + read_sql("trajectories"))
     return connection
 
 

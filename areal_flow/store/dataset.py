@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,11 @@ COMMIT_ORDER = "_rowid"
 compaction beside an append puts its older rows behind the newer ones."""
 CACHE_BYTES = 16 << 20
 """What an open dataset may remember. Lance's default is a GiB and more, and appends fill it up."""
+_BEFORE_FENCE = {
+    "trajectories.lance": f"{COMMIT_ORDER} < {{fence.trajectory_watermark}}",
+    "steps.lance": "step <= {fence.step}",
+    "evaluations.lance": f"{COMMIT_ORDER} < {{fence.evaluation_watermark}}",
+}
 
 
 def create_dataset(
@@ -71,34 +76,40 @@ def open_dataset(path: Path) -> lance.LanceDataset:
     return lance.dataset(str(path), session=session)
 
 
-def trajectories_that_count(writers: Path) -> str | None:
-    """Return the condition on trajectories, or None where all count."""
-    return _that_count(writers, f"{COMMIT_ORDER} < {{fence.trajectory_watermark}}")
+def read_rows(
+    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
+) -> pa.Table:
+    """Return the rows of a run's dataset that count.
+
+    Args:
+        columns: read only these.
+        where: an SQL condition, evaluated by Lance.
+
+    Raises:
+        RunError: there is no dataset.
+    """
+    names = None if columns is None else list(columns)
+    condition = all_of(where, that_count(path, writers))
+    return open_dataset(path).to_table(columns=names, filter=condition)
 
 
-def evaluations_that_count(writers: Path) -> str | None:
-    """Return the condition on held-out answers, or None where all count."""
-    return _that_count(writers, f"{COMMIT_ORDER} < {{fence.evaluation_watermark}}")
+def that_count(path: Path, writers: Path) -> str | None:
+    """Return the condition on the rows of a run's dataset, by its name; None where all count.
+
+    A row counts if it is of a fence's epoch or a later one, or was there before the fence.
+    """
+    before = _BEFORE_FENCE[path.name]
+    return all_of(
+        *(
+            f"writer_epoch >= {fence.writer_epoch} OR {before.format(fence=fence)}"
+            for fence in read_fences(writers)
+        )
+    )
 
 
-def steps_that_count(writers: Path) -> str | None:
-    """Return the condition on ledger rows, or None where all count."""
-    return _that_count(writers, "step <= {fence.step}")
-
-
-def both(first: str | None, second: str | None) -> str | None:
-    """Return a condition that holds where both do; None holds everywhere."""
-    return _all_of(f"({condition})" for condition in (first, second) if condition)
-
-
-def _that_count(writers: Path, older: str) -> str | None:
-    """Return the condition that a row is of a fence's epoch or a later one, or `older`."""
-    rule = f"(writer_epoch >= {{fence.writer_epoch}} OR {older})"
-    return _all_of(rule.format(fence=fence) for fence in read_fences(writers))
-
-
-def _all_of(conditions: Iterable[str]) -> str | None:
-    return " AND ".join(conditions) or None
+def all_of(*conditions: str | None) -> str | None:
+    """Return a condition that holds where all do; None holds everywhere."""
+    return " AND ".join(f"({condition})" for condition in conditions if condition) or None
 
 
 @contextmanager

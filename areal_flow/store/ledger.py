@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.dataset import both, create_dataset, open_dataset, steps_that_count
+from areal_flow.store.dataset import all_of, create_dataset, open_dataset, read_rows, that_count
 from areal_flow.store.maintenance import Maintenance
 from schemas import StepRow, arrow_schema
 
@@ -24,7 +24,7 @@ def create_ledger(path: Path) -> None:
 
 
 def read_steps(
-    path: Path, columns: Sequence[str] | None = None, where: str | None = None
+    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
     """Return step rows with a column for each name in their `metrics` map, null where it lacks.
 
@@ -38,7 +38,7 @@ def read_steps(
     stored = None if columns is None else [name for name in columns if name in STEPS.names]
     if columns is not None and len(stored or ()) < len(columns):
         stored = [*(stored or ()), "metrics"]
-    steps = _flatten_metrics(open_dataset(path).to_table(columns=stored, filter=where))
+    steps = _flatten_metrics(read_rows(path, writers, stored, where))
     if missing := set(columns or ()).difference(steps.column_names):
         raise RunError(
             f"expected columns of the ledger or names of metrics that a step of {path} has, found "
@@ -50,13 +50,12 @@ def read_steps(
 def _flatten_metrics(steps: pa.Table) -> pa.Table:
     if "metrics" not in steps.column_names:
         return steps
-    at = steps.column_names.index("metrics")
     maps = steps["metrics"].to_pylist(maps_as_pydicts="strict")
-    flat = steps.remove_column(at)
-    for name in sorted({name for metrics in maps for name in metrics}, reverse=True):
+    steps = steps.drop_columns(["metrics"])
+    for name in sorted({name for metrics in maps for name in metrics}):
         values = pa.array([metrics.get(name) for metrics in maps], pa.float64())
-        flat = flat.add_column(at, name, values)
-    return flat
+        steps = steps.append_column(name, values)
+    return steps
 
 
 class LedgerReader:
@@ -67,7 +66,7 @@ class LedgerReader:
 
     def __init__(self, path: Path, writers: Path) -> None:
         self._path = path
-        self._counted = steps_that_count(writers)
+        self._counted = that_count(path, writers)
         self._dataset = open_dataset(path)
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
@@ -88,9 +87,8 @@ class LedgerReader:
 
     def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
         """Return columns of the rows from step `since` on, in any order."""
-        return self._dataset.to_table(
-            columns=columns, filter=both(f"step >= {since}", self._counted)
-        )
+        condition = all_of(f"step >= {since}", self._counted)
+        return self._dataset.to_table(columns=columns, filter=condition)
 
 
 class Ledger(LedgerReader):

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-import lance
 from lance.optimize import Compaction
 
 from areal_flow.durable import force_to_disk
@@ -56,9 +55,29 @@ class Maintenance:
         return self._num_commits >= COMMITS_BETWEEN_ROUNDS
 
     def run(self) -> None:
-        """Compact and clean up; safe beside commits and readers."""
+        """Merge small fragments and drop old versions; safe beside commits and readers.
+
+        The rows are rewritten beside the commits; only to name the result it holds the writer's
+        lock. Against a writer that commits all the time Lance's own retries do not win.
+
+        Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
+        opened for as long as the space allows: with the defaults of Lance they would take
+        everything. A cleanup reads every manifest that stays, so it waits until a quarter more are
+        there.
+        """
         self._num_commits = 0
-        _compact(open_dataset(self._path), self._committing)
+        dataset = open_dataset(self._path)
+        plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
+        if rewritten := [task.execute(dataset) for task in plan.tasks]:
+            with self._committing:
+                Compaction.commit(dataset, rewritten)
+        manifests = list(_file_sizes(self._path / "_versions"))
+        affordable = sum(_file_sizes(self._path / "data")) // (4 * max(manifests, default=1))
+        retained = max(LEAST_VERSIONS, affordable)
+        if len(manifests) > retained * 5 // 4:
+            dataset.cleanup_old_versions(
+                retain_versions=retained, error_if_tagged_old_versions=False
+            )
 
     def sync(self) -> None:
         """Force every file that exists now to disk, each once; Lance itself does not."""
@@ -80,29 +99,6 @@ class Maintenance:
         """Let a version go; one that has no tag is gone already."""
         with suppress(OSError, ValueError):
             open_dataset(self._path).tags.delete(name)
-
-
-def _compact(dataset: lance.LanceDataset, committing: Lock) -> None:
-    """Merge small fragments and drop old versions; safe beside commits and readers.
-
-    The rows are rewritten beside the commits; only to name the result it holds `committing`, the
-    writer's lock. Against a writer that commits all the time Lance's own retries do not win.
-
-    Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
-    opened for as long as the space allows: with the defaults of Lance they would take everything.
-    A cleanup reads every manifest that stays, so it waits until a quarter more are there.
-    """
-    plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
-    rewritten = [task.execute(dataset) for task in plan.tasks]
-    if rewritten:
-        with committing:
-            Compaction.commit(dataset, rewritten)
-    root = Path(dataset.uri)
-    manifests = list(_file_sizes(root / "_versions"))
-    affordable = sum(_file_sizes(root / "data")) // (4 * max(manifests, default=1))
-    retained = max(LEAST_VERSIONS, affordable)
-    if len(manifests) > retained * 5 // 4:
-        dataset.cleanup_old_versions(retain_versions=retained, error_if_tagged_old_versions=False)
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:

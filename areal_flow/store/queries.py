@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import duckdb
 import pyarrow as pa
 
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
-from areal_flow.store.consumption import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import (
-    COMMIT_ORDER,
-    both,
-    evaluations_that_count,
-    open_dataset,
-    steps_that_count,
-    trajectories_that_count,
+from areal_flow.store.database import (
+    LEDGER_COLUMNS,
+    LOG_COLUMNS,
+    connect,
+    consumption_table,
 )
+from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 
@@ -61,10 +60,9 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        counted = trajectories_that_count(self.layout.writers)
         if at is not None:
-            counted = both(counted, f"{COMMIT_ORDER} < {self._watermark(at)}")
-        return self._table(self.layout.trajectories, format, columns, where, counted)
+            where = all_of(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
+        return self._read(self.layout.trajectories, format, columns, where)
 
     def steps(
         self,
@@ -77,8 +75,8 @@ class Run:
 
         Each metric of the algorithm is a column, too, which `where` does not know.
         """
-        counted = both(where, steps_that_count(self.layout.writers))
-        return convert(read_steps(self.layout.steps, columns, counted), format)
+        steps = read_steps(self.layout.steps, self.layout.writers, columns, where)
+        return convert(steps, format)
 
     def evaluations(
         self,
@@ -88,8 +86,7 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
-        counted = evaluations_that_count(self.layout.writers)
-        return self._table(self.layout.evaluations, format, columns, where, counted)
+        return self._read(self.layout.evaluations, format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
@@ -103,9 +100,7 @@ class Run:
         Raises:
             RunError: there is no step `at`.
         """
-        steps = self.steps(
-            "arrow", columns=LEDGER_COLUMNS, where=None if at is None else f"step <= {at}"
-        )
+        steps = self.steps("arrow", columns=LEDGER_COLUMNS, where=_until(at))
         log = self.trajectories("arrow", columns=LOG_COLUMNS, at=at)
         return convert(consumption_table(steps, log), format)
 
@@ -116,10 +111,14 @@ class Run:
             RunError: it is not in the log.
         """
         with self.database() as database:
-            found = database.sql(
-                "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
-            )
-            rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+            return self.find_row(database, trajectory_id)
+
+    def find_row(self, database: Any, trajectory_id: str) -> dict[str, Any]:
+        """As `trajectory`, in a connection that `database` made."""
+        found = database.sql(
+            "SELECT * FROM trajectories WHERE trajectory_id = ?", params=[trajectory_id]
+        )
+        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
         if not rows:
             raise RunError(f"{self.layout.name} has no trajectory {trajectory_id!r}")
         return rows[0]
@@ -141,17 +140,13 @@ class Run:
         Args:
             at: time travel, as in `trajectories`; of the ledger, rows up to this step.
         """
-        from areal_flow.store.database import connect
-
         tables = {
             "stored": open_dataset(self.layout.trajectories),
             "consumption": self.consumption("arrow", at=at),
-            "steps": self.steps("arrow", where=None if at is None else f"step <= {at}"),
+            "steps": self.steps("arrow", where=_until(at)),
         }
         if self.layout.evaluations.is_dir():
-            counted = evaluations_that_count(self.layout.writers)
-            dataset = open_dataset(self.layout.evaluations)
-            tables["evaluations"] = dataset.to_table(filter=counted) if counted else dataset
+            tables["evaluations"] = self.evaluations("arrow")
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))
             tables["prompts"] = pa.ipc.open_file(prompts).read_all()
@@ -188,19 +183,15 @@ class Run:
             raise RunError(f"{self.layout.name} has no step {step} yet")
         return int(found["trajectory_watermark"][0].as_py())
 
-    def _table(
-        self,
-        path: Path,
-        format: TableFormat,
-        columns: Sequence[str] | None,
-        where: str | None,
-        counted: str | None = None,
+    def _read(
+        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
-        dataset = open_dataset(path)
-        names = list(columns) if columns is not None else None
-        if format == "duckdb" and counted is None:
-            return _duckdb_relation(dataset, names, where)
-        return convert(dataset.to_table(columns=names, filter=both(where, counted)), format)
+        by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
+        if format == "duckdb" and not by_lance:
+            relation = duckdb.connect().from_arrow(open_dataset(path))
+            relation = relation.filter(where) if where else relation
+            return relation.select(*columns) if columns else relation
+        return convert(read_rows(path, self.layout.writers, columns, where), format)
 
 
 def open_run(path: Path | str) -> Run:
@@ -210,6 +201,10 @@ def open_run(path: Path | str) -> Run:
         RunError: there is no run.
     """
     return Run(path)
+
+
+def _until(step: int | None) -> str | None:
+    return None if step is None else f"step <= {step}"
 
 
 def convert(table: pa.Table, format: TableFormat) -> Any:
@@ -226,14 +221,6 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
 
             return pl.from_arrow(table)
         case "duckdb":
-            return _duckdb_relation(table, None, None)
+            return duckdb.connect().from_arrow(table)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
-
-
-def _duckdb_relation(dataset: Any, columns: list[str] | None, where: str | None) -> Any:
-    import duckdb
-
-    relation = duckdb.connect().from_arrow(dataset)
-    relation = relation.filter(where) if where else relation
-    return relation.select(*columns) if columns else relation

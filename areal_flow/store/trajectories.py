@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import (
-    both,
+    all_of,
     create_dataset,
     open_dataset,
+    read_rows,
     storage_errors,
-    trajectories_that_count,
+    that_count,
 )
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.types import GroupReceipt, LogHead, submission_index_of
-from schemas import TrajectoryRow, content_hash_mismatches, validate
+from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
 
 
@@ -71,10 +73,8 @@ class TrajectoryCommitter:
         self._dataset = open_dataset(path)
         self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
         self._committed = bytearray()
-        indices = self._dataset.to_table(
-            columns=["submission_index"], filter=trajectories_that_count(writer.root)
-        )["submission_index"]
-        for index in pc.unique(indices).to_pylist():
+        stored = read_rows(path, writer.root, ["submission_index"])
+        for index in pc.unique(stored["submission_index"]).to_pylist():
             self._mark(index)
 
     @property
@@ -117,60 +117,50 @@ class TrajectoryCommitter:
         self._committed[submission_index] = 1
 
 
-class TrajectoryReader:
-    """Reads trajectories by id, for training and replay."""
-
-    def __init__(self, path: Path, writers: Path) -> None:
-        self._dataset = open_dataset(path)
-        self._counted = trajectories_that_count(writers)
-
-    def read(self, trajectory_ids: Sequence[str], columns: Iterable[str]) -> pa.Table:
-        """Return exactly these rows, in this order.
-
-        Raises:
-            StorageError: an id is not in the log.
-        """
-        self._dataset.checkout_latest()
-        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
-        names = ["trajectory_id", *(name for name in columns if name != "trajectory_id")]
-        found = self._dataset.to_table(
-            columns=names,
-            filter=both(f"submission_index IN ({', '.join(map(str, indices))})", self._counted),
-        )
-        rows: dict[str, int] = {}
-        for row, identifier in enumerate(found["trajectory_id"].to_pylist()):
-            rows.setdefault(identifier, row)
-        missing = [identifier for identifier in trajectory_ids if identifier not in rows]
-        if missing:
-            raise StorageError(
-                f"expected {len(trajectory_ids)} trajectories in the log, {len(missing)} are "
-                f"missing, the first is {missing[0]}"
-            )
-        return found.take([rows[identifier] for identifier in trajectory_ids])
-
-
 class TrainingRows:
-    """How a trainer rank reads the log: opened on first use, every row compared with its hash."""
+    """Reads trajectories by id, for training and replay: every row is compared with its hash."""
 
     COLUMNS = ("submission_index", *CONTENT_COLUMNS, "content_hash")
 
-    def __init__(self, trajectories: Path, writers: Path) -> None:
-        self._paths = trajectories, writers
-        self._reader: TrajectoryReader | None = None
+    def __init__(self, path: Path, writers: Path) -> None:
+        """Remember where the log is; it is opened on first use."""
+        self._path = path
+        self._writers = writers
+
+    @cached_property
+    def _dataset(self) -> LanceDataset:
+        return open_dataset(self._path)
+
+    @cached_property
+    def _counted(self) -> str | None:
+        return that_count(self._path, self._writers)
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        """Return the rows.
+        """Return exactly these rows, in this order.
 
         Raises:
             StorageError: an id is not in the log, or its row was changed.
         """
-        if self._reader is None:
-            self._reader = TrajectoryReader(*self._paths)
-        table = self._reader.read(trajectory_ids, self.COLUMNS)
-        for identifier, expected, found in content_hash_mismatches(table):
+        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
+        self._dataset.checkout_latest()
+        found = self._dataset.to_table(
+            columns=list(self.COLUMNS), filter=all_of(wanted, self._counted)
+        )
+        places = pc.index_in(pa.array(trajectory_ids, pa.string()), found["trajectory_id"])
+        if places.null_count:
+            missing = trajectory_ids[places.is_null().index(True).as_py()]
             raise StorageError(
-                f"trajectory {identifier} is not what was written: expected content_hash "
-                f"{expected}, found {found}. Restore {self._paths[0].name} from a copy"
+                f"expected {len(trajectory_ids)} trajectories in the log, {places.null_count} are "
+                f"missing, the first is {missing}"
             )
+        table = found.take(places)
         rows: list[dict[str, Any]] = table.to_pylist()
+        for row, content_hash in zip(rows, content_hashes(table), strict=True):
+            if row["content_hash"] != content_hash:
+                raise StorageError(
+                    f"trajectory {row['trajectory_id']} is not what was written: expected "
+                    f"content_hash {row['content_hash']}, found {content_hash}. Restore "
+                    f"{self._path.name} from a copy"
+                )
         return rows

@@ -34,7 +34,10 @@ class RunTracking:
         """Begin to deliver; without a sink nothing is done."""
         self._layout = layout
         self._sink = sink
-        self._protected = _read_protected(layout)
+        self._protected: frozenset[Path] = frozenset()
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # as last heard
+            names = json.loads(layout.tracking.read_text())["protected"]
+            self._protected = frozenset(layout.checkpoints / name for name in names)
         self._status: str | None = None
         self._away = sink is None
         self._complained_at = -COMPLAIN_EVERY_S
@@ -118,11 +121,3 @@ class RunTracking:
                 error,
             )
             self._complained_at = monotonic()
-
-
-def _read_protected(layout: RunLayout) -> frozenset[Path]:
-    """Return what was last heard, for a driver whose sink is away from its first moment on."""
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        names = json.loads(layout.tracking.read_text())["protected"]
-        return frozenset(layout.checkpoints / name for name in names)
-    return frozenset()

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_flow.config import TrackingSettings
 from areal_flow.errors import ModelError
-from areal_flow.tracking.protocol import TrackedCheckpoint
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import check_schema_version
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
@@ -31,22 +33,19 @@ _FAST_FAILURE = {
 class MlflowTracker:
     """A `Tracker` over an MLflow server or database."""
 
-    def __init__(
-        self, *, uri: str, experiment: str, run_name: str, identity: str, registered_model: str
-    ) -> None:
-        """Remember where to deliver; the first call connects.
+    def __init__(self, layout: RunLayout, settings: TrackingSettings, uri: str = "") -> None:
+        """Remember what to deliver where; the first call connects.
 
         Args:
-            uri: of tracking and registry.
-            identity: the run's own, whatever it is called and wherever it lies.
+            uri: of tracking and registry; the database beside the runs, if empty.
         """
-        self.uri = uri
+        self.uri = uri or default_tracking_uri(layout.root.parent)
         self.run_id = ""
         self.model_version: str | None = None
-        self._experiment = experiment
-        self._run_name = run_name
-        self._identity = identity
-        self._model = registered_model
+        self._layout = layout
+        self._identity = check_schema_version(layout)
+        self._experiment = settings.experiment
+        self._model = settings.registered_model
         self._client: Any = None
 
     def begin(self) -> int:
@@ -59,7 +58,7 @@ class MlflowTracker:
             client.update_run(self.run_id, status="RUNNING")
             return int(runs[0].data.tags.get(DELIVERED_TAG, 0))
         tags = {IDENTITY_TAG: self._identity}
-        run = client.create_run(experiment_id, run_name=self._run_name, tags=tags)
+        run = client.create_run(experiment_id, run_name=self._layout.name, tags=tags)
         self.run_id = run.info.run_id
         return 0
 
@@ -71,28 +70,25 @@ class MlflowTracker:
         self._client.log_batch(self.run_id, params=new)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
-        from mlflow.entities import RunTag
-
-        delivered = [RunTag(DELIVERED_TAG, str(step))]
-        self._log(step, metrics, timestamp_ms, tags=delivered)
+        self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
 
     def log_evaluation(
         self, policy_version: int, metrics: Mapping[str, float], *, timestamp_ms: int
     ) -> None:
-        self._log(policy_version, metrics, timestamp_ms, tags=[])
+        self._log(policy_version, metrics, timestamp_ms, tags={})
 
-    def register_checkpoints(self, present: Sequence[TrackedCheckpoint]) -> None:
+    def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         versions = {version.source: version.version for version in self._versions()}
-        sources = [_source(checkpoint.path) for checkpoint in present]
-        for checkpoint, source in zip(present, sources, strict=True):
+        sources = {f"file://{path}": tags for path, tags in present.items()}
+        for source, tags in sources.items():
             if source not in versions:
-                self._log_dataset(checkpoint)
-                versions[source] = self._register(source, dict(checkpoint.tags))
+                self._log_dataset(tags)
+                versions[source] = self._register(source, dict(tags))
         for source, version in versions.items():
             if source not in sources:
                 self._client.delete_model_version(self._model, version)
         if sources:
-            self.model_version = str(versions[sources[-1]])
+            self.model_version = str(versions[list(sources)[-1]])
             self._client.set_registered_model_alias(self._model, "current", self.model_version)
 
     def protected(self) -> frozenset[Path]:
@@ -125,12 +121,13 @@ class MlflowTracker:
         return self._client
 
     def _log(
-        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: list[Any]
+        self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: dict[str, str]
     ) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         points = [Metric(name, value, timestamp_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self.run_id, metrics=points, tags=tags)
+        named = [RunTag(name, value) for name, value in tags.items()]
+        self._client.log_batch(self.run_id, metrics=points, tags=named)
 
     def _versions(self) -> list[Any]:
         """Return the model versions of this run."""
@@ -143,23 +140,25 @@ class MlflowTracker:
             self._model, source=source, run_id=self.run_id, tags=tags
         ).version
 
-    def _log_dataset(self, checkpoint: TrackedCheckpoint) -> None:
+    def _log_dataset(self, tags: Mapping[str, str]) -> None:
+        """Name the version of the trajectories that a checkpoint was trained from as an input."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        version = checkpoint.dataset_version
+        version, num_rows = (int(tags[f"trajectories_{name}"]) for name in ("version", "watermark"))
         dataset = Dataset(
             name="trajectories",
             digest=f"v{version}",
             source_type="lance",
-            source=json.dumps({"uri": str(checkpoint.trajectories), "version": version}),
-            profile=json.dumps({"num_rows": checkpoint.num_rows}),
+            source=json.dumps({"uri": str(self._layout.trajectories), "version": version}),
+            profile=json.dumps({"num_rows": num_rows}),
         )
-        tags = [InputTag("mlflow.data.context", "training")]
-        self._client.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+        context = [InputTag("mlflow.data.context", "training")]
+        self._client.log_inputs(self.run_id, [DatasetInput(dataset, context)])
 
 
-def _source(path: Path) -> str:
-    return f"file://{path}"
+def default_tracking_uri(runs: Path) -> str:
+    """Return the database beside the runs."""
+    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
 
 
 def _path(source: str) -> Path:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
-from areal_flow.config import flatten
+import polars as pl
+
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.settings import flatten
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.tracking.protocol import TrackedCheckpoint, Tracker
+from areal_flow.tracking.protocol import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,6 @@ METRICS = {
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "learning_rate",
-    "train/clip_fraction": "clip_fraction",
-    "train/importance_weight_mean": "importance_weight_mean",
-    "train/importance_weight_max": "importance_weight_max",
     "train/trained_tokens": "num_trained_tokens",
     "train/masked_tokens": "num_masked_tokens",
     "train/step_s": "seconds_step",
@@ -84,7 +81,8 @@ class Projection:
         """
         if self._delivered is None:
             delivered = self._sink.begin()
-            self._attempt("the recipe", partial(self._sink.log_parameters, self._parameters()))
+            recipe = flatten(tomllib.loads(self._layout.config.read_text()))
+            self._attempt("the recipe", self._sink.log_parameters, recipe)
             # The sink can be ahead of a ledger that lost its last rows with the machine's power.
             self._delivered = max(0, min(delivered, self._ledger().head))
         num_steps = self._deliver_steps()
@@ -92,25 +90,22 @@ class Projection:
         self._deliver_checkpoints()
         return num_steps
 
-    def _attempt(self, what: str, deliver: Callable[[], None]) -> None:
+    def _attempt(self, what: str, deliver: Callable[..., None], *things: Any, **at: int) -> None:
         """Deliver one thing; one that is refused must not block all later ones."""
         try:
-            deliver()
+            deliver(*things, **at)
         except Exception as error:
             if not self._sink.is_reachable():
                 raise
             logger.warning("the tracker refused %s, which is left out: %s", what, error)
-
-    def _parameters(self) -> dict[str, Any]:
-        return flatten(tomllib.loads(self._layout.config.read_text()))
 
     def _deliver_steps(self) -> int:
         assert self._delivered is not None
         before = self._delivered
         for row in self._ledger().rows(_STEP_COLUMNS, since=before + 1):
             step, at = row["step"], _milliseconds(row["committed_at"])
-            log = partial(self._sink.log_step, step, step_metrics(row), timestamp_ms=at)
-            self._attempt(f"step {step}", log)
+            log = self._sink.log_step
+            self._attempt(f"step {step}", log, step, step_metrics(row), timestamp_ms=at)
             self._delivered = step
         return self._delivered - before
 
@@ -120,16 +115,14 @@ class Projection:
         version_now = open_dataset(self._layout.evaluations).version
         if version_now == self._evaluations:
             return
-        answers = defaultdict(list)
-        found = Run(self._layout.root).evaluations("arrow", columns=_EVALUATION_COLUMNS)
-        for row in found.to_pylist():
-            answers[row["evaluation"], row["policy_version"]].append(row)
-        for (name, version), rows in answers.items():
-            num_passed = sum((row["reward"] or 0) > 0 for row in rows)
-            at = _milliseconds(max(row["evaluated_at"] for row in rows))
-            metrics = {"held_out/pass_rate": num_passed / len(rows)}
-            log = partial(self._sink.log_evaluation, version, metrics, timestamp_ms=at)
-            self._attempt(f"evaluation {name}", log)
+        answers = Run(self._layout.root).evaluations("polars", columns=_EVALUATION_COLUMNS)
+        measured = answers.group_by("evaluation", "policy_version", maintain_order=True).agg(
+            rate=(pl.col("reward").fill_null(0) > 0).mean(), at=pl.col("evaluated_at").max()
+        )
+        for name, version, rate, at in measured.iter_rows():
+            metrics, log = {"held_out/pass_rate": rate}, self._sink.log_evaluation
+            what = f"evaluation {name}"
+            self._attempt(what, log, version, metrics, timestamp_ms=_milliseconds(at))
         self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:
@@ -137,29 +130,19 @@ class Projection:
         if hashes == self._checkpoints:
             return
         rows = self._ledger().rows(_CHECKPOINT_COLUMNS)
-        present = [
-            self._tracked(rows[step])
+        present = {
+            checkpoint_path(self._layout.checkpoints, step): {
+                "step": str(step),
+                "run": self._layout.name,
+                "weights_hash": weights_hash,
+                "trajectories_version": str(rows[step]["lance_version"]),
+                "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
+            }
             for step, weights_hash in hashes.items()
             if step < len(rows) and rows[step]["weights_hash"] == weights_hash
-        ]
-        self._attempt("checkpoints", partial(self._sink.register_checkpoints, present))
-        self._checkpoints = hashes
-
-    def _tracked(self, row: Mapping[str, Any]) -> TrackedCheckpoint:
-        tags = {
-            "step": str(row["step"]),
-            "run": self._layout.name,
-            "weights_hash": row["weights_hash"],
-            "trajectories_version": str(row["lance_version"]),
-            "trajectories_watermark": str(row["trajectory_watermark"]),
         }
-        return TrackedCheckpoint(
-            checkpoint_path(self._layout.checkpoints, row["step"]),
-            tags,
-            self._layout.trajectories,
-            dataset_version=row["lance_version"],
-            num_rows=row["trajectory_watermark"],
-        )
+        self._attempt("checkpoints", self._sink.register_checkpoints, present)
+        self._checkpoints = hashes
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)

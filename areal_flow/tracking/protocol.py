@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedCheckpoint:
-    """A checkpoint directory, and how much of which dataset it was trained from."""
-
-    path: Path
-    tags: Mapping[str, str]
-    trajectories: Path
-    dataset_version: int
-    num_rows: int
 
 
 class Tracker(Protocol):
@@ -46,11 +34,12 @@ class Tracker(Protocol):
         """Log what was measured of a policy outside its training."""
         ...
 
-    def register_checkpoints(self, present: Sequence[TrackedCheckpoint]) -> None:
+    def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         """Register these checkpoints, without a copy, and no others of this run.
 
         Args:
-            present: ascending by step; the newest gets the alias `current`.
+            present: the tags of each directory, which say of which version of the trajectories it
+                was made; ascending by step. The newest gets the alias `current`.
         """
         ...
 

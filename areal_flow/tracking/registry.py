@@ -18,19 +18,8 @@ STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "cras
 """How a run that is not running ended, in the words of sinks."""
 
 
-def mlflow_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tracker:
-    """Return the sink of a run on an MLflow server, or in the database beside the runs."""
-    return MlflowTracker(
-        uri=uri or default_tracking_uri(layout.root.parent),
-        experiment=settings.experiment,
-        run_name=layout.name,
-        identity=check_schema_version(layout),
-        registered_model=settings.registered_model,
-    )
-
-
 TRACKERS: Mapping[str, Callable[[RunLayout, TrackingSettings, str], Tracker]] = {
-    "mlflow": mlflow_tracker,
+    "mlflow": MlflowTracker,
 }
 """Each makes the sink of a run at an address, which may be empty."""
 
@@ -79,8 +68,3 @@ def track(run_directory: Path, uri: str) -> int:
             raise
         raise StorageError(f"expected a tracker at {uri}, found none: {error}") from error
     return num_steps
-
-
-def default_tracking_uri(runs: Path) -> str:
-    """Return the database beside the runs."""
-    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"

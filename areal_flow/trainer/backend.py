@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, TokenLoss
-from areal_flow.config import TrainerSettings
+from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
 from areal_flow.trainer.replicas import ReplicaGroup
@@ -42,19 +42,11 @@ class StepSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankBatch:
-    """What one rank computes of a minibatch; without `proximal`, its own forward pass serves."""
-
-    micro_batches: Sequence[MicroBatch]
-    proximal: Sequence[Tensor] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Minibatch:
     """What one optimizer update computes."""
 
-    rank_batches: Mapping[int, RankBatch]
-    """Of the ranks that this process computes."""
+    micro_batches: Mapping[int, Sequence[MicroBatch]]
+    """By rank, of the ranks that this process computes."""
     size: MinibatchSize
     learning_rate: float
 
@@ -119,28 +111,23 @@ class TrainerBackend(Protocol):
 
 def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
     """Return the backend that a recipe names, with a fresh optimizer over this policy."""
-    backend: Any = import_function(
-        BACKENDS[settings.backend], setting="trainer.backend", error=ConfigError
-    )
-    made: TrainerBackend = backend(policy, settings)
-    return made
+    path = BACKENDS[settings.backend]
+    backend = import_function(path, setting="trainer.backend", error=ConfigError)
+    return backend(policy, settings)  # type: ignore[no-any-return]
 
 
-def numeric_environment(settings: TrainerSettings, *, num_ranks: int) -> str:
+def numeric_environment(recipe: Recipe) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
-    on_gpu = settings.device.startswith("cuda")
-    device_name = torch.cuda.get_device_name(settings.device) if on_gpu else "cpu"
-    return json.dumps(
-        {
-            "torch": torch.__version__,
-            "ranks": num_ranks,
-            "threads": torch.get_num_threads(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-            "device": settings.device,
-            "device_name": device_name,
-            "dtype": settings.dtype,
-            "machine": os.uname().machine,
-        },
-        sort_keys=True,
-    )
+    device = recipe.trainer.device
+    environment = {
+        "torch": torch.__version__,
+        "ranks": recipe.cluster.num_trainers,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "device": device,
+        "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "dtype": recipe.trainer.dtype,
+        "machine": os.uname().machine,
+    }
+    return json.dumps(environment, sort_keys=True)

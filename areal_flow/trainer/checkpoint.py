@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,13 +36,9 @@ class Snapshot:
     """A copy of a trainer's state, to be written while the trainer goes on."""
 
     saved: SavedState
-    random_state: torch.Tensor
     description: CheckpointState
-
-
-def take_snapshot(backend: TrainerBackend, description: CheckpointState) -> Snapshot:
-    """Copy what a checkpoint holds to the CPU's memory; the optimizer is hashed when written."""
-    return Snapshot(backend.save(), torch.get_rng_state(), description)
+    """Without the optimizer's hash: it is computed when the snapshot is written."""
+    random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:

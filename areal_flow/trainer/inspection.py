@@ -6,10 +6,9 @@ completion token is looked at, those that are masked out of the loss as well.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ import torch
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence, spans_of_row, token_versions
+from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import compute_advantages, pack_micro_batches, plan_micro_batches
+from areal_flow.types import StepRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,8 @@ class InspectedTrajectory:
     @property
     def importance_weights(self) -> tuple[float, ...]:
         """Return w = pi_prox / pi_behav of each token."""
-        return tuple(
-            math.exp(proximal - behavior)
-            for proximal, behavior in zip(
-                self.proximal_logprobs, self.behavior_logprobs, strict=True
-            )
-        )
+        log_weights = np.subtract(self.proximal_logprobs, self.behavior_logprobs)
+        return tuple(np.exp(log_weights).tolist())
 
     @property
     def differences(self) -> tuple[float, ...]:
@@ -69,7 +65,7 @@ class InspectedTrajectory:
             before, after = self.proximal_logprobs, self.replayed.logprobs
         else:
             before, after = self.replayed.logprobs, self.changed.logprobs
-        return tuple(b - a for a, b in zip(before, after, strict=True))
+        return tuple(np.subtract(after, before).tolist())
 
     @property
     def mean_difference(self) -> float:
@@ -97,26 +93,21 @@ def completion_logprobs(
 ) -> list[tuple[float, ...]]:
     """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
-    found: list[tuple[float, ...]] = [()] * len(whole)
     packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
         max_tokens=backend.settings.tokens_per_micro_batch,
     )
-    for indices in packed:
-        micro = pack_micro_batches(
-            whole, [0.0] * len(whole), [indices], device=backend.settings.device
-        )
-        (logprobs_M,) = backend.logprobs(micro, temperature=temperature)
-        lengths = [len(whole[index].output_tokens) for index in indices]
-        for index, part in zip(indices, torch.split(logprobs_M, lengths), strict=True):
-            found[index] = tuple(part.tolist())
-    return found
+    micro_batches = pack_micro_batches(whole, packed, device=backend.settings.device)
+    logprobs_T = torch.cat(backend.logprobs(micro_batches, temperature=temperature))
+    order = list(chain.from_iterable(packed))
+    parts = torch.split(logprobs_T, [len(whole[index].output_tokens) for index in order])
+    found = {index: tuple(part.tolist()) for index, part in zip(order, parts, strict=True)}
+    return [found[index] for index in range(len(whole))]
 
 
 def trajectory_outcomes(
     backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
-    watch: ClipWatch,
     *,
     step: int,
     settings: StepSettings,
@@ -126,60 +117,56 @@ def trajectory_outcomes(
 
     Args:
         backend: after the step.
-        watch: the loss that the step was computed with.
-        settings: of the step.
+        settings: of the step, whose loss was a `ClipWatch`.
         temperature: to see log-probabilities at; not that of the step, if two are compared.
     """
+    assert isinstance(settings.loss, ClipWatch), "a step that is inspected is watched"
     advantages = compute_advantages(sequences, settings.algorithm)
     logprobs = completion_logprobs(backend, sequences, temperature=temperature)
-    plan = plan_micro_batches(
-        sequences,
-        step=step,
-        settings=settings,
-        max_tokens=backend.settings.tokens_per_micro_batch,
-    )
-    clipped = iter(watch.clipped)
-    clipped_by_sequence = {
-        index: tuple(trained and next(clipped) for trained in sequences[index].trained)
+    max_tokens = backend.settings.tokens_per_micro_batch
+    plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
+    watched = iter(settings.loss.clipped)
+    clipped = {
+        index: tuple(trained and next(watched) for trained in sequences[index].trained)
         for minibatch in plan
-        for micro_batches in minibatch
-        for indices in micro_batches
-        for index in indices
+        for index in chain.from_iterable(chain.from_iterable(minibatch))
     }
     return [
         TrajectoryOutcome(
-            float(np.mean(advantages[index])),
-            tuple(sequence.trained),
-            clipped_by_sequence[index],
-            logprobs[index],
+            float(np.mean(advantages[index])), tuple(s.trained), clipped[index], logprobs[index]
         )
-        for index, sequence in enumerate(sequences)
+        for index, s in enumerate(sequences)
     ]
 
 
-def inspect_trajectory(
-    row: Mapping[str, Any],
-    *,
-    policy_version: int,
-    proximal_logprobs: tuple[float, ...],
-    replayed: TrajectoryOutcome,
-    changed: TrajectoryOutcome | None,
-) -> InspectedTrajectory:
-    """Put together what is stored of a trajectory and what steps made of it.
+def inspect_trajectories(
+    request: StepRequest,
+    sequences: Sequence[TrainingSequence],
+    proximal_logprobs: Sequence[tuple[float, ...]],
+    replayed: Sequence[TrajectoryOutcome],
+    changed: Sequence[TrajectoryOutcome] | None,
+) -> tuple[InspectedTrajectory, ...]:
+    """Put together what a step was asked for and what it made, of each trajectory.
 
     Args:
-        policy_version: that the step started from.
-        proximal_logprobs: under that policy, one a completion token.
+        sequences: of the step, in the order of the request.
+        proximal_logprobs: under the policy before the step, one a completion token.
     """
-    versions = tuple(token_versions(spans_of_row(row)))
-    return InspectedTrajectory(
-        trajectory_id=row["trajectory_id"],
-        reward=row["reward"],
-        tokens=tuple(row["output_tokens"]),
-        versions=versions,
-        staleness_max=policy_version - min(versions, default=policy_version),
-        behavior_logprobs=tuple(row["behavior_logprobs"]),
-        proximal_logprobs=proximal_logprobs,
-        replayed=replayed,
-        changed=changed,
+    changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
+    together = zip(
+        request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
+    )
+    return tuple(
+        InspectedTrajectory(
+            trajectory_id=identifier,
+            reward=sequence.reward,
+            tokens=tuple(sequence.output_tokens),
+            versions=tuple(sequence.versions),
+            staleness_max=max((request.policy_version - v for v in sequence.versions), default=0),
+            behavior_logprobs=tuple(sequence.behavior_logprobs),
+            proximal_logprobs=proximal,
+            replayed=outcome,
+            changed=change,
+        )
+        for identifier, sequence, proximal, outcome, change in together
     )

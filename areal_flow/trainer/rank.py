@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,92 +32,72 @@ from areal_flow.trainer.backend import (
     make_backend,
     numeric_environment,
 )
-from areal_flow.trainer.checkpoint import (
-    Snapshot,
-    read_checkpoint,
-    take_snapshot,
-    write_checkpoint,
-)
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
     TrainingSequence,
-    chosen_spans_of_row,
     masked_fraction_by_tenth,
     sequences_from_rows,
 )
 from areal_flow.trainer.step import learning_rate, train_step
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult, version_spans_of
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
 """Returns the rows of trajectory ids, in their order."""
 
 
+@dataclass
 class TrainerRank:
     """One rank's policy between two steps; not for concurrent use."""
 
-    def __init__(
-        self,
-        layout: RunLayout,
-        recipe: Recipe,
-        *,
-        channel: WeightsWriter,
-        read_rows: ReadRows,
-        loss: TokenLoss | None = None,
-    ) -> None:
-        self._layout = layout
-        self._recipe = recipe
-        self._channel = channel
-        self._read_rows = read_rows
-        self._snapshot: Snapshot | None = None
-        self._replicas: ReplicaGroup = SingleProcess(recipe.cluster.num_trainers)
-        self.loss = loss
-        self._last: tuple[StepRequest, StepResult] | None = None
-        self._hashes: PolicyHashes | None = None
-        self._step = 0
-        self._adopted: TrainerBackend | None = None
+    layout: RunLayout
+    recipe: Recipe
+    _: KW_ONLY
+    channel: WeightsWriter
+    read_rows: ReadRows
+    loss: TokenLoss | None = None
+    """Minimised instead of the algorithm's own."""
+    _backend: TrainerBackend | None = field(default=None, init=False)
+    _hashes: PolicyHashes | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _last: tuple[StepRequest, StepResult] | None = field(default=None, init=False)
+    _snapshot: Snapshot | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.replicas: ReplicaGroup = SingleProcess(self.recipe.cluster.num_trainers)
+        """With whom this rank computes; alone it computes every rank's batch."""
 
     @property
     def backend(self) -> TrainerBackend:
         """What holds this rank's policy."""
-        assert self._adopted is not None, "a rank has no policy before it adopts one"
-        return self._adopted
-
-    def adopt(self, policy: Any) -> TrainerBackend:
-        """Take a policy as the one to train, with a fresh optimizer."""
-        self._hashes = None
-        self._adopted = make_backend(policy.train(), self._recipe.trainer)
-        return self._adopted
-
-    def load_pretrained(self, directory: Path) -> None:
-        """Start from a Hugging Face model directory."""
-        settings = self._recipe.trainer
-        self.adopt(load_policy(directory, device=settings.device))
+        assert self._backend is not None, "a rank has no policy before it adopts one"
+        return self._backend
 
     @property
     def settings(self) -> StepSettings:
         """Return what this rank's steps need beside policy and sequences."""
         return StepSettings(
-            algorithm=self._recipe.algorithm,
-            temperature=self._recipe.generation.temperature,
-            seed=self._recipe.seed,
-            num_ranks=self._recipe.cluster.num_trainers,
+            algorithm=self.recipe.algorithm,
+            temperature=self.recipe.generation.temperature,
+            seed=self.recipe.seed,
+            num_ranks=self.recipe.cluster.num_trainers,
             loss=self.loss,
         )
 
-    def join(self, replicas: ReplicaGroup) -> None:
-        """Compute with others from here on; a rank that never did computes every rank's batch."""
-        self._replicas = replicas
+    def adopt(self, policy: Any) -> TrainerBackend:
+        """Take a policy as the one to train, with a fresh optimizer."""
+        self._hashes = None
+        self._backend = make_backend(policy.train(), self.recipe.trainer)
+        return self._backend
 
-    def leave(self) -> None:
-        """Be of its replica group no more, so that nobody waits for this rank."""
-        self._replicas.leave()
+    def load_pretrained(self, directory: Path) -> None:
+        """Start from a Hugging Face model directory."""
+        self.adopt(load_policy(directory, device=self.recipe.trainer.device))
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        self._step, self._last = 0, None
-        self._hashes = self._stage(0)
-        return self._hashes, self._numeric_environment()
+        return self._stand_at(0), numeric_environment(self.recipe)
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
@@ -129,22 +111,31 @@ class TrainerRank:
         try:
             result = self._compute(request)
         except BaseException:
-            self.leave()
+            self.replicas.leave()  # nobody waits for this rank
             raise
-        self._step, self._last = request.step, (request, result)
+        self._last = (request, result)
         return result
 
     def _compute(self, request: StepRequest) -> StepResult:
         self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
-        rows = self._read_rows(request.trajectory_ids)
+        rows = self.read_rows(request.trajectory_ids)
         sequences = sequences_from_rows(
             rows, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
         read = perf_counter()
-        numbers = self._train(request, sequences)
+        # From here until its weights are staged this rank stands nowhere: an error must not leave
+        # changed weights under the parent's name.
+        self._hashes = self._last = None
+        numbers = train_step(
+            self.backend,
+            sequences,
+            step=request.step,
+            settings=self.settings,
+            replicas=self.replicas,
+        )
         trained = perf_counter()
-        self._hashes = self._stage(request.step)
+        hashes = self._stand_at(request.step)
         metrics = self._metrics(
             request,
             rows,
@@ -154,7 +145,7 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, self._hashes, metrics, self._numeric_environment())
+        return StepResult(request.step, hashes, metrics, numeric_environment(self.recipe))
 
     def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
@@ -164,9 +155,9 @@ class TrainerRank:
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
-            self._step, weights_hash, next_submission_index, self._recipe.digest()
+            self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        self._snapshot = take_snapshot(self.backend, description)
+        self._snapshot = Snapshot(self.backend.save(), description)
 
     def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
@@ -180,28 +171,24 @@ class TrainerRank:
         if snapshot is None or snapshot.description.step != step:
             raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
         self._snapshot = None
-        return write_checkpoint(self._layout.checkpoints, self._layout.model, snapshot, writer)
+        return write_checkpoint(self.layout.checkpoints, self.layout.model, snapshot, writer)
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
         backend = self._adopt_empty()
-        read_checkpoint(checkpoint_path(self._layout.checkpoints, step), backend)
-        self._step, self._last = step, None
-        self._hashes = self._stage(step)
-        return self._hashes
+        read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
+        return self._stand_at(step)
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank that stands where this one does, with a policy and settings of its own."""
-        other = TrainerRank(
-            self._layout, recipe, channel=self._channel, read_rows=self._read_rows, loss=loss
-        )
+        other = replace(self, recipe=recipe, loss=loss)
         other._adopt_empty().load(self.backend.save())
         other._hashes, other._step = self._hashes, self._step
         return other
 
     def _adopt_empty(self) -> TrainerBackend:
         """Adopt the run's architecture, whose weights are to be loaded."""
-        return self.adopt(empty_policy(self._layout.model, device=self._recipe.trainer.device))
+        return self.adopt(empty_policy(self.layout.model, device=self.recipe.trainer.device))
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"
@@ -211,32 +198,17 @@ class TrainerRank:
                 f"{self._step}): restore it from a checkpoint and the ledger"
             )
 
-    def _train(self, request: StepRequest, sequences: Sequence[TrainingSequence]) -> UpdateNumbers:
-        # From here until its weights are staged this rank stands nowhere: an error must not leave
-        # changed weights under the parent's name.
-        self._hashes = self._last = None
-        return train_step(
-            self.backend,
-            sequences,
-            step=request.step,
-            settings=self.settings,
-            replicas=self._replicas,
-        )
-
-    def _numeric_environment(self) -> str:
-        return numeric_environment(
-            self._recipe.trainer, num_ranks=self._recipe.cluster.num_trainers
-        )
-
-    def _stage(self, version: int) -> PolicyHashes:
-        """Write the weights aside, and hash the master weights meanwhile."""
-        dtype = DTYPES[self._recipe.generation.dtype]
+    def _stand_at(self, version: int) -> PolicyHashes:
+        """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
+        dtype = DTYPES[self.recipe.generation.dtype]
         weights = self.backend.export_weights()
-        channel = self._channel if self._replicas.leads else HashingWriter()
+        channel = self.channel if self.replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
             served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
-            return PolicyHashes(weights_hash.result(), served_hash)
+            self._hashes = PolicyHashes(weights_hash.result(), served_hash)
+        self._step, self._last = version, None
+        return self._hashes
 
     def _metrics(
         self,
@@ -247,19 +219,21 @@ class TrainerRank:
         **seconds: float,
     ) -> StepMetrics:
         staleness = count_staleness(
-            (chosen_spans_of_row(row) for row in rows),
+            (
+                version_spans_of(compress(sequence.versions, row["loss_mask"]))
+                for sequence, row in zip(sequences, rows, strict=True)
+            ),
             policy_version=request.policy_version,
             max_staleness=request.max_staleness,
         )
         num_trained = sum(sequence.num_trained for sequence in sequences)
         num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
-        num_sequences = len(sequences)
         return StepMetrics(
-            loss=sum(numbers.losses) / max(1, len(numbers.losses)),
-            grad_norm=sum(numbers.grad_norms) / max(1, len(numbers.grad_norms)),
-            learning_rate=learning_rate(self._recipe.trainer, request.step),
-            reward_mean=sum(sequence.reward for sequence in sequences) / num_sequences,
-            completion_tokens_mean=num_tokens / num_sequences,
+            loss=_mean(numbers.losses),
+            grad_norm=_mean(numbers.grad_norms),
+            learning_rate=learning_rate(self.recipe.trainer, request.step),
+            reward_mean=_mean([sequence.reward for sequence in sequences]),
+            completion_tokens_mean=num_tokens / len(sequences),
             num_trained_tokens=num_trained,
             num_masked_tokens=num_tokens - num_trained,
             staleness_mean=staleness.staleness_mean,
@@ -268,3 +242,7 @@ class TrainerRank:
             metrics={name: metric.value for name, metric in numbers.metrics.items()},
             **seconds,
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

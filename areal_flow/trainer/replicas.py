@@ -27,15 +27,10 @@ EXCHANGE_TIMEOUT_S = 3600.0
 class ReplicaGroup(Protocol):
     """The ranks, seen from one process."""
 
-    @property
-    def mine(self) -> Sequence[int]:
-        """The ranks whose batches this process computes."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process stages weights and writes checkpoints."""
-        ...
+    mine: Sequence[int]
+    """The ranks whose batches this process computes."""
+    leads: bool
+    """Whether this process stages weights and writes checkpoints."""
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         """Return every rank's tensor in the order of ranks; all have one shape and dtype.
@@ -59,7 +54,7 @@ class SingleProcess:
     leads = True
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.mine = range(num_ranks)
+        self.mine: Sequence[int] = range(num_ranks)
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         return [tensors[rank] for rank in self.mine]
@@ -80,7 +75,7 @@ class GlooGroup:
         Raises:
             TrainerLost: not all came, or this rank had come before, as another process.
         """
-        self.mine = (rendezvous.rank,)
+        self.mine: Sequence[int] = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
         self._num_ranks = rendezvous.num_ranks
         self._group: Any = None

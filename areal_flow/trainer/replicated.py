@@ -26,11 +26,10 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors
-from areal_flow.trainer.backend import Minibatch, RankBatch, SavedState, StepSettings, UpdateNumbers
+from areal_flow.models.policy import DTYPES, assign_tensors, logits_at, policy_tensors
+from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
-from areal_flow.trainer.step import micro_batch_logprobs, trained_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,8 @@ class ReplicatedBackend:
         self.settings = settings
         # AdamW moves what has a gradient of zero, too: by weight decay and by older moments. So it
         # never sees a frozen parameter.
-        self._trainable = [p for p in policy.parameters() if p.requires_grad]
+        trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self._names, self._trainable = list(trainable), list(trainable.values())
         self.optimizer = torch.optim.AdamW(
             self._trainable,
             lr=settings.learning_rate,
@@ -70,19 +70,23 @@ class ReplicatedBackend:
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         with self.autocast():
             return [
-                micro_batch_logprobs(self.policy, micro, temperature=temperature)
-                for micro in micro_batches
+                next_token_logprobs(self._logits(m), m.targets_M, temperature=temperature)
+                for m in micro_batches
             ]
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        """Return the policy's logits at the positions that predict trained tokens, `[M, V]`."""
+        return logits_at(self.policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
     ) -> UpdateNumbers:
         computed = {
-            rank: self._gradient(batch, minibatch.size, settings)
-            for rank, batch in minibatch.rank_batches.items()
+            rank: self._gradient(micro_batches, minibatch.size, settings)
+            for rank, micro_batches in minibatch.micro_batches.items()
         }
-        loss, metrics, has_gradient = self._gather_numbers(computed, replicas)
-        self._add_gradients(computed, has_gradient, replicas)
+        loss, metrics = _add_numbers(computed, replicas)
+        self._add_gradients(computed, replicas)
         grad_norm = float(
             torch.nn.utils.clip_grad_norm_(self._trainable, self.settings.max_grad_norm)
         )
@@ -112,60 +116,47 @@ class ReplicatedBackend:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state by parameter name; empty before the first update."""
-        names = {parameter: name for name, parameter in self.policy.named_parameters()}
         return {
-            f"{names[parameter]}.{key}": value
-            for parameter, state in self.optimizer.state.items()
+            f"{self._names[index]}.{key}": value
+            for index, state in self.optimizer.state_dict()["state"].items()
             for key, value in state.items()
         }
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `optimizer_tensors` returned."""
-        self.optimizer.state.clear()
-        for name, parameter in self.policy.named_parameters():
-            prefix = f"{name}."
-            state = {
-                key.removeprefix(prefix): value.to(
-                    "cpu" if key.endswith(".step") else parameter.device, copy=True
-                )
-                for key, value in tensors.items()
-                if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-            }
-            if state:
-                self.optimizer.state[parameter] = state
+        """Put back a copy of what `optimizer_tensors` returned, each part where AdamW needs it."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition(".")
+            state.setdefault(self._names.index(parameter), {})[key] = value.clone()
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _gradient(
-        self, batch: RankBatch, size: MinibatchSize, settings: StepSettings
+        self, micro_batches: Sequence[MicroBatch], size: MinibatchSize, settings: StepSettings
     ) -> RankGradient:
         """Return one rank's numbers and gradients, those of its micro-batches added up."""
         self.optimizer.zero_grad(set_to_none=True)
         total, metrics = 0.0, dict[str, Metric]()
-        for index, micro in enumerate(batch.micro_batches):
-            proximal_M = None if batch.proximal is None else batch.proximal[index]
-            found = self._token_losses(micro, proximal_M, settings)
+        for micro in micro_batches:
+            found = self._token_losses(micro, settings)
             loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, size)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
-        if not batch.micro_batches:
+        if not micro_batches:
             metrics = _metrics_of_nothing(settings)
         return RankGradient(total, metrics, [p.grad for p in self._trainable])
 
-    def _token_losses(
-        self, micro: MicroBatch, proximal_M: Tensor | None, settings: StepSettings
-    ) -> PolicyLoss:
-        temperature = settings.temperature
+    def _token_losses(self, micro: MicroBatch, settings: StepSettings) -> PolicyLoss:
+        temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         with self.autocast():
-            logits_MV = trained_logits(self.policy, micro)
+            logits_MV = self._logits(micro)
             logprobs_M = next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
             entropy_M = None
             if settings.algorithm.needs_entropy:
                 entropy_M = next_token_entropies(logits_MV, temperature=temperature)
-        if proximal_M is None:
-            proximal_M = logprobs_M.detach()
         inputs = LossInputs(
             logprobs_T=logprobs_M,
-            proximal_logprobs_T=proximal_M,
+            proximal_logprobs_T=logprobs_M.detach() if proximal_M is None else proximal_M,
             behavior_logprobs_T=micro.behavior_logprobs_M,
             advantages_T=micro.advantages_M,
             sequence_T=micro.sequence_M,
@@ -174,46 +165,44 @@ class ReplicatedBackend:
         )
         return settings.token_loss(inputs)
 
-    def _gather_numbers(
-        self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup
-    ) -> tuple[float, dict[str, Metric], list[bool]]:
-        """Return the minibatch's loss and metrics, and which parameters any rank has a gradient of.
+    def _add_gradients(self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup) -> None:
+        """Give each parameter the sum of the ranks' gradients, in the order of ranks.
 
-        All ranks must agree on the last: a parameter without gradient is not updated.
+        A parameter of which no rank has a gradient is not updated.
         """
-        names = sorted(next(iter(computed.values())).metrics)
-        gathered = replicas.gather(
-            {rank: _as_tensor(found, names) for rank, found in computed.items()}
-        )
-        kinds = next(iter(computed.values())).metrics
-        loss, metrics, has_gradient = 0.0, dict[str, Metric](), [False] * len(self._trainable)
-        for row in (tensor.tolist() for tensor in gathered):
-            loss += row[0]
-            totals, weights = row[1 : 1 + len(names)], row[1 + len(names) : 1 + 2 * len(names)]
-            found = {
-                name: Metric(total, None if kinds[name].weight is None else weight)
-                for name, total, weight in zip(names, totals, weights, strict=True)
-            }
-            metrics = add_metrics(metrics, found)
-            flags = row[1 + 2 * len(names) :]
-            has_gradient = [a or bool(b) for a, b in zip(has_gradient, flags, strict=True)]
-        return loss, metrics, has_gradient
-
-    def _add_gradients(
-        self,
-        computed: Mapping[int, RankGradient],
-        has_gradient: Sequence[bool],
-        replicas: ReplicaGroup,
-    ) -> None:
-        """Give each parameter the sum of the ranks' gradients, in the order of ranks."""
+        flags = {
+            rank: torch.tensor([gradient is not None for gradient in found.gradients])
+            for rank, found in computed.items()
+        }
+        has_gradient = torch.stack(replicas.gather(flags)).any(dim=0).tolist()
         for index, parameter in enumerate(self._trainable):
-            if not has_gradient[index]:
-                parameter.grad = None
-                continue
-            mine = {rank: found.gradients[index] for rank, found in computed.items()}
-            zeros = torch.zeros_like(parameter)
-            sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
-            parameter.grad = reduce(torch.add, replicas.gather(sent))
+            parameter.grad = None
+            if has_gradient[index]:
+                mine = {rank: found.gradients[index] for rank, found in computed.items()}
+                zeros = torch.zeros_like(parameter)
+                sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
+                parameter.grad = reduce(torch.add, replicas.gather(sent))
+
+
+def _add_numbers(
+    computed: Mapping[int, RankGradient], replicas: ReplicaGroup
+) -> tuple[float, dict[str, Metric]]:
+    """Return the minibatch's loss and metrics, those of its ranks added up."""
+    kinds = next(iter(computed.values())).metrics
+    names = sorted(kinds)
+    sent = {}
+    for rank, found in computed.items():
+        metrics = [(found.metrics[name].total, found.metrics[name].weight or 0.0) for name in names]
+        sent[rank] = torch.tensor([(found.loss, 1.0), *metrics], dtype=torch.float64)
+    loss, added = 0.0, dict[str, Metric]()
+    for (rank_loss, _), *metrics in (tensor.tolist() for tensor in replicas.gather(sent)):
+        loss += rank_loss
+        of_rank = {
+            name: Metric(total, None if kinds[name].weight is None else weight)
+            for name, (total, weight) in zip(names, metrics, strict=True)
+        }
+        added = add_metrics(added, of_rank)
+    return loss, added
 
 
 def _metrics_of_nothing(settings: StepSettings) -> dict[str, Metric]:
@@ -222,20 +211,6 @@ def _metrics_of_nothing(settings: StepSettings) -> dict[str, Metric]:
     entropy_T = real_T if settings.algorithm.needs_entropy else None
     inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, entropy_T)
     return dict(settings.token_loss(inputs).metrics)
-
-
-def _as_tensor(found: RankGradient, names: Sequence[str]) -> Tensor:
-    """Return a rank's numbers as other ranks receive them: alike in length on every rank."""
-    metrics = [found.metrics[name] for name in names]
-    return torch.tensor(
-        [
-            found.loss,
-            *(metric.total for metric in metrics),
-            *(metric.weight or 0.0 for metric in metrics),
-            *(float(gradient is not None) for gradient in found.gradients),
-        ],
-        dtype=torch.float64,
-    )
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch import Tensor
 from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.models.attention import PackedLayout
-from areal_flow.types import VersionSpan, version_spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,7 @@ class TrainingSequence:
     group: int
     versions: Sequence[int] = ()
     """Policy version that sampled each completion token; empty where no policy did."""
+    advantage: Advantage = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -61,49 +61,38 @@ class MicroBatch:
     """Index of each trained token's sequence in the row, ascending."""
     versions_M: Tensor
     """Policy version that sampled each trained token; -1 where no policy did."""
+    proximal_logprobs_M: Tensor | None = None
+    """None where the loss's own forward pass serves: before the first update of a step."""
 
 
 def pack_sequences(
-    sequences: Sequence[TrainingSequence],
-    advantages: Sequence[Advantage],
-    *,
-    device: torch.device | str = "cpu",
+    sequences: Sequence[TrainingSequence], *, device: torch.device | str = "cpu"
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens."""
-    input_ids: list[int] = []
-    columns: list[tuple[np.ndarray, ...]] = []
-    for index, (sequence, advantage) in enumerate(zip(sequences, advantages, strict=True)):
-        first_prediction = len(input_ids) + len(sequence.prompt_tokens) - 1
-        columns.append(_trained_columns(sequence, advantage, index, first_prediction))
-        input_ids += [*sequence.prompt_tokens, *sequence.output_tokens]
-    predicting, targets, behavior, advantage_per_token, owners, versions = (
-        torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*columns, strict=True)
+    num_outputs = [len(sequence.output_tokens) for sequence in sequences]
+    trained = np.concatenate([np.asarray(sequence.trained, bool) for sequence in sequences])
+    is_output_T = np.concatenate(
+        [np.arange(s.num_tokens) >= len(s.prompt_tokens) for s in sequences]
     )
+
+    def column(values: Iterable[Any], dtype: type[np.generic]) -> Tensor:
+        """Return trained tokens' values; a sequence has one for each of its tokens or for all."""
+        by_token = [
+            np.broadcast_to(np.asarray(value, dtype), num)
+            for value, num in zip(values, num_outputs, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(by_token)[trained]).to(device)
+
+    row = list(chain.from_iterable(chain(s.prompt_tokens, s.output_tokens) for s in sequences))
     return MicroBatch(
-        input_ids_1T=torch.tensor([input_ids], device=device),
+        input_ids_1T=torch.tensor([row], device=device),
         layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),
-        predicting_M=predicting,
-        targets_M=targets,
-        behavior_logprobs_M=behavior,
-        advantages_M=advantage_per_token,
-        sequence_M=owners,
-        versions_M=versions,
-    )
-
-
-def _trained_columns(
-    sequence: TrainingSequence, advantage: Advantage, index: int, first_prediction: int
-) -> tuple[np.ndarray, ...]:
-    """Return, of the trained tokens: position, target, log-prob, advantage, sequence, version."""
-    num_tokens = len(sequence.output_tokens)
-    at = np.flatnonzero(np.asarray(sequence.trained, bool))
-    return (
-        first_prediction + at,
-        np.asarray(sequence.output_tokens, np.int64)[at],
-        np.asarray(sequence.behavior_logprobs, np.float32)[at],
-        np.broadcast_to(np.asarray(advantage, np.float32), num_tokens)[at],
-        np.full(len(at), index),
-        np.asarray(sequence.versions or [-1] * num_tokens, np.int64)[at],
+        predicting_M=torch.from_numpy(np.flatnonzero(is_output_T)[trained] - 1).to(device),
+        targets_M=column((s.output_tokens for s in sequences), np.int64),
+        behavior_logprobs_M=column((s.behavior_logprobs for s in sequences), np.float32),
+        advantages_M=column((s.advantage for s in sequences), np.float32),
+        sequence_M=column(range(len(sequences)), np.int64),
+        versions_M=column((s.versions or -1 for s in sequences), np.int64),
     )
 
 
@@ -117,7 +106,7 @@ def sequences_from_rows(
             output_tokens=row["output_tokens"],
             behavior_logprobs=row["behavior_logprobs"],
             trained=trained_mask(
-                versions := token_versions(spans_of_row(row)),
+                versions := token_versions(row),
                 row["loss_mask"],
                 policy_version=policy_version,
                 max_staleness=max_staleness,
@@ -130,27 +119,16 @@ def sequences_from_rows(
     ]
 
 
-def spans_of_row(row: Mapping[str, Any]) -> list[VersionSpan]:
-    """Return a trajectory row's version spans."""
-    return [VersionSpan(span["version"], span["length"]) for span in row["version_spans"]]
-
-
-def chosen_spans_of_row(row: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
-    """Return the version spans of the tokens that the row's `loss_mask` keeps."""
-    return version_spans_of(list(compress(token_versions(spans_of_row(row)), row["loss_mask"])))
-
-
-def token_versions(spans: Sequence[VersionSpan]) -> list[int]:
-    """Return the policy version that sampled each token."""
-    return [version for version, length in spans for _ in range(length)]
+def token_versions(row: Mapping[str, Any]) -> list[int]:
+    """Return the policy version that sampled each token of a trajectory row."""
+    return [span["version"] for span in row["version_spans"] for _ in range(span["length"])]
 
 
 def masked_fraction_by_tenth(masks: Sequence[Sequence[bool]]) -> tuple[float, ...]:
     """Return the share of masked tokens in each tenth of the completions, by relative position."""
-    masked, total = [0] * 10, [0] * 10
+    masked, total = np.zeros(10), np.zeros(10)
     for mask in masks:
-        for position, trained in enumerate(mask):
-            tenth = position * 10 // len(mask)
-            total[tenth] += 1
-            masked[tenth] += not trained
-    return tuple(m / t if t else 0.0 for m, t in zip(masked, total, strict=True))
+        tenths = np.arange(len(mask)) * 10 // max(1, len(mask))
+        total += np.bincount(tenths, minlength=10)
+        masked += np.bincount(tenths, ~np.asarray(mask, bool), minlength=10)
+    return tuple((masked / np.maximum(total, 1)).tolist())

@@ -7,38 +7,35 @@ does not know where rows come from, or which process it runs in.
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
-from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
+from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
     list_checkpoints,
+    pass_over,
     prune_checkpoints,
-    set_aside,
 )
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.backend import Minibatch, RankBatch, StepSettings, make_backend
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
-from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import pack_micro_batches
+from areal_flow.trainer.step import train_step
 
+ONE_UPDATE = DecoupledPPO(num_minibatches=1)
+"""How a step is made of a batch; its loss is replaced by the cross-entropy."""
 FINAL_RATE = 0.03
 """Of the peak, at the end of the cosine."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +80,19 @@ def cross_entropy(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(-inputs.logprobs_T)
 
 
+@dataclass
 class SftTrainer:
     """A policy that learns rows; not for concurrent use."""
 
-    def __init__(
-        self,
-        policy: Any,
-        rows: CompletionRows,
-        settings: SftSettings,
-        trainer: TrainerSettings,
-        *,
-        seed: int,
-    ) -> None:
-        self.step = 0
+    policy: InitVar[Any]
+    rows: CompletionRows
+    settings: SftSettings
+    trainer: InitVar[TrainerSettings]
+    seed: int
+    step: int = 0
+
+    def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy.train(), trainer)
-        self._step_settings = StepSettings(
-            DecoupledPPO(), temperature=1.0, seed=seed, loss=cross_entropy
-        )
-        self.rows = rows
-        self._settings = settings
-        self._seed = seed
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def take_step(self) -> float:
@@ -111,26 +101,19 @@ class SftTrainer:
         Raises:
             TrainingError: the loss or the gradient is not finite.
         """
-        sequences = [self.rows.sequence(row) for row in self._rows_of(self.step)]
-        packed = pack_first_fit_decreasing(
-            [sequence.num_tokens for sequence in sequences],
-            max_tokens=self.backend.settings.tokens_per_micro_batch,
+        found = train_step(
+            self.backend,
+            [self.rows.sequence(row) for row in self._rows_of(self.step)],
+            step=self.step,
+            settings=StepSettings(ONE_UPDATE, 1.0, self.seed, loss=cross_entropy),
+            rate=self.learning_rate(self.step),
         )
-        micro_batches = pack_micro_batches(
-            sequences, [0.0] * len(sequences), packed, device=self.backend.settings.device
-        )
-        minibatch = Minibatch(
-            {0: RankBatch(micro_batches, None)},
-            MinibatchSize(sum(s.num_trained for s in sequences), len(sequences)),
-            self.learning_rate(self.step),
-        )
-        found = self.backend.update(minibatch, self._step_settings, SingleProcess())
         self.step += 1
         return found.losses[0]
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: warm-up times cosine or constant."""
-        settings = self._settings
+        settings = self.settings
         warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
         if settings.learning_rate_schedule == "constant":
             return settings.learning_rate * warmup
@@ -145,7 +128,7 @@ class SftTrainer:
             StorageError: the disk refused; older checkpoints are intact.
         """
         description = CheckpointState(self.step, self.backend.fingerprint(), 0, config_hash="")
-        snapshot = take_snapshot(self.backend, description)
+        snapshot = Snapshot(self.backend.save(), description)
         path = write_checkpoint(root, model_directory, snapshot, writer)
         prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
         return path
@@ -153,20 +136,20 @@ class SftTrainer:
     def restore(self, root: Path) -> None:
         """Go on from the newest checkpoint that can be read; without one, from step 0."""
         for step in reversed(list_checkpoints(root)):
+            path = checkpoint_path(root, step)
             try:
-                self.step = read_checkpoint(checkpoint_path(root, step), self.backend).step
+                self.step = read_checkpoint(path, self.backend).step
                 return
             except TrainingError as error:
-                aside = set_aside(checkpoint_path(root, step))
-                logger.warning("%s; moved to %s, trying an older one", error, aside)
+                pass_over(path, error)
 
     def _rows_of(self, step: int) -> list[int]:
-        batch_size, num_rows = self._settings.batch_size, len(self.rows)
+        batch_size, num_rows = self.settings.batch_size, len(self.rows)
         places = (divmod(step * batch_size + offset, num_rows) for offset in range(batch_size))
         return [int(self._order(epoch)[position]) for epoch, position in places]
 
     def _make_order(self, epoch: int) -> np.ndarray:
         num_rows = len(self.rows)
-        if not self._settings.shuffle:
+        if not self.settings.shuffle:
             return np.arange(num_rows)
-        return np.random.default_rng([self._seed, epoch]).permutation(num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(num_rows)

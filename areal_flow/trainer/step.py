@@ -9,13 +9,12 @@ It refuses to know where sequences come from, where weights go, and what holds t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from areal_flow.algorithms.logprobs import next_token_logprobs
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -25,14 +24,7 @@ from areal_flow.algorithms.protocol import (
     add_metrics,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.models.policy import logits_at
-from areal_flow.trainer.backend import (
-    Minibatch,
-    RankBatch,
-    StepSettings,
-    TrainerBackend,
-    UpdateNumbers,
-)
+from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
 
@@ -47,37 +39,34 @@ def train_step(
     step: int,
     settings: StepSettings,
     replicas: ReplicaGroup | None = None,
+    rate: float | None = None,
 ) -> UpdateNumbers:
     """Update the policy once per minibatch; deterministic in (policy, sequences, step, settings).
 
     Args:
         sequences: the whole batch, on every rank.
         replicas: the other ranks; without one this process computes every rank's batch.
+        rate: of learning; without one, that of the backend's settings.
 
     Raises:
         TrainingError: a loss or a gradient is not finite. The backend must not be used any more.
         TrainerLost: another rank left in the midst. The same.
     """
     replicas = replicas or SingleProcess(settings.num_ranks)
+    rate = learning_rate(backend.settings, step) if rate is None else rate
     advantages = compute_advantages(sequences, settings.algorithm)
-    plan = plan_micro_batches(
-        sequences,
-        step=step,
-        settings=settings,
-        max_tokens=backend.settings.tokens_per_micro_batch,
-    )
-    rate = learning_rate(backend.settings, step)
-    minibatches = []
-    for number, planned in enumerate(plan):
-        # Of every minibatch but the first the log-probabilities before any update: the first one's
-        # own forward pass serves.
-        batches = {}
-        for rank in replicas.mine:
-            packed = pack_micro_batches(
-                sequences, advantages, planned[rank], device=backend.settings.device
-            )
-            later = backend.logprobs(packed, temperature=settings.temperature) if number else None
-            batches[rank] = RankBatch(packed, later)
+    sequences = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
+    max_tokens = backend.settings.tokens_per_micro_batch
+    minibatches: list[Minibatch] = []
+    for planned in plan_micro_batches(
+        sequences, step=step, settings=settings, max_tokens=max_tokens
+    ):
+        batches = {
+            rank: pack_micro_batches(sequences, planned[rank], device=backend.settings.device)
+            for rank in replicas.mine
+        }
+        if minibatches:  # before any update: they are of the policy before the step
+            batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate))
     numbers = UpdateNumbers()
     for minibatch in minibatches:
@@ -87,6 +76,14 @@ def train_step(
             numbers.grad_norms += found.grad_norms
             numbers.metrics = add_metrics(numbers.metrics, found.metrics)
     return numbers
+
+
+def _with_proximal(
+    backend: TrainerBackend, batch: Sequence[MicroBatch], settings: StepSettings
+) -> list[MicroBatch]:
+    found = backend.logprobs(batch, temperature=settings.temperature)
+    pairs = zip(batch, found, strict=True)
+    return [replace(micro, proximal_logprobs_M=proximal_M) for micro, proximal_M in pairs]
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
@@ -139,43 +136,13 @@ def _plan_minibatch(
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:
-    trained = [
-        sequences[index].num_trained
-        for micro_batches in planned
-        for indices in micro_batches
-        for index in indices
-    ]
+    indices = chain.from_iterable(chain.from_iterable(planned))
+    trained = [sequences[index].num_trained for index in indices]
     return MinibatchSize(sum(trained), sum(num > 0 for num in trained))
 
 
 def pack_micro_batches(
-    sequences: Sequence[TrainingSequence],
-    advantages: Sequence[Advantage],
-    packed: Sequence[Sequence[int]],
-    *,
-    device: str,
+    sequences: Sequence[TrainingSequence], packed: Sequence[Sequence[int]], *, device: str
 ) -> list[MicroBatch]:
     """Return the micro-batches that a packing, indices of sequences, describes."""
-    return [
-        pack_sequences(
-            [sequences[index] for index in indices],
-            [advantages[index] for index in indices],
-            device=device,
-        )
-        for indices in packed
-    ]
-
-
-def trained_logits(policy: Any, micro: MicroBatch) -> Tensor:
-    """Return the policy's logits at the positions that predict trained tokens, `[M, V]`."""
-    return logits_at(
-        policy, micro.input_ids_1T, micro.layout.position_ids, micro.layout, micro.predicting_M
-    )
-
-
-def micro_batch_logprobs(
-    policy: torch.nn.Module, micro: MicroBatch, *, temperature: float
-) -> Tensor:
-    """Return the policy's log-probabilities of the trained tokens, `[M]`, in packing order."""
-    logits_MV = trained_logits(policy, micro)
-    return next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
+    return [pack_sequences([sequences[i] for i in indices], device=device) for indices in packed]

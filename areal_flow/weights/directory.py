@@ -24,58 +24,14 @@ KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
 
 
-class DirectoryWriter:
-    """A `WeightsWriter` over a directory that trainer, driver and generators see."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        from safetensors.torch import save_file
-
-        from areal_flow.models.hashing import hash_tensors
-
-        staged = _staged(self.root, version)
-        shutil.rmtree(staged, ignore_errors=True)
-        served_hash = hash_tensors(tensors)
-        try:
-            staged.mkdir(parents=True)
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, staged / "model.safetensors")
-            (staged / "hash").write_text(served_hash)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"could not write weights to {staged}: {error}. Free some space or check the "
-                "disk, then continue with --resume"
-            ) from error
-        return served_hash
-
-    def publish(self, version: int) -> None:
-        published, staged = _published(self.root, version), _staged(self.root, version)
-        if staged.is_dir() and _hash_of(staged) != _hash_of(published):
-            shutil.rmtree(published, ignore_errors=True)
-            staged.rename(published)
-        elif not published.is_dir():
-            raise WeightsError(f"version {version} was never staged in {self.root}")
-        self._prune(version)
-
-    def _prune(self, published: int) -> None:
-        """Drop old versions, and what a replay staged on its way to the published one."""
-        for version in _versions(self.root)[:-KEEP_VERSIONS]:
-            shutil.rmtree(_published(self.root, version), ignore_errors=True)
-        for staged in self.root.glob(".staged-*"):
-            if int(staged.name.removeprefix(".staged-")) <= published:
-                shutil.rmtree(staged, ignore_errors=True)
-
-
 class DirectoryReader:
-    """A `WeightsReader` over the same directory."""
+    """A `WeightsReader` over a directory that trainer, driver and generators see."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def newest(self) -> int:
-        versions = _versions(self.root)
+        versions = self._versions()
         if not versions:
             raise WeightsError(f"no weights were published in {self.root}")
         return versions[-1]
@@ -85,7 +41,7 @@ class DirectoryReader:
 
         from areal_flow.models.hashing import hash_tensors
 
-        directory = _published(self.root, version)
+        directory = self._published(version)
         try:
             tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
             expected = (directory / "hash").read_text()
@@ -101,19 +57,52 @@ class DirectoryReader:
             )
         return tensors
 
+    def _published(self, version: int) -> Path:
+        return self.root / f"{version:08d}"
 
-def _published(root: Path, version: int) -> Path:
-    return root / f"{version:08d}"
-
-
-def _staged(root: Path, version: int) -> Path:
-    return root / f".staged-{version:08d}"
+    def _versions(self) -> list[int]:
+        return sorted(int(entry.name) for entry in self.root.glob("[0-9]*"))
 
 
-def _versions(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+class DirectoryWriter(DirectoryReader):
+    """A `WeightsWriter` over the same directory."""
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        from safetensors.torch import save_file
+
+        from areal_flow.models.hashing import hash_tensors
+
+        staged = self._staged(version)
+        shutil.rmtree(staged, ignore_errors=True)
+        served_hash = hash_tensors(tensors)
+        try:
+            staged.mkdir(parents=True)
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, staged / "model.safetensors")
+            (staged / "hash").write_text(served_hash)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"could not write weights to {staged}: {error}. Free some space or check the "
+                "disk, then continue with --resume"
+            ) from error
+        return served_hash
+
+    def publish(self, version: int) -> None:
+        published, staged = self._published(version), self._staged(version)
+        if staged.is_dir() and _hash_of(staged) != _hash_of(published):
+            shutil.rmtree(published, ignore_errors=True)
+            staged.rename(published)
+        elif not published.is_dir():
+            raise WeightsError(f"version {version} was never staged in {self.root}")
+        # Old versions go, and what a replay staged on its way to the published one.
+        for old in self._versions()[:-KEEP_VERSIONS]:
+            shutil.rmtree(self._published(old), ignore_errors=True)
+        for staged in self.root.glob(".staged-*"):
+            if staged <= self._staged(version):
+                shutil.rmtree(staged, ignore_errors=True)
+
+    def _staged(self, version: int) -> Path:
+        return self.root / f".staged-{version:08d}"
 
 
 def _hash_of(directory: Path) -> str | None:

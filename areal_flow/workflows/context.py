@@ -7,14 +7,21 @@ is prefilled once for its group, and a turn's completions are scored in one task
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
 from areal_flow.errors import ArealFlowError
-from areal_flow.types import Completion, GroupRequest, Prompt, Sampling, Score
+from areal_flow.types import (
+    Completion,
+    Episode,
+    GroupRequest,
+    Prompt,
+    Sampling,
+    Score,
+    counter_seed,
+)
 
 Tokens = tuple[int, ...]
 Key = TypeVar("Key", bound=Hashable)
@@ -58,82 +65,47 @@ class Coalescer(Generic[Key, Item, Result]):
     def __init__(self, send: Callable[[Key, list[Item]], Awaitable[Sequence[Result]]]) -> None:
         """Take what answers several items of one key, in their order."""
         self._send = send
-        self._asked: dict[Key, list[tuple[Item, asyncio.Future[Result]]]] = {}
+        self._open: dict[Key, tuple[dict[object, Item], asyncio.Task[dict[object, Result]]]] = {}
 
     async def ask(self, key: Key, item: Item) -> Result:
         """Return the result of one item; what its request raised, if it did."""
-        loop = asyncio.get_running_loop()
-        if key not in self._asked:
-            self._asked[key] = []
-            loop.call_soon(self._request, key)
-        result: asyncio.Future[Result] = loop.create_future()
-        self._asked[key].append((item, result))
-        return await result
-
-    def _request(self, key: Key) -> None:
-        asked = [(item, result) for item, result in self._asked.pop(key) if not result.done()]
-        if not asked:
-            return
-        results = [result for _, result in asked]
-        answer = self._answer(key, [item for item, _ in asked], results)
-        request = asyncio.get_running_loop().create_task(answer)
-        for result in results:
-            result.add_done_callback(
-                lambda _: request.cancel() if all(r.done() for r in results) else None
-            )
-
-    async def _answer(
-        self, key: Key, items: list[Item], waiting: list[asyncio.Future[Result]]
-    ) -> None:
+        if key not in self._open:
+            asked: dict[object, Item] = {}
+            asyncio.get_running_loop().call_soon(self._open.pop, key)
+            self._open[key] = asked, asyncio.create_task(self._request(key, asked))
+        waiting, request = self._open[key]
+        mine = object()
+        waiting[mine] = item
         try:
-            answers = await self._send(key, items)
-            for result, answer in zip(waiting, answers, strict=True):
-                if not result.done():
-                    result.set_result(answer)
-        except Exception as error:  # noqa: BLE001 - whoever asked is told
-            for result in waiting:
-                if not result.done():
-                    result.set_exception(error)
+            return (await asyncio.shield(request))[mine]
         finally:
-            for result in waiting:
-                result.cancel()
+            del waiting[mine]
+            if not waiting:
+                request.cancel()
+
+    async def _request(self, key: Key, waiting: dict[object, Item]) -> dict[object, Result]:
+        asked = dict(waiting)
+        return dict(zip(asked, await self._send(key, [*asked.values()]), strict=True))
 
 
 _REQUEST_NUMBERS = count()
 """An evaluation rolls out the same submission indices as training, maybe at the same time."""
 
 
-class GroupRequests:
-    """The requests of a group's members, made one where they are equal."""
-
-    def __init__(self, name: str, prompt: Prompt, services: EpisodeServices) -> None:
-        """Take a name for the requests; their ids are unique in this process all the same."""
-        self.services = services
-        self._name = name
-        self._prompt = prompt
-        self.completions = Coalescer(self._generate)
-        self.scores = Coalescer(self._score)
-
-    async def _generate(
-        self, key: tuple[int, Tokens, int], seeds: list[int]
-    ) -> Sequence[Completion]:
-        _, tokens, max_new_tokens = key
-        sampling = replace(self.services.sampling, max_new_tokens=max_new_tokens)
-        request_id = f"{self._name}.{next(_REQUEST_NUMBERS)}"
-        return await self.services.generate(
-            GroupRequest(request_id, tokens, tuple(seeds), sampling)
-        )
-
-    async def _score(self, _: None, completions: list[Tokens]) -> Sequence[Score]:
-        return await self.services.score(self._prompt, completions)
-
-
 class EpisodeContext:
     """What one member's workflow sees of the cluster."""
 
-    def __init__(self, requests: GroupRequests, *, seed: int) -> None:
-        self._requests = requests
-        self._services = requests.services
+    def __init__(
+        self,
+        services: EpisodeServices,
+        completions: Coalescer[tuple[int, Tokens, int], int, Completion],
+        scores: Coalescer[None, Tokens, Score],
+        seed: int,
+    ) -> None:
+        """Take what the group's members share, and this member's seed."""
+        self._services = services
+        self._completions = completions
+        self._scores = scores
         self._seed = seed
 
     async def generate(self, tokens: Tokens, turn: int, *, branch: int = 0) -> Completion:
@@ -155,7 +127,7 @@ class EpisodeContext:
                 f"generation.max_model_len ({self._services.max_model_len})"
             )
         seed = turn_seed(self._seed, turn, branch)
-        return await self._requests.completions.ask((turn, tokens, max_new_tokens), seed)
+        return await self._completions.ask((turn, tokens, max_new_tokens), seed)
 
     async def score(self, completion: Tokens) -> Score:
         """Return what the recipe's rewards say of a completion, judged on a reward worker.
@@ -163,7 +135,7 @@ class EpisodeContext:
         Raises:
             RewardError: no reward worker could; what a verifier raises is in the score instead.
         """
-        return await self._requests.scores.ask(None, completion)
+        return await self._scores.ask(None, completion)
 
     async def call_tool(self, path: str, *arguments: Any) -> Any:
         """Return what the function `package.module:function` returns on a reward worker.
@@ -186,12 +158,25 @@ class EpisodeContext:
         return self._services.decode(tokens)
 
 
+def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeContext]:
+    """Return a context for each member of a group; what several ask for alike is asked for once."""
+
+    async def generate(key: tuple[int, Tokens, int], seeds: Sequence[int]) -> Sequence[Completion]:
+        _, tokens, max_new_tokens = key
+        sampling = replace(services.sampling, max_new_tokens=max_new_tokens)
+        name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
+        return await services.generate(GroupRequest(name, tokens, tuple(seeds), sampling))
+
+    async def score(_: None, completions: Sequence[Tokens]) -> Sequence[Score]:
+        return await services.score(episode.prompt, completions)
+
+    shared = Coalescer(generate), Coalescer(score)
+    return [EpisodeContext(services, *shared, seed) for seed in episode.seeds]
+
+
 def turn_seed(member_seed: int, turn: int, branch: int = 0) -> int:
     """Return the seed of one completion of a member: on any generator, at any attempt the same.
 
     The first turn of the first branch has the member's own.
     """
-    if not turn and not branch:
-        return member_seed
-    text = f"{member_seed}:{turn}:{branch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return counter_seed(member_seed, turn, branch) if turn or branch else member_seed

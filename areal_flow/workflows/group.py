@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError, root_cause
 from areal_flow.types import Episode
-from areal_flow.workflows.context import EpisodeContext, EpisodeServices, GroupRequests
+from areal_flow.workflows.context import EpisodeContext, EpisodeServices, contexts_of
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,8 @@ async def run_group(
     Raises:
         EngineError, WeightsError: the generator cannot serve; another attempt may succeed.
     """
-    requests = GroupRequests(f"{episode.group_id}.{episode.attempt}", episode.prompt, services)
-    outcomes = await all_of(
-        _run_member(workflow, episode, EpisodeContext(requests, seed=seed))
-        for seed in episode.seeds
-    )
+    contexts = contexts_of(episode, services)
+    outcomes = await all_of(_run_member(workflow, episode, context) for context in contexts)
     return RolledOutGroup(
         drafts=tuple(
             (member, draft)

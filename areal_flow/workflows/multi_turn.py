@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from areal_flow.settings import Settings, require
-from areal_flow.types import Prompt, Score
+from areal_flow.types import Prompt
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
 from areal_flow.workflows.protocol import TrajectoryDraft
@@ -75,14 +75,11 @@ class MultiTurn(Settings):
         """Append the verifier's message; None when the conversation is over."""
         score = draft.score
         assert score is not None
-        if turn == self.max_turns or draft.finish_reason != "stop" or not _is_wrong(score):
+        # Where the verifier itself failed, another answer would not help.
+        is_wrong = score.reward is not None and score.verdict != "right"
+        if turn == self.max_turns or draft.finish_reason != "stop" or not is_wrong:
             return None
         message = score.message or self.wrong_answer_message
         text = self.message_template.replace("{message}", message)
         asked = draft.with_environment(context.encode(text))
         return asked if context.num_tokens_left(asked.tokens) > 0 else None
-
-
-def _is_wrong(score: Score) -> bool:
-    """Return whether another answer may help; not where the verifier itself failed."""
-    return score.reward is not None and score.verdict != "right"

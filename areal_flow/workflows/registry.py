@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
-from areal_flow.settings import Settings
+from areal_flow.settings import Settings, unnamed_is
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.protocol import Workflow
 from areal_flow.workflows.single_turn import SingleTurn
@@ -29,13 +29,7 @@ AnyWorkflow = SingleTurn | MultiTurn | ImportedWorkflow
 
 WORKFLOWS = {workflow.model_fields["name"].default: workflow for workflow in get_args(AnyWorkflow)}
 
-
-def _with_name(value: Any) -> Any:
-    """Return the settings of a recipe that names no workflow as those of single turns."""
-    return {"name": "single_turn", **value} if isinstance(value, dict) else value
-
-
-WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), BeforeValidator(_with_name)]
+WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_is("single_turn")]
 """What a recipe's `[workflow]` accepts: a shipped workflow is its own settings."""
 
 

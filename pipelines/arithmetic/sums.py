@@ -1,4 +1,4 @@
-"""Procedural sums from reasoning-gym, and the two ways to answer one.
+"""Procedural sums from reasoning-gym, the two ways to answer one, and which the policy imitates.
 
 question            "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
 chain of thought    " 4 3 10 #### 10"    the running sums, then the answer
@@ -7,22 +7,30 @@ direct              " #### 10"           the answer at once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.files import Question
 
 SEED_SPACING = 1_000_000_000
 """Item i of a reasoning-gym dataset is drawn with seed + i: close seeds share their items."""
 
 ANSWER_MARK = " ####"
+CHAIN_OF_THOUGHT_FRACTION = 0.24
+"""Of the rows in the mixed phase of a curriculum; before it, all."""
+MIXED_PHASE = 0.12
+"""The last part of a curriculum's steps."""
+_CURRICULUM_STREAM = 7
 
 
 def arithmetic_questions(
     *, size: int, seed: int, min_terms: int, max_terms: int, stream: int
-) -> Iterator[Question]:
-    """Yield `size` distinct sums of one-digit terms; difficulty is the number of terms.
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of `size` distinct sums of one-digit terms; difficulty is the number of terms.
 
     Args:
         stream: 0 for held-out, 1 for training: far apart, like different run seeds.
@@ -37,19 +45,17 @@ def arithmetic_questions(
     seen: set[str] = set()
     while len(seen) < size:
         seen_before = len(seen)
-        items = create_dataset("chain_sum", size=2 * size, seed=base, **settings)
-        for item in items:
-            expression = item["metadata"]["expression"]
-            if expression in seen:
+        for item in create_dataset("chain_sum", size=2 * size, seed=base, **settings):
+            of = item["metadata"]
+            if of["expression"] in seen:
                 continue
-            seen.add(expression)
-            yield Question(
-                question_id=f"chain_sum-{base + item['metadata']['source_index']}",
-                text=f"{expression} =",
-                answer=item["answer"],
-                difficulty=item["metadata"]["num_terms"],
-                origin=f"chain_sum, seed {base}, item {item['metadata']['source_index']}",
-            )
+            seen.add(of["expression"])
+            yield {
+                "id": f"chain_sum-{base + of['source_index']}",
+                "question": f"{of['expression']} =",
+                "answer": item["answer"],
+                "difficulty": of["num_terms"],
+            }
             if len(seen) == size:
                 return
         if len(seen) == seen_before:
@@ -70,11 +76,36 @@ def running_sums(question: str) -> list[int]:
 
 def chain_of_thought_answer(question: str) -> str:
     """Return the running sums, then the answer."""
-    sums = running_sums(question)
-    steps = "".join(f" {value}" for value in sums)
-    return f"{steps}{ANSWER_MARK} {sums[-1]}"
+    steps = "".join(f" {value}" for value in running_sums(question))
+    return steps + direct_answer(question)
 
 
 def direct_answer(question: str) -> str:
     """Return the answer at once."""
     return f"{ANSWER_MARK} {running_sums(question)[-1]}"
+
+
+def curriculum(
+    questions: Sequence[str], *, num_steps: int, batch_size: int, seed: int
+) -> Iterator[dict[str, str]]:
+    """Yield `num_steps` times `batch_size` rows of a prompt and its completion, in their order.
+
+    Chain-of-thought answers come first, so that the skill is there; direct ones are mixed in late,
+    so that the policy has a habit for reinforcement learning to change. Sums with rare running sums
+    are drawn more often: a question's weight is the mean of `frequency ** -0.5` over its own.
+    """
+    sums = [running_sums(question) for question in questions]
+    frequency = Counter(value for values in sums for value in values)
+    weights = np.array(
+        [sum(frequency[value] ** -0.5 for value in values) / len(values) for values in sums]
+    )
+    cumulative = np.cumsum(weights / weights.sum())
+    random = np.random.default_rng([seed, _CURRICULUM_STREAM])
+    for step in range(num_steps):
+        drawn = np.searchsorted(cumulative, random.random(batch_size), side="right")
+        fraction = CHAIN_OF_THOUGHT_FRACTION if step >= num_steps * (1 - MIXED_PHASE) else 1.0
+        reasoned = random.random(batch_size) < fraction
+        for index, shows_steps in zip(np.minimum(drawn, len(sums) - 1), reasoned, strict=True):
+            question = questions[index]
+            answer = chain_of_thought_answer if shows_steps else direct_answer
+            yield {"prompt": question, "completion": answer(question)}

@@ -7,7 +7,6 @@ answer mark) is one token each, so that a completion is short. No torch, no trai
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -18,18 +17,39 @@ LARGEST_SUM = 120
 _PIECES = Regex(r" [+-] \d+| -?\d+|\d| ####| =|[^\d ]+| ")
 
 
+_ARCHITECTURE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "bos_token_id": None,
+    "dtype": "float32",
+}
+
+
 def write_tiny_model(directory: Path, *, max_model_len: int) -> None:
     """Write config.json, generation_config.json and the tokenizer; weights are drawn later."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write(
-        directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD},
-    )
     stop = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
-    _write(directory / "generation_config.json", stop)
-    _write(directory / "config.json", {**_architecture(tokenizer, max_model_len), **stop})
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": max_model_len}
+    marks = {"eos_token": END, "pad_token": PAD}
+    descriptions = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **marks},
+        "generation_config.json": stop,
+        "config.json": {**_ARCHITECTURE, **sizes, **stop},
+    }
+    for name, content in descriptions.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def build_tokenizer() -> Tokenizer:
@@ -38,7 +58,9 @@ def build_tokenizer() -> Tokenizer:
     for symbol in [PAD, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]:
         vocabulary[symbol] = len(vocabulary)
     merges: list[tuple[str, str]] = []
-    for word in _words():
+    terms = [f" {sign} {term}" for sign in "+-" for term in range(LARGEST_TERM + 1)]
+    sums = [f" {number}" for number in range(-LARGEST_SUM, LARGEST_SUM + 1)]
+    for word in [*terms, *sums, " ####", " ="]:
         _add_word(word.replace(" ", "Ġ"), vocabulary, merges)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,12 +74,6 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _words() -> list[str]:
-    terms = [f" {sign} {term}" for sign in "+-" for term in range(LARGEST_TERM + 1)]
-    sums = [f" {number}" for number in range(-LARGEST_SUM, LARGEST_SUM + 1)]
-    return [*terms, *sums, " ####", " ="]
-
-
 def _add_word(word: str, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
     """Merge left to right, so that every prefix of a word is a token too."""
     merged = word[0]
@@ -66,28 +82,3 @@ def _add_word(word: str, vocabulary: dict[str, int], merges: list[tuple[str, str
             vocabulary[merged + character] = len(vocabulary)
             merges.append((merged, character))
         merged += character
-
-
-def _architecture(tokenizer: Tokenizer, max_model_len: int) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": max_model_len,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

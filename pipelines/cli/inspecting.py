@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, RunError
+from areal_flow.recovery.run_directory import existing_run, find_run
 from pipelines.cli.settings import Flag, Given
+from pipelines.cli.tables import Report
 
 DEFAULT_LIMIT = 20
 
 
-def add_to(app: App) -> None:
-    """Add the commands."""
-    for command in (evaluate, export, trajectories, lineage, replay, check, runs, track, ui):
-        app.command(command)
-
-
 def evaluate(
     model: str, /, *, prompts: Path | None = None, num_prompts: int | None = None, folders: Given
-) -> None:
+) -> Report:
     """Answer held-out prompts with a policy.
 
     Args:
@@ -29,14 +29,14 @@ def evaluate(
         prompts: JSONL or Parquet, instead of the run's own.
         num_prompts: Answer only the first ones.
     """
-    from pipelines.cli.reports import print_evaluation
+    from pipelines.cli.reports import report_evaluation
     from pipelines.evaluate import evaluate_model
     from pipelines.models import find_model, title_of
 
     directory = find_model(folders.runs, model, registry=folders.registry)
     title = title_of(model, directory)
     found = evaluate_model(directory, prompts=prompts, limit=num_prompts, title=title)
-    print_evaluation(found.table, title)
+    return report_evaluation(found.table, title)
 
 
 def export(model: str, directory: Path, /, *, folders: Given) -> None:
@@ -64,7 +64,7 @@ def trajectories(
     to: Path | None = None,
     tokens: Flag = False,
     folders: Given,
-) -> None:
+) -> Report:
     """List a run's trajectories, show one, or write them to a file.
 
     Columns for --where and --sort: those of schemas/trajectories.py, and prompt, completion (text),
@@ -88,57 +88,46 @@ def trajectories(
         raise ConfigError("--tokens goes with --show")
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
-    from areal_flow.recovery.run_directory import find_run
-    from areal_flow.store.browsing import Selection
+    from areal_flow.store.browsing import Selection, show_trajectory
+    from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report
 
-    layout = find_run(folders.runs, run)
+    found = Run(find_run(folders.runs, run).root)
     everything = limit is None and (show or to)
     count = None if everything else DEFAULT_LIMIT if limit is None else limit or None
     selection = Selection(where, sort, descending, count)
     if to:
-        trajectory_report.export_trajectories(layout, selection=selection, at=at, path=to)
-    elif show:
-        trajectory_report.print_trajectory(
-            layout, selection=selection, at=at, which=show, by_token=tokens
-        )
-    else:
-        trajectory_report.list_trajectories(layout, selection=selection, at=at)
+        return trajectory_report.export_trajectories(found, selection=selection, at=at, path=to)
+    if show:
+        shown = show_trajectory(found, show, selection=selection, at=at)
+        return trajectory_report.report_trajectory(shown, by_token=tokens)
+    return trajectory_report.report_listing(found, selection=selection, at=at)
 
 
 def lineage(
-    model: str,
-    /,
-    *,
-    step: int | None = None,
-    json: Flag = False,
-    to: Path | None = None,
-    folders: Given,
-) -> int:
+    model: str, /, *, step: int | None = None, to: Path | None = None, folders: Given
+) -> Report:
     """Show what a model version, or a step of a run, was made from.
 
     Args:
         model: models:/NAME@ALIAS, models:/NAME/VERSION, a run's name or its directory.
         step: Of a run; the last by default.
-        json: As one JSON object.
         to: A new .parquet or .jsonl of its trajectories.
     """
     if step is not None and model.startswith("models:/"):
         raise ConfigError("--step goes with a run: a registered version is one step already")
-    from pipelines.cli.lineage_report import export_lineage, print_lineage, print_lineage_json
-    from pipelines.cli.table_file import refuse_target
+    from pipelines.cli.reports import report_lineage
+    from pipelines.cli.table_file import write_table_file
     from pipelines.models import trace_model
 
-    if to:
-        refuse_target(to)
     traced = trace_model(folders.runs, model, step=step, registry=folders.registry)
-    if json:
-        print_lineage_json(traced)
-    elif not to:
-        print_lineage(traced)
+    report = report_lineage(traced)
     if to:
-        export_lineage(traced, path=to)
-    return int(not all(check.holds for check in traced.checks))
+        table = traced.lineage.trajectories("arrow")
+        num_rows = write_table_file(to, [table], table.schema)
+        said = f"{num_rows} trajectories of version {traced.lineage.version} in {to}"
+        return replace(report, parts=[said])
+    return report
 
 
 def replay(
@@ -153,9 +142,8 @@ def replay(
     loss: Annotated[str | None, Parameter(metavar="MODULE:FUNCTION")] = None,
     trajectories: int = 0,
     tokens: str | None = None,
-    json: Flag = False,
     folders: Given,
-) -> int:
+) -> Report:
     """Compute a recorded step again, bit for bit, and what it would have been.
 
     The exit code is 1 if the step differs from the ledger where it must not.
@@ -168,50 +156,41 @@ def replay(
         loss: Compute it a second time with this loss.
         trajectories: Show so many trajectories that differ most.
         tokens: Show a trajectory's tokens, by its id.
-        json: Print one JSON object instead.
     """
-    from areal_flow.recovery.replay_settings import changed_recipe, import_loss, parse_changes
-    from areal_flow.recovery.run_directory import existing_run
+    from areal_flow.import_path import import_function
+    from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
 
     layout, changes = existing_run(folders.runs, run), parse_changes(set_ or [])
     changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
     from areal_flow.recovery.replay import replay_step
-    from pipelines.cli.replay_report import print_json, print_report
+    from pipelines.cli.replay_report import report_replay
 
     replayed = replay_step(
         layout,
         step=step,
         from_checkpoint=from_,
         changes=changes,
-        loss=import_loss(loss) if loss else None,
+        loss=import_function(loss, setting="--loss", error=ConfigError) if loss else None,
     )
-    print_results = print_json if json else print_report
-    print_results(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)
-    return 1 if replayed.refused else 0
+    return report_replay(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)
 
 
-def check(run: str, /, *, json: Flag = False, folders: Given) -> int:
+def check(run: str, /, *, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
 
     Args:
         run: A run's name, or its directory.
-        json: Print one JSON object.
     """
-    from areal_flow.audit.run import check_run
-    from areal_flow.recovery.run_directory import find_run
-    from pipelines.cli.reports import print_check, print_check_json
+    from pipelines.cli.reports import report_check
 
-    report = check_run(find_run(folders.runs, run))
-    print_found = print_check_json if json else print_check
-    print_found(report)
-    return 0 if report.clean else 1
+    return report_check(find_run(folders.runs, run))
 
 
-def runs(*, folders: Given) -> None:
+def runs(*, folders: Given) -> Report:
     """List runs with their state."""
-    from pipelines.cli.reports import print_runs
+    from pipelines.cli.reports import report_runs
 
-    print_runs(folders.runs)
+    return report_runs(folders.runs)
 
 
 def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
@@ -221,7 +200,6 @@ def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders:
         run: A run's name, or its directory.
         to: The server's address.
     """
-    from areal_flow.recovery.run_directory import find_run
     from areal_flow.tracking.registry import track
 
     num_steps = track(find_run(folders.runs, run).root, to)
@@ -234,6 +212,19 @@ def ui(*, port: int = 5000, folders: Given) -> None:
     Args:
         port: To listen on.
     """
-    from pipelines.cli.ui import serve
+    from areal_flow.tracking.mlflow import default_tracking_uri
 
-    serve(folders.runs, port)
+    if not (database := folders.runs / "mlflow.db").is_file():
+        raise RunError(f"expected {database}, found none: train first with `areal-flow train`")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(f"port {port} is taken: choose another with --port N")
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    print(f"MLflow: http://127.0.0.1:{port} (ready in about 20 s; Ctrl-C ends it)", flush=True)
+    where = ("--backend-store-uri", default_tracking_uri(folders.runs), "--host", "127.0.0.1")
+    few = ("--port", str(port), "--workers", "1")  # a worker of its own for each core otherwise
+    os.execv(sys.executable, (sys.executable, "-m", "mlflow", "server", *where, *few))
+
+
+COMMANDS = (evaluate, export, trajectories, lineage, replay, check, runs, track, ui)

@@ -20,7 +20,8 @@ from cyclopts import App, CycloptsError, Parameter
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, training, workers
-from pipelines.cli.settings import EXIT_CODES, Folders
+from pipelines.cli.settings import EXIT_CODES, Flag, Folders
+from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
 
 app = App(
@@ -32,8 +33,8 @@ app = App(
     print_error=False,
 )
 app.register_install_completion_command()
-for group in (training, inspecting, workers):
-    group.add_to(app)
+for command in (*training.COMMANDS, *inspecting.COMMANDS, *workers.COMMANDS):
+    app.command(command)
 
 
 @app.meta.default
@@ -43,12 +44,16 @@ def launch(
     registry: Annotated[
         str | None, Parameter(help="MLflow's address, for models:/...", metavar="URI")
     ] = None,
+    json: Annotated[Flag, Parameter(help="Print a report as one JSON object.")] = False,
 ) -> int:
     """Run one command; what all commands share may stand before or after its name."""
     began = monotonic()
     command, bound, ignored = app.parse_args(tokens)
+    if json and command.__annotations__.get("return") != Report.__name__:
+        raise ConfigError(f"`{' '.join(tokens[:1])}` prints no report: it takes no --json")
     shared = {"folders": Folders(runs, registry, began)} if "folders" in ignored else {}
-    return int(command(*bound.args, **bound.kwargs, **shared) or 0)
+    found = command(*bound.args, **bound.kwargs, **shared)
+    return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,12 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         print(f"areal-flow: {explain_usage(error)}", file=sys.stderr)
         return 2
-    except ConfigError as error:
-        print(f"areal-flow: {error}", file=sys.stderr)
-        return 2
     except ArealFlowError as error:
         print(f"areal-flow: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
         print("areal-flow: stopped", file=sys.stderr)
         return EXIT_CODES.get(str(stop), EXIT_CODES["SIGINT"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import Any
 
@@ -14,42 +13,13 @@ WINDOW_STEPS = 8
 """Rates are means over this many steps."""
 
 
-class StepRates:
-    """What a display shows of the last few steps."""
-
-    def __init__(self, num_steps: int, num_generators: int) -> None:
-        self.num_steps = num_steps
-        self.num_generators = num_generators
-        self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
-
-    def add(self, row: dict[str, Any]) -> dict[str, str]:
-        """Return labelled values, ready to print."""
-        self._rows.append(row)
-        seconds = max(1e-9, self._sum("seconds_step"))
-        left = max(0, self.num_steps - row["step"]) * seconds / len(self._rows)
-        generating = self._sum("seconds_generate") / (seconds * self.num_generators)
-        training = (self._sum("seconds_train") + self._sum("seconds_stage")) / seconds
-        return {
-            "step": f"{row['step']}/{self.num_steps}",
-            "pass": f"{self._sum('reward_mean') / len(self._rows):.3f}",
-            "length": f"{row['completion_tokens_mean']:.1f}",
-            "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
-            "generated tok/s": f"{self._sum('num_generated_tokens') / seconds:,.0f}",
-            "trained tok/s": f"{self._sum('num_trained_tokens') / seconds:,.0f}",
-            "generators busy": f"{min(1.0, generating):.0%}",
-            "trainer busy": f"{min(1.0, training):.0%}",
-            "left": f"{int(left) // 60}:{int(left) % 60:02d}",
-        }
-
-    def _sum(self, column: str) -> float:
-        return float(sum(row[column] for row in self._rows))
-
-
 class Progress:
     """Shows how a run goes: one line a step, for logs and pipes."""
 
-    def __init__(self, rates: StepRates) -> None:
-        self._rates = rates
+    def __init__(self, num_steps: int, num_generators: int) -> None:
+        self._num_steps = num_steps
+        self._num_generators = num_generators
+        self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
 
     def phase(self, text: str) -> None:
         """Say what begins now."""
@@ -61,27 +31,46 @@ class Progress:
 
     def step(self, row: dict[str, Any]) -> None:
         """Show a finished training step."""
-        self._show(self._rates.add(row))
+        self._rows.append(row)
+        self._show(self._values(row))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        sys.stdout.flush()
 
     def _show(self, values: dict[str, str]) -> None:
         print("  ".join(f"{label} {value}" for label, value in values.items()), flush=True)
+
+    def _values(self, row: dict[str, Any]) -> dict[str, str]:
+        seconds = max(1e-9, self._sum("seconds_step"))
+        left = int(max(0, self._num_steps - row["step"]) * seconds / len(self._rows))
+        generating = self._sum("seconds_generate") / (seconds * self._num_generators)
+        training = (self._sum("seconds_train") + self._sum("seconds_stage")) / seconds
+        return {
+            "step": f"{row['step']}/{self._num_steps}",
+            "pass": f"{self._sum('reward_mean') / len(self._rows):.3f}",
+            "length": f"{row['completion_tokens_mean']:.1f}",
+            "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
+            "generated tok/s": f"{self._sum('num_generated_tokens') / seconds:,.0f}",
+            "trained tok/s": f"{self._sum('num_trained_tokens') / seconds:,.0f}",
+            "generators busy": f"{min(1.0, generating):.0%}",
+            "trainer busy": f"{min(1.0, training):.0%}",
+            "left": f"{left // 60}:{left % 60:02d}",
+        }
+
+    def _sum(self, column: str) -> float:
+        return float(sum(row[column] for row in self._rows))
 
 
 class LiveProgress(Progress):
     """A list of values that refreshes in place; fits any width."""
 
-    def __init__(self, rates: StepRates, console: Console) -> None:
-        super().__init__(rates)
-        self._console = console
+    def __init__(self, num_steps: int, num_generators: int, *, console: Console) -> None:
+        super().__init__(num_steps, num_generators)
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def phase(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._live.console.print(text, highlight=False)
         self._live.update("")
 
     def update(self, text: str) -> None:
@@ -99,6 +88,7 @@ class LiveProgress(Progress):
 
 def make_progress(*, num_steps: int, num_generators: int) -> Progress:
     """Return a live display on a terminal, lines elsewhere."""
-    rates = StepRates(num_steps, num_generators)
     console = Console()
-    return LiveProgress(rates, console) if console.is_terminal else Progress(rates)
+    if console.is_terminal:
+        return LiveProgress(num_steps, num_generators, console=console)
+    return Progress(num_steps, num_generators)

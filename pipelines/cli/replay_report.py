@@ -1,54 +1,33 @@
-"""Prints a replayed step: tables for a reader, or one JSON object for a program."""
+"""A replayed step beside its record, and what it did to its trajectories."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.comparison import ComparedStep, compared_values
 from areal_flow.recovery.replay import Replayed
+from areal_flow.recovery.restore import ComparedStep, compared_values
 from areal_flow.trainer.inspection import InspectedTrajectory
-from pipelines.cli.tables import make_console, print_table
-
-HASH_CHARACTERS = 12
+from pipelines.cli.tables import Report, Table
 
 
-def print_report(
+def report_replay(
     layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
-) -> None:
-    """Print the step beside its record, then what was asked for of its trajectories.
+) -> Report:
+    """Report the step beside its record, then what was asked for of its trajectories.
+
+    The exit code is 1 if a step differs where it must not.
 
     Raises:
         RunError: the step did not train `tokens_of`.
     """
-    shown = _trajectory(layout, replayed, tokens_of) if tokens_of else None
-    console = make_console()
-    console.print(_beginning(layout, replayed), soft_wrap=True)
-    _print_step(console, replayed)
-    for line in [*_changes(replayed), *verdict(replayed)]:
-        console.print(line, soft_wrap=True)
-    if num_trajectories:
-        _print_trajectories(console, most_different(replayed, num_trajectories))
-    if shown:
-        _print_tokens(console, shown, _token_texts(layout, shown))
-
-
-def print_json(
-    layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
-) -> None:
-    """Print everything that `print_report` does as one JSON object.
-
-    Raises:
-        RunError: the step did not train `tokens_of`.
-    """
-    report: dict[str, Any] = {
+    found: dict[str, Any] = {
         "run": layout.name,
         "checkpoint": replayed.checkpoint,
         "before": [_compared(compared) for compared in replayed.before],
@@ -57,14 +36,20 @@ def print_json(
         "changes": replayed.changes,
         "verdict": verdict(replayed),
     }
+    changes = [f"{name} {before} -> {after}" for name, (before, after) in replayed.changes.items()]
+    parts: list[RenderableType] = [_beginning(layout, replayed), _step_table(found)]
+    parts += [f"Changed: {'; '.join(changes)}."] if changes else []
+    parts += found["verdict"]
     if num_trajectories:
-        shown = most_different(replayed, num_trajectories)
-        report["trajectories"] = [asdict(trajectory) for trajectory in shown]
+        different = most_different(replayed, num_trajectories)
+        found["trajectories"] = [asdict(trajectory) for trajectory in different]
+        parts.append(_trajectory_table(different))
     if tokens_of:
-        trajectory = _trajectory(layout, replayed, tokens_of)
-        texts = _token_texts(layout, trajectory)
-        report["tokens_of"] = {**asdict(trajectory), "texts": texts}
-    print(json.dumps(report))
+        shown = _trajectory(layout, replayed, tokens_of)
+        texts = _token_texts(layout, shown)
+        found["tokens_of"] = {**asdict(shown), "texts": texts}
+        parts.append(_token_table(shown, texts))
+    return Report(found, parts, code=int(bool(replayed.refused)))
 
 
 def most_different(replayed: Replayed, num: int) -> list[InspectedTrajectory]:
@@ -77,28 +62,22 @@ def most_different(replayed: Replayed, num: int) -> list[InspectedTrajectory]:
 
 def verdict(replayed: Replayed) -> list[str]:
     """Return what a reader must know about the comparison, one sentence a line."""
-    lines = [_environment(compared) for compared in (*replayed.before, replayed.compared)]
-    lines = list(dict.fromkeys(line for line in lines if line))
-    lines += [
-        f"Step {compared.step} DIFFERS where it must not, in {', '.join(compared.differences)}: "
-        "the numeric environment is the recorded one, so the ledger, the log, a checkpoint, "
-        "config.toml or the code has changed since."
-        for compared in replayed.refused
-    ]
-    forked = [c for c in (*replayed.before, replayed.compared) if not (c.equal or c.refused)]
-    lines += [
-        f"Step {compared.step} differs, as it may: "
-        + ("an earlier step differed." if compared.after_fork else "see the environment above.")
-        for compared in forked
-    ]
+    walked = (*replayed.before, replayed.compared)
+    lines = list(dict.fromkeys(filter(None, map(_environment, walked))))
+    for compared in walked:
+        if compared.refused:
+            lines.append(
+                f"Step {compared.step} DIFFERS where it must not, in "
+                f"{', '.join(compared.differences)}: the numeric environment is the recorded one, "
+                "so the ledger, the log, a checkpoint, config.toml or the code has changed since."
+            )
+        elif not compared.equal:
+            forked = compared.after_fork
+            why = "an earlier step differed." if forked else "see the environment above."
+            lines.append(f"Step {compared.step} differs, as it may: {why}")
     if replayed.compared.equal:
         lines.append(f"Step {replayed.compared.step} is equal to its record, bit for bit.")
     return lines
-
-
-def _changes(replayed: Replayed) -> list[str]:
-    parts = [f"{name} {before} -> {after}" for name, (before, after) in replayed.changes.items()]
-    return [f"Changed: {'; '.join(parts)}."] if parts else []
 
 
 def _environment(compared: ComparedStep) -> str:
@@ -136,79 +115,66 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
     }
 
 
-def _print_step(console: Console, replayed: Replayed) -> None:
-    columns = [compared_values(replayed.recorded), compared_values(replayed.replayed)]
-    labels = ["", "recorded", "replayed", "equal?"]
-    if replayed.changed:
-        columns.append(compared_values(replayed.changed))
-        labels.append("changed")
+def _step_table(found: dict[str, Any]) -> Table:
+    recorded, replayed, changed = (found[of] for of in ("recorded", "replayed", "changed"))
     rows = []
-    for name in dict.fromkeys(chain(*columns)):  # another algorithm has other metrics
-        recorded, again, *changed = (_value(column.get(name, "-")) for column in columns)
-        equal = "yes" if name not in replayed.compared.differences else "NO"
-        rows.append((name.replace("_", " "), recorded, again, equal, *changed))
-    print_table(console, labels, rows)
+    for name in {**recorded, **replayed, **(changed or {})}:  # another algorithm has other metrics
+        there, here = recorded.get(name), replayed.get(name)
+        row = {"": name.replace("_", " "), "recorded": _value(there), "replayed": _value(here)}
+        row["equal?"] = None if there is here is None else "yes" if there == here else "NO"
+        rows.append(row | ({"changed": _value(changed.get(name))} if changed else {}))
+    return Table(rows)
 
 
-def _value(value: float | str) -> str:
-    if isinstance(value, str):
-        return value[:HASH_CHARACTERS]
+def _value(value: float | str | None) -> str | None:
+    if value is None or isinstance(value, str):
+        return value and value[:12]
     return f"{value:,}" if isinstance(value, int) else f"{value:.12g}"
 
 
-def _print_trajectories(console: Console, shown: Sequence[InspectedTrajectory]) -> None:
-    labels = (
-        *("trajectory", "reward", "advantage", "trained", "masked", "staleness"),
-        *("w mean", "w max", "clipped", "logprob behaviour", "before", "replayed"),
-        *(["changed"] if shown and shown[0].changed else []),
-        "mean |difference|",
-    )
-    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
-    print_table(console, labels, [_trajectory_row(trajectory) for trajectory in shown], title=title)
-
-
-def _trajectory_row(trajectory: InspectedTrajectory) -> tuple[str, ...]:
-    outcome, weights = trajectory.replayed, trajectory.importance_weights
-    return (
-        trajectory.trajectory_id,
-        f"{trajectory.reward:g}",
-        f"{outcome.advantage:.3f}",
-        str(outcome.num_trained),
-        str(len(trajectory.tokens) - outcome.num_trained),
-        str(trajectory.staleness_max),
-        f"{_mean(weights):.3f}",
-        f"{max(weights, default=1.0):.3f}",
-        str(sum(outcome.clipped)),
-        f"{_mean(trajectory.behavior_logprobs):.4f}",
-        f"{_mean(trajectory.proximal_logprobs):.4f}",
-        f"{_mean(outcome.logprobs):.4f}",
-        *([f"{_mean(trajectory.changed.logprobs):.4f}"] if trajectory.changed else []),
-        f"{trajectory.mean_difference:.2e}",
-    )
-
-
-def _print_tokens(console: Console, trajectory: InspectedTrajectory, texts: Sequence[str]) -> None:
-    labels = (
-        *("", "token", "version", "logprob behaviour", "before", "w", "replayed"),
-        *(["changed"] if trajectory.changed else []),
-        *("difference", "masked?"),
-    )
+def _trajectory_table(shown: Sequence[InspectedTrajectory]) -> Table:
     rows = [
-        (
-            str(index),
-            repr(text),
-            str(trajectory.versions[index]),
-            f"{trajectory.behavior_logprobs[index]:.5f}",
-            f"{trajectory.proximal_logprobs[index]:.5f}",
-            f"{trajectory.importance_weights[index]:.4f}",
-            f"{trajectory.replayed.logprobs[index]:.5f}",
-            *([f"{trajectory.changed.logprobs[index]:.5f}"] if trajectory.changed else []),
-            f"{trajectory.differences[index]:+.2e}",
-            _masked(trajectory, index),
-        )
+        {
+            "trajectory": trajectory.trajectory_id,
+            "reward": f"{trajectory.reward:g}",
+            "advantage": f"{trajectory.replayed.advantage:.3f}",
+            "trained": trajectory.replayed.num_trained,
+            "masked": len(trajectory.tokens) - trajectory.replayed.num_trained,
+            "staleness": trajectory.staleness_max,
+            "w mean": f"{_mean(trajectory.importance_weights):.3f}",
+            "w max": f"{max(trajectory.importance_weights, default=1.0):.3f}",
+            "clipped": sum(trajectory.replayed.clipped),
+            "logprob behaviour": f"{_mean(trajectory.behavior_logprobs):.4f}",
+            "before": f"{_mean(trajectory.proximal_logprobs):.4f}",
+            "replayed": f"{_mean(trajectory.replayed.logprobs):.4f}",
+            **({"changed": f"{_mean(t.logprobs):.4f}"} if (t := trajectory.changed) else {}),
+            "mean |difference|": f"{trajectory.mean_difference:.2e}",
+        }
+        for trajectory in shown
+    ]
+    title = f"The {len(shown)} trajectories that differ most; mean log-probabilities"
+    return Table(rows, title)
+
+
+def _token_table(trajectory: InspectedTrajectory, texts: Sequence[str]) -> Table:
+    weights, differences = trajectory.importance_weights, trajectory.differences
+    changed = trajectory.changed
+    rows = [
+        {
+            "": index,
+            "token": repr(text),
+            "version": trajectory.versions[index],
+            "logprob behaviour": f"{trajectory.behavior_logprobs[index]:.5f}",
+            "before": f"{trajectory.proximal_logprobs[index]:.5f}",
+            "w": f"{weights[index]:.4f}",
+            "replayed": f"{trajectory.replayed.logprobs[index]:.5f}",
+            **({"changed": f"{changed.logprobs[index]:.5f}"} if changed else {}),
+            "difference": f"{differences[index]:+.2e}",
+            "masked?": _masked(trajectory, index),
+        }
         for index, text in enumerate(texts)
     ]
-    print_table(console, labels, rows, title=f"Trajectory {trajectory.trajectory_id}")
+    return Table(rows, f"Trajectory {trajectory.trajectory_id}")
 
 
 def _masked(trajectory: InspectedTrajectory, index: int) -> str:
@@ -217,6 +183,10 @@ def _masked(trajectory: InspectedTrajectory, index: int) -> str:
     if trained == changed:
         return "" if trained else "masked"
     return "masked if changed" if trained else "masked, trained if changed"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> InspectedTrajectory:
@@ -236,7 +206,3 @@ def _token_texts(layout: RunLayout, trajectory: InspectedTrajectory) -> list[str
 
     tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
     return [tokenizer.decode([token], skip_special_tokens=False) for token in trajectory.tokens]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))

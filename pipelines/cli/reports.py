@@ -1,81 +1,203 @@
-"""What an audit found, how an evaluation went and which runs there are, on a terminal."""
+"""What an audit found, how an evaluation went, which runs there are, and what made a policy."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from areal_flow.audit.findings import Report
+from rich.console import RenderableType
+from rich.text import Text
+
+from areal_flow.audit.run import check_run
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import newest_lease
 from areal_flow.recovery.run_directory import list_runs, observed_state
+from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import make_console, print_table
+from pipelines.cli.tables import Report, Table, facts
+from pipelines.models import Traced
+
+_BARS = 30
+_LAST_STEPS = 5
+_MOST_ROWS = 12
 
 
-def print_check_json(report: Report) -> None:
-    """Print what was found as one JSON object."""
-    print(json.dumps(report.as_json()))
+def report_check(layout: RunLayout) -> Report:
+    """Report each finding with what to do, and how much was looked at."""
+    audit = check_run(layout)
+    found = audit.as_json()
+    checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
+    labels = ("", "rule", "where", "expected", "found", "what to do")
+    rows = [dict(zip(labels, (f.severity, *f[:5]), strict=True)) for f in audit.findings]
+    table = Table(rows, prose=labels[2:])
+    last = f"{audit.run}: {audit.verdict}. Checked: {checked}"
+    return Report(found, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 
-def print_check(report: Report) -> None:
-    """Print each finding with what to do, and how much was looked at."""
-    if report.findings:
-        labels = ("", "rule", "where", "expected", "found", "what to do")
-        rows = [(f.severity, *f[:5]) for f in report.findings]
-        print_table(make_console(), labels, rows, prose=labels[2:])
-    checked = ", ".join(f"{count} {kind}" for kind, count in report.checked.items()) or "nothing"
-    print(f"{report.run}: {report.verdict}. Checked: {checked}")
-
-
-def print_evaluation(found: EvaluationTable, model: str) -> None:
-    """Print a table by difficulty, and one line of JSON."""
+def report_evaluation(found: EvaluationTable, model: str) -> Report:
+    """Report pass rates by difficulty, and the overall one as a line of JSON."""
+    overall = asdict(found.overall)
     rows = [
-        (
-            str(difficulty),
-            str(rate.n),
-            f"{rate.pass_rate:.3f}",
-            f"[{rate.low:.3f}, {rate.high:.3f}]",
-            f"{length:.1f}",
-        )
+        {"difficulty": difficulty, **asdict(rate), "mean_length": length}
         for difficulty, (rate, length) in found.by_difficulty.items()
     ]
-    labels = ("difficulty", "prompts", "pass rate", "95% interval", "mean length")
-    title = f"{model}: held-out prompts, one sample each"
-    print_table(make_console(), labels, rows, title=title)
-    print(json.dumps(asdict(found.overall)))
+    shown = [
+        {
+            "difficulty": difficulty,
+            "prompts": rate.n,
+            "pass rate": f"{rate.pass_rate:.3f}",
+            "95% interval": f"[{rate.low:.3f}, {rate.high:.3f}]",
+            "mean length": f"{length:.1f}",
+        }
+        for difficulty, (rate, length) in found.by_difficulty.items()
+    ]
+    table = Table(shown, f"{model}: held-out prompts, one sample each")
+    data = {"model": model, "overall": overall, "by_difficulty": rows}
+    return Report(data, [table, json.dumps(overall)])
 
 
-def print_runs(runs: Path) -> None:
-    """Print every run with its state and how far it is."""
-    rows = [_row(layout) for layout in list_runs(runs)]
-    if not rows:
-        print(f"no runs in {runs}")
-        return
-    labels = ("run", "state", "steps", "pass rate", "since", "reason")
-    print_table(make_console(), labels, rows, prose=("reason",))
+def report_runs(runs: Path) -> Report:
+    """Report every run with its state and how far it is."""
+    found = [_run(layout) for layout in list_runs(runs)]
+    rows = [
+        {**run, "pass rate": " -> ".join(f"{rate:.3f}" for rate in run["pass rate"]) or None}
+        for run in found
+    ]
+    table = Table(rows, prose=("reason",))
+    return Report({"runs": found}, [table if found else f"no runs in {runs}"])
 
 
-def _row(layout: RunLayout) -> tuple[str, ...]:
+def _run(layout: RunLayout) -> dict[str, Any]:
     observed, lease = observed_state(layout), newest_lease(layout.writers)
-    since = lease.since if lease else "-"
-    progress = _num_steps(layout), _rates(layout)
-    return (layout.name, observed.state, *progress, since, observed.reason)
+    num_steps, rates = None, []
+    if layout.steps.is_dir():
+        num_steps = max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1)
+    if layout.summary.is_file():
+        summary = json.loads(layout.summary.read_text())
+        held_out = [summary["held_out_before"], summary["held_out_after"]]
+        rates = [rate["pass_rate"] for rate in held_out] if all(held_out) else []
+    return {
+        "run": layout.name,
+        "state": observed.state,
+        "steps": num_steps,
+        "pass rate": rates,
+        "since": lease.since if lease else None,
+        "reason": observed.reason,
+    }
 
 
-def _num_steps(layout: RunLayout) -> str:
-    if not layout.steps.is_dir():
-        return "-"
-    return str(max(0, len(open_run(layout.root).steps("arrow", columns=["step"])) - 1))
+def report_lineage(traced: Traced) -> Report:
+    """Report a lineage: numbers, the last steps, who sampled the tokens, and what holds.
+
+    The exit code is 1 if a weights hash is not the ledger's.
+    """
+    found, version = traced.lineage.summary(), traced.registered
+    named = version and {"name": version.name, "version": version.version, "tags": version.tags}
+    checks = [{**asdict(check), "holds": check.holds} for check in traced.checks]
+    parts: list[RenderableType] = [facts(_facts({**found, "registered": named}))]
+    if found["version"] > 0:
+        parts += [_steps(traced.lineage), _policy_versions(found["policy_versions"])]
+    parts += ["", *(_said(check) for check in traced.checks)]
+    code = int(not all(check.holds for check in traced.checks))
+    return Report({"registered": named, **found, "checks": checks}, parts, code)
 
 
-def _rates(layout: RunLayout) -> str:
-    if not layout.summary.is_file():
-        return "-"
-    summary = json.loads(layout.summary.read_text())
-    before, after = summary["held_out_before"], summary["held_out_after"]
-    if not (before and after):
-        return "-"
-    return f"{before['pass_rate']:.3f} -> {after['pass_rate']:.3f}"
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    named, breaks = found["registered"], found["chain_breaks"]
+    broken = f"broken before step {', '.join(map(str, breaks))}" if breaks else "unbroken"
+    forks = ", ".join(str(fork["step"]) for fork in found["forks"])
+    forked = f"replayed to other weights, in another numeric environment: steps {forks}"
+    environments = [
+        {**record, "text": ", ".join(f"{k} {v}" for k, v in record["numeric_environment"].items())}
+        for record in found["numeric_environments"]
+    ]
+    return [
+        *([("registered", f"models:/{named['name']}/{named['version']}")] if named else []),
+        ("policy", f"version {found['version']} of run {found['run']}"),
+        ("weights", found["weights_hash"]),
+        ("chain", f"from the genesis {found['genesis_hash']}, {broken}"),
+        ("steps", str(found["num_steps"])),
+        ("trajectories", f"{found['num_trajectories']:,}, of {found['num_prompts']:,} prompts"),
+        (
+            "tokens",
+            f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} masked",
+        ),
+        (
+            "dataset",
+            f"{found['trajectory_watermark']:,} trajectories in the log, Lance version "
+            f"{found['lance_version']}",
+        ),
+        ("verifier", _spans(found["verifiers"], "verifier") or "none"),
+        ("config", _spans(found["config_hashes"], "config_hash")),
+        ("code", _spans(found["code_versions"], "code_version")),
+        ("writer epoch", _spans(found["writer_epochs"], "writer_epoch")),
+        ("environment", _spans(environments, "text")),
+        ("forks", forked if forks else "none"),
+    ]
+
+
+def _spans(records: Sequence[dict[str, Any]], name: str) -> str:
+    """Return values with their steps; the only one needs none."""
+    if len(records) == 1:
+        return str(records[0][name])
+    return "\n".join(f"{r[name]} (steps {r['first_step']} to {r['last_step']})" for r in records)
+
+
+def _steps(lineage: Lineage) -> Table:
+    steps = lineage.steps.iloc[1:]
+    some = f"the last {_LAST_STEPS} of {len(steps)} steps"
+    rows = [
+        {
+            "step": row.step,
+            "from": f"v{row.policy_version}",
+            "reward": f"{row.reward_mean:.3f}",
+            "trained": f"{row.num_trained_tokens:,}",
+            "masked": f"{row.num_masked_tokens:,}",
+            "loss": f"{row.loss:.4f}",
+            "weights": row.weights_hash[:12],
+            "parent": row.parent_hash[:12],
+            "committed": f"{row.committed_at:%Y-%m-%d %H:%M:%S}",
+        }
+        for row in steps.tail(_LAST_STEPS).itertuples()
+    ]
+    return Table(rows, some if len(steps) > _LAST_STEPS else "its steps")
+
+
+def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
+    found = bucketed(records)
+    most = max([1, *(trained for _, trained, _ in found)])
+    rows = [
+        {
+            "version": versions,
+            "trained": f"{trained:,}",
+            "masked": f"{masked:,}",
+            "": "█" * round(_BARS * trained / most),
+        }
+        for versions, trained, masked in found
+    ]
+    return Table(rows, "its tokens by the policy version that sampled them")
+
+
+def bucketed(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """Sum versions with their neighbours until a screen holds them; label each with its range."""
+    size = max(1, -(-len(records) // _MOST_ROWS))
+    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    return [
+        (
+            " to ".join(dict.fromkeys(str(part[at]["version"]) for at in (0, -1))),
+            sum(record["num_trained_tokens"] for record in part),
+            sum(record["num_masked_tokens"] for record in part),
+        )
+        for part in parts
+    ]
+
+
+def _said(check: HashCheck) -> Text:
+    if check.holds:
+        return Text(f"✓ {check.what} has the weights hash of the ledger", "green")
+    said = f"✗ {check.what} has weights {check.found}, the ledger {check.expected}"
+    return Text(said, "bold red")

@@ -8,20 +8,19 @@ that they change, so that errors name field, value and rule however a value was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from areal_flow.config import Recipe, parse_value
-from areal_flow.config_errors import sections
+from areal_flow.config import Recipe
+from areal_flow.settings import parse_value
 
-_TYPES: dict[Any, str] = {str: "text", Path: "path", int: "int", float: "float", bool: "bool"}
-_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
+_SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,67 +51,62 @@ class Setting:
     meaning: str
 
 
-def settings_of(model: type[BaseModel], section: str = "") -> Iterator[Setting]:
-    """Yield the settings of one section, in the order of their declaration."""
-    for name, field in model.model_fields.items():
-        if not sections(field.annotation):
-            yield _setting(f"{section}{name}", field)
-
-
-def all_settings(recipe: type[BaseModel] = Recipe) -> Iterator[tuple[str, str, list[Setting]]]:
+def all_settings() -> Iterator[tuple[str, str, list[Setting]]]:
     """Yield each section's name, meaning and settings; a recipe's own first, under no name.
 
     A section that may be there several times has its name in brackets, as in TOML.
     """
-    yield "", "The run", list(settings_of(recipe))
-    for name, field in recipe.model_fields.items():
-        found: dict[str, Setting] = {}
-        tables = get_args(field.annotation)[:1] if get_origin(field.annotation) is tuple else ()
-        for model in sections(tables[0] if tables else field.annotation):
-            for setting in settings_of(model, f"{name}."):
-                known = found.setdefault(setting.name, setting)
-                choices = dict.fromkeys((*known.choices, *setting.choices))
-                found[setting.name] = replace(known, choices=tuple(choices))
-        if found:
-            heading = f"[[{name}]]" if tables else name
-            yield heading, field.description or "", list(found.values())
+    schema = Recipe.model_json_schema()
+    yield from _sections("", {"description": "The run"}, [schema], schema["$defs"])
 
 
-def _setting(name: str, field: FieldInfo) -> Setting:
-    options = [part for part in get_args(field.annotation) if part is not type(None)]
-    literal = get_origin(field.annotation) is Literal
-    plain = options[0] if len(options) == 1 and not literal else field.annotation
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, tuple):
-        default = [table.model_dump(mode="json") for table in default]
-    bounds = (
-        f"{sign} {getattr(rule, attribute):g}"
-        for rule in field.metadata
-        for attribute, sign in _SIGNS.items()
-        if getattr(rule, attribute, None) is not None
-    )
+def _sections(
+    name: str, section: Mapping[str, Any], models: Sequence[Any], definitions: Mapping[str, Any]
+) -> Iterator[tuple[str, str, list[Setting]]]:
+    """Yield a section, which is of one of some models, and the sections within it."""
+    settings: dict[str, Setting] = {}
+    within: list[tuple[str, Any, list[Any]]] = []
+    for key, field in chain.from_iterable(model["properties"].items() for model in models):
+        dotted = f"{name}.{key}".lstrip(".")
+        parts = (field, *field.get("oneOf", ()), field.get("items", {}))
+        references = [part["$ref"].rpartition("/")[2] for part in parts if "$ref" in part]
+        if held := [definitions[reference] for reference in references]:
+            within.append((dotted, {**held[0], **field}, held))
+        if not held or "items" in field:
+            setting = _setting(dotted, field)
+            known = settings.setdefault(dotted, setting)
+            choices = dict.fromkeys((*known.choices, *setting.choices))
+            settings[dotted] = replace(known, choices=tuple(choices))
+    heading = f"[[{name}]]" if "items" in section else name
+    yield heading, " ".join(section["description"].split()), list(settings.values())
+    for each in within:
+        yield from _sections(*each, definitions)
+
+
+def _setting(name: str, field: Mapping[str, Any]) -> Setting:
+    plain = {**field, **next(iter(field.get("anyOf", ())), {})}
+    choices = plain.get("enum", [plain["const"]] if "const" in plain else ())
+    kind = "path" if plain.get("format") == "path" else _KINDS.get(plain.get("type", ""), "TOML")
+    default = field.get("default")
+    text = str(default).lower() if isinstance(default, bool) else str(default)
     return Setting(
         name=name,
-        kind="choice" if literal else _TYPES.get(plain, "TOML"),
-        rule=", ".join(bounds),
-        choices=tuple(map(str, options)) if literal else (),
-        default="none" if default is None else "empty" if default == "" else _text(default),
-        meaning=" ".join((field.description or "").split()),
+        kind="choice" if choices else kind,
+        rule=", ".join(f"{sign} {plain[key]:g}" for key, sign in _SIGNS.items() if key in plain),
+        choices=tuple(map(str, choices)),
+        default="none" if default is None else text.replace("\n", "\\n") or "empty",
+        meaning=" ".join(field.get("description", "").split()),
     )
-
-
-def _text(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text.replace("\n", "\\n")
 
 
 def _option(setting: Setting, group: Group) -> Any:
     rule = f"[{setting.rule}] " if setting.rule else ""
+    parse = str if setting.kind in ("text", "path", "choice") else parse_value
     parameter = Parameter(
         help=f"{setting.meaning} {rule}[default: {setting.default}]",
         metavar=setting.kind.upper(),
         choices=setting.choices or None,
-        converter=_parse_text if setting.kind in ("text", "path", "choice") else _parse_toml,
+        converter=lambda _, tokens: parse(tokens[-1].value),
         group=group,
         allow_leading_hyphen=True,
         n_tokens=1,
@@ -121,32 +115,22 @@ def _option(setting: Setting, group: Group) -> Any:
     return Annotated[Any, parameter]
 
 
-def _parse_text(hint: Any, tokens: Sequence[Any]) -> str:
-    return str(tokens[-1].value)
-
-
-def _parse_toml(hint: Any, tokens: Sequence[Any]) -> Any:
-    return parse_value(tokens[-1].value)
-
-
 def _overrides_type() -> Any:
-    """Return the type of a nested table of settings, as the command line's grammar reads it."""
+    """Return the type of settings by dotted name, as the command line's grammar reads it."""
     make: Any = TypedDict
-    fields: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for section, _, settings in all_settings():
-        if section.startswith("[["):
-            continue  # given as one value, an array of tables
         group = Group.create_ordered(section or "Settings of the run")
-        options = {setting.name.rpartition(".")[2]: _option(setting, group) for setting in settings}
-        fields |= {section: make(section, options, total=False)} if section else options
-    return make("Overrides", fields, total=False)
+        if not section.startswith("[["):  # those are given as one value, an array of tables
+            options |= {setting.name: _option(setting, group) for setting in settings}
+    return make("Overrides", options, total=False)
 
 
 if TYPE_CHECKING:
     Overrides = dict[str, Any]
 else:
     Overrides = Annotated[_overrides_type(), Parameter(name="*")]
-"""Settings given on the command line, as a nested table: only those that were given."""
+"""Settings given on the command line, by their dotted names: only those that were given."""
 
 
 def settings_page() -> str:

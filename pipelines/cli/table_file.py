@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.errors import ConfigError
+from pipelines.cli.tables import plain
 
 
-def refuse_target(path: Path) -> None:
-    """Refuse a file that cannot or must not be written.
+def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    """Write tables of one schema, by the file's ending; return the number of rows.
+
+    A file that is being written has another name: one of this name is complete.
 
     Raises:
         ConfigError: an unknown ending, a file that exists, or a folder that does not.
@@ -27,17 +28,6 @@ def refuse_target(path: Path) -> None:
         raise ConfigError(f"--to {path}: there is such a file already; remove it or choose another")
     if not path.parent.is_dir():
         raise ConfigError(f"--to {path}: there is no folder {path.parent}")
-
-
-def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
-    """Write tables of one schema, by the file's ending; return the number of rows.
-
-    A file that is being written has another name: one of this name is complete.
-
-    Raises:
-        ConfigError: see `refuse_target`.
-    """
-    refuse_target(path)
     partial = path.with_name(f".{path.name}.partial")
     num_rows = 0
     try:
@@ -61,12 +51,8 @@ def _parquet(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], obj
 def _jsonl(path: Path, _: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
     with path.open("w", encoding="utf-8") as file:
         yield lambda table: file.writelines(
-            json.dumps(row, default=_plain, ensure_ascii=False) + "\n" for row in table.to_pylist()
+            json.dumps(row, default=plain, ensure_ascii=False) + "\n" for row in table.to_pylist()
         )
-
-
-def _plain(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 _WRITERS = {".parquet": _parquet, ".jsonl": _jsonl}

@@ -1,33 +1,138 @@
-"""The one renderer of tables and facts, for terminals of any width and for pipes.
+"""What a command found, and the one renderer of it: for a terminal, for a pipe, or as JSON.
 
-No name or number is ever cut. A pipe has no width, so a row stays one line there. On a terminal
-that is too narrow columns of prose fold, and a table that does not fit even so is shown row by row,
-a line for each of its columns. Only texts that a policy wrote lose their middle, and nothing in
-them can move the cursor.
+No name or number is ever cut. A pipe has no width: a row stays one line there, and texts are whole.
+On a terminal that is too narrow columns of prose fold, texts that a policy wrote lose their middle,
+and a table that does not fit even so is shown row by row, a line for each of its columns. Nothing
+in a text can move the cursor.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
-from rich.console import Console
+from rich import table as rich_table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
-Cell = str | Text
-
-PIPE_WIDTH = 120
-"""Columns for texts in a pipe, which has no width of its own."""
+PIPE_WIDTH = 10**6
+"""A pipe has no width; this is more than any line needs."""
 
 _LEAST_PROSE = 12
 _LEAST_TEXT = 3
-_GAPS = (2, 1)
 _NUMBER = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?(%| s)?|inf|nan")
-_PICTURES = {chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
-    "\x7f": "␡",
-    **{chr(code): "�" for code in range(0x80, 0xA0)},
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
+    0x7F: "␡",
+    **dict.fromkeys(range(0x80, 0xA0), "�"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command found, for a program and for a reader."""
+
+    data: Any
+    """What `--json` prints."""
+    parts: Sequence[RenderableType]
+    """Lines, facts and tables, in the order in which they are read."""
+    code: int = 0
+    """The exit code of the command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under their labels, columns of numbers to the right."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """Texts and numbers by their labels, in the order of the columns; None is a dash."""
+    title: str = ""
+    prose: Collection[str] = ()
+    """Columns whose cells may go on in the next line."""
+    texts: Collection[str] = ()
+    """Columns whose cells are shortened to what is left of a terminal's line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(f"\n{self.title}", style="bold")
+        for gap in (1,) if self.texts else (2, 1):
+            grid, least_width = self._grid(gap)
+            if least_width <= options.max_width:
+                yield grid
+                return
+        for row in self.rows:
+            yield facts(row.items())
+            yield Text()
+
+    def _grid(self, gap: int) -> tuple[rich_table.Table, int]:
+        """Return all cells in columns, and the width without which something would be cut."""
+        grid = rich_table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        least_width, columns = -gap, []
+        for label in self.rows[0] if self.rows else ():
+            texts = [Text(label, "bold"), *(_text(row[label]) for row in self.rows)]
+            natural = max(text.cell_len for text in texts)
+            folds, shortens = label in self.prose, label in self.texts
+            least = _LEAST_PROSE if folds else _LEAST_TEXT if shortens else natural
+            least_width += gap + min(natural, least)
+            head, *cells = map(_Shortened, texts) if shortens else texts
+            grid.add_column(
+                head,
+                justify="right" if all(_NUMBER.fullmatch(t.plain) for t in texts[1:]) else "left",
+                overflow="fold",
+                min_width=min(natural, least),
+                no_wrap=not (folds or shortens),
+            )
+            columns.append(cells)
+        for line in zip(*columns, strict=True):
+            grid.add_row(*line)
+        return grid, least_width
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortened:
+    """A text on one line, without its middle where there is too little room."""
+
+    text: Text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_LEAST_TEXT, max(_LEAST_TEXT, self.text.cell_len))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = one_line(self.text.plain, options.max_width)
+        yield Text(line, self.text.style, no_wrap=True, overflow="ellipsis")
+
+
+def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
+    """Return a fact a line, each after its label; long ones go on under themselves."""
+    grid = rich_table.Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, fact in pairs:
+        grid.add_row(Text(label), _text(fact))
+    return grid
+
+
+def show(report: Report, *, as_json: bool) -> int:
+    """Print what a command found; return its exit code."""
+    if as_json:
+        print(json.dumps(report.data, default=plain))
+    else:
+        print_parts(make_console(), *report.parts)
+    return report.code
+
+
+def print_parts(console: Console, *parts: RenderableType) -> None:
+    """Print lines, facts and tables; a line of text is left for the terminal to wrap."""
+    with console.capture() as captured:
+        for part in parts:
+            soft_wrap = isinstance(part, str | Text)
+            console.print(part, soft_wrap=soft_wrap, markup=False, highlight=False)
+    console.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
 
 
 def make_console() -> Console:
@@ -36,9 +141,14 @@ def make_console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
+def plain(value: Any) -> str:
+    """Return what JSON has no type for as text."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
 def printable(text: str) -> str:
     """Return text whose control characters are pictures; line feeds and tabs stay."""
-    return "".join(_PICTURES.get(character, character) for character in text)
+    return text.translate(_PICTURES)
 
 
 def one_line(text: str, width: int) -> str:
@@ -50,105 +160,5 @@ def one_line(text: str, width: int) -> str:
     return f"{line[: width - 1 - tail]}…{line[len(line) - tail :]}"
 
 
-def print_table(
-    console: Console,
-    labels: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    *,
-    title: str = "",
-    prose: Collection[str] = (),
-    texts: Collection[str] = (),
-) -> None:
-    """Print rows under their labels, columns of numbers to the right.
-
-    Args:
-        prose: columns whose cells may go on in the next line.
-        texts: columns whose cells are shortened to what is left of a line, also in a pipe.
-    """
-    cells = [[_text(cell) for cell in row] for row in rows]
-    natural = [
-        max([len(label), *(row[at].cell_len for row in cells)]) for at, label in enumerate(labels)
-    ]
-    least = [
-        min(width, _LEAST_PROSE if label in prose else _LEAST_TEXT if label in texts else width)
-        for label, width in zip(labels, natural, strict=True)
-    ]
-    rooms = {gap: console.width - gap * (len(labels) - 1) for gap in _GAPS}
-    gaps = _GAPS[-1:] if texts else _GAPS
-    gap = next((gap for gap in gaps if sum(least) <= rooms[gap]), gaps[-1])
-    if title:
-        console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
-    if not console.is_terminal and not texts:
-        gap, widths = _GAPS[0], natural
-    elif not console.is_terminal or sum(least) <= rooms[gap]:
-        widths = _shared(natural, least, rooms[gap])
-    else:
-        _print_row_by_row(console, labels, cells)
-        return
-    lines = [[Text(label, style="bold") for label in labels], *cells]
-    for at in (at for at, label in enumerate(labels) if label in texts):
-        for line in lines:
-            line[at] = Text(one_line(line[at].plain, widths[at]), line[at].style)
-    right = [all(_NUMBER.fullmatch(row[at].plain) for row in cells) for at in range(len(labels))]
-    for line in lines:
-        _print_row(console, line, widths, right=right, gap=gap)
-
-
-def print_facts(console: Console, facts: Sequence[tuple[str, Cell]]) -> None:
-    """Print a fact a line, each after its label; long ones go on under themselves."""
-    labels = [Text(label, style="bold") for label, _ in facts]
-    width = max((label.cell_len for label in labels), default=0)
-    texts = [_text(fact) for _, fact in facts]
-    room = max(_LEAST_PROSE, console.width - width - _GAPS[0])
-    if not console.is_terminal:
-        room = max([room, *(text.cell_len for text in texts)])
-    for label, text in zip(labels, texts, strict=True):
-        _print_row(console, [label, text], [width, room], right=[False, False], gap=_GAPS[0])
-
-
-def _print_row_by_row(
-    console: Console, labels: Sequence[str], rows: Sequence[Sequence[Text]]
-) -> None:
-    for row in rows:
-        print_facts(console, [*zip(labels, row, strict=True)])
-        console.print()
-
-
-def _print_row(
-    console: Console,
-    row: Sequence[Text],
-    widths: Sequence[int],
-    *,
-    right: Sequence[bool],
-    gap: int,
-) -> None:
-    folded = [
-        cell.wrap(console, width, overflow="fold") if cell else [cell]
-        for cell, width in zip(row, widths, strict=True)
-    ]
-    for at in range(max(map(len, folded))):
-        line = Text()
-        for lines, width, to_the_right in zip(folded, widths, right, strict=True):
-            part = lines[at] if at < len(lines) else Text()
-            part.rstrip()
-            part.align("right" if to_the_right else "left", width)
-            line.append_text(part).append(" " * gap)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
-
-
-def _shared(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """Return widths within a room: who needs less than an equal share leaves the rest to others."""
-    widths = list(least)
-    flexible = sorted(
-        (at for at, width in enumerate(natural) if width > least[at]), key=lambda at: natural[at]
-    )
-    left = room - sum(width for at, width in enumerate(widths) if at not in flexible)
-    for number, at in enumerate(flexible):
-        widths[at] = max(least[at], min(natural[at], left // (len(flexible) - number)))
-        left -= widths[at]
-    return widths
-
-
-def _text(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell)
+def _text(cell: Any) -> Text:
+    return cell if isinstance(cell, Text) else Text("-" if cell is None else str(cell))

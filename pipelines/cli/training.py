@@ -7,12 +7,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from areal_flow.config import build_recipe, load_recipe, merge
+from areal_flow.config import build_recipe, load_recipe
 from areal_flow.config_errors import OPTION
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
+from areal_flow.recovery.run_directory import existing_run
+from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
@@ -35,12 +37,6 @@ class Which:
     """With --resume: even if its driver hangs."""
 
 
-def add_to(app: App) -> None:
-    """Add the commands."""
-    app.command(train)
-    app.command(sft)
-
-
 def train(
     recipe: Path | None = None,
     /,
@@ -60,13 +56,12 @@ def train(
     """
     from pipelines.jobs import TRAINING
 
-    given: dict[str, Any] = {}
+    given = dict(settings or {})
     if prompts is not None:
-        given |= {"source": "file", "path": str(prompts)}
+        given |= {"prompts.source": "file", "prompts.path": str(prompts)}
     if skip_bad_rows:
-        given["skip_bad_rows"] = True
-    overrides = merge(dict(settings or {}), {"prompts": given} if given else {})
-    return _drive(TRAINING, recipe, which or Which(), overrides, folders)[1]
+        given["prompts.skip_bad_rows"] = True
+    return _drive(TRAINING, recipe, which or Which(), given, folders)[1]
 
 
 def sft(
@@ -85,7 +80,7 @@ def sft(
     from pipelines.jobs import SFT
     from pipelines.models import newest_checkpoint
 
-    layout, code = _drive(SFT, recipe, which or Which(), dict(settings or {}), folders)
+    layout, code = _drive(SFT, recipe, which or Which(), settings or {}, folders)
     if code == 0:
         print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
         print(f"Export it with: areal-flow export {layout.name} DIRECTORY")
@@ -93,11 +88,11 @@ def sft(
 
 
 def _drive(
-    job: Job, path: Path | None, which: Which, overrides: dict[str, Any], folders: Given
+    job: Job, path: Path | None, which: Which, settings: dict[str, Any], folders: Given
 ) -> tuple[RunLayout, int]:
-    from areal_flow.recovery.run_directory import existing_run
     from pipelines import jobs
 
+    overrides = nest(settings)
     if which.resume is None:
         path = path or DEFAULT_RECIPE
         recipe = load_recipe(path, overrides, spelling=OPTION)
@@ -114,3 +109,6 @@ def _drive(
         recipe = build_recipe(table, overrides, source=str(layout.config), spelling=OPTION)
         outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
     return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
+
+
+COMMANDS = (train, sft)

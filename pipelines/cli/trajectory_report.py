@@ -1,4 +1,4 @@
-"""Prints trajectories: a listing, one of them in full, or all that match into a file.
+"""What a policy wrote: a listing, one trajectory in full, or all that match into a file.
 
 Tokens are coloured by the policy version that sampled them. Where there are no colours, and where
 one version follows another, a mark says which version begins.
@@ -9,124 +9,95 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import datetime
+from dataclasses import asdict
 from itertools import groupby
 from math import exp
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from areal_flow.layout import RunLayout
-from areal_flow.store.browsing import (
-    Selection,
-    ShownToken,
-    ShownTrajectory,
-    count_trajectories,
-    find_trajectory,
-    read_rows,
-    select_ids,
-    show_trajectory,
-    stream_rows,
-)
+from areal_flow.store import browsing
+from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
-from pipelines.cli.table_file import refuse_target, write_table_file
-from pipelines.cli.tables import Cell, make_console, one_line, print_facts, print_table, printable
+from pipelines.cli.table_file import write_table_file
+from pipelines.cli.tables import Report, Table, facts, one_line, printable
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "num_tokens", "version_spans", "finish_reason"),
     *("status", "step", "reason", "prompt", "completion"),
 )
-_LABELS = ("#", "trajectory", "diff", "reward", "tokens", "versions", "end", "status")
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
 
 
-def list_trajectories(layout: RunLayout, *, selection: Selection, at: int | None) -> None:
-    """Print the selected trajectories, one line each.
+def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
+    """Report the selected trajectories, one line each.
 
     Raises:
         ConfigError: the condition or the order cannot be read.
     """
-    with closing(Run(layout.root).database(at=at)) as database:
-        num_matching = count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
+    with closing(run.database(at=at)) as database:
+        identifiers, num_matching = browsing.select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
-        rows = read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
-    console = make_console()
-    if not rows:
-        console.print(f"no trajectory of {layout.name} matches")
-        return
-    print_listing(console, rows, extra=extra)
+        rows = browsing.read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
     more = "" if len(rows) == num_matching else "; --limit K for more"
-    console.print(
-        f"{len(rows)} of {num_matching} that match{more}; --show # or ID for one in full",
-        style="dim",
-    )
+    last = f"{len(rows)} of {num_matching} that match{more}; --show # or ID for one in full"
+    found = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
+    if not rows:
+        return Report(found, [f"no trajectory of {run.layout.name} matches"])
+    return Report(found, [listing(rows, extra=extra), Text(last, "dim")])
 
 
-def print_trajectory(
-    layout: RunLayout, *, which: str, selection: Selection, at: int | None, by_token: bool
-) -> None:
-    """Print one trajectory in full.
-
-    Args:
-        which: its id, or its number in the listing that `selection` makes.
-
-    Raises:
-        ConfigError: the listing is shorter, or cannot be made.
-        RunError: there is no such trajectory.
-    """
-    run = Run(layout.root)
-    identifier = find_trajectory(run, which, selection=selection, at=at)
-    print_page(make_console(), show_trajectory(run, identifier, at=at), by_token=by_token)
-
-
-def export_trajectories(
-    layout: RunLayout, *, path: Path, selection: Selection, at: int | None
-) -> None:
+def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
     """Write every selected trajectory, all columns, to a Parquet or JSONL file.
 
     Raises:
         ConfigError: the condition, the order or the file's name will not do; nothing was written.
     """
-    refuse_target(path)
-    with closing(Run(layout.root).database(at=at)) as database:
-        count_trajectories(database, selection)
-        identifiers = select_ids(database, selection)
-        schema = read_rows(database, []).schema
-        num_rows = write_table_file(path, stream_rows(database, identifiers), schema)
-    print(f"{num_rows} trajectories of {layout.name} in {path}")
+    with closing(run.database(at=at)) as database:
+        identifiers, _ = browsing.select_trajectories(database, selection)
+        schema = browsing.read_rows(database, []).schema
+        num_rows = write_table_file(path, browsing.stream_rows(database, identifiers), schema)
+    found = {"run": run.layout.name, "file": path, "num_trajectories": num_rows}
+    return Report(found, [f"{num_rows} trajectories of {run.layout.name} in {path}"])
 
 
-def print_listing(
-    console: Console, rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()
-) -> None:
-    """Print rows, a line each; what is left of a line goes to prompt and completion."""
+def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Table:
+    """Return rows, a line each; what is left of a line goes to prompt and completion."""
     texts = ("prompt", "completion")
-    cells = [
-        [*_listed(number, row), *(_short(row[name]) for name in extra), *(row[n] for n in texts)]
+    listed = [
+        {
+            "#": number,
+            "trajectory": row["trajectory_id"],
+            "diff": row["difficulty"],
+            "reward": Text(_short(row["reward"]), _reward_style(row["reward"])),
+            "tokens": row["num_tokens"],
+            "versions": _versions([str(span["version"]) for span in row["version_spans"]]),
+            "end": row["finish_reason"],
+            "status": _short_status(row),
+            **{name: _short(row[name]) for name in extra},
+            **{name: row[name] for name in texts},
+        }
         for number, row in enumerate(rows, start=1)
     ]
-    print_table(console, (*_LABELS, *extra, *texts), cells, texts=texts)
+    return Table(listed, texts=texts)
 
 
-def _listed(number: int, row: dict[str, Any]) -> list[Cell]:
-    reward, finish, status = row["reward"], row["finish_reason"], row["status"]
-    said = {"trained": f"step {row['step']}", "discarded": str(row["reason"])}.get(status, status)
-    versions = [str(span["version"]) for span in row["version_spans"]]
-    return [
-        Text(str(number), "dim"),
-        row["trajectory_id"],
-        str(row["difficulty"]),
-        Text(_short(reward), _reward_style(reward)),
-        str(row["num_tokens"]),
-        "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}",
-        Text(finish, "yellow" if finish == "length" else ""),
-        Text(said, {"discarded": "red", "waiting": "dim"}.get(status, "")),
-    ]
+def _reward_style(reward: float | None) -> str:
+    return "yellow" if reward is None else "green" if reward > 0 else "red"
+
+
+def _versions(versions: Sequence[str]) -> str:
+    return "→".join(versions) if len(versions) < 4 else f"{versions[0]}…{versions[-1]}"
+
+
+def _short_status(row: dict[str, Any]) -> Text:
+    if row["status"] == "trained":
+        return Text(f"step {row['step']}")
+    return Text(row["reason"], "red") if row["reason"] else Text(row["status"], "dim")
 
 
 def _short(value: Any) -> str:
@@ -135,100 +106,80 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else one_line(str(value), 24)
 
 
-def _reward_style(reward: float | None) -> str:
-    return "yellow" if reward is None else "green" if reward > 0 else "red"
-
-
-def print_page(console: Console, shown: ShownTrajectory, *, by_token: bool) -> None:
-    """Print a trajectory: texts, facts and, on demand, a line a token."""
+def report_trajectory(shown: ShownTrajectory, *, by_token: bool) -> Report:
+    """Report one trajectory in full: texts, facts and, on demand, a line a token."""
     row = shown.row
-    console.print(
-        Text.assemble(
-            ("trajectory ", "dim"),
-            (row["trajectory_id"], "bold"),
-            f" of run {shown.run_name}: member {row['member']} of the {len(shown.group)} in "
-            f"group {row['submission_index']}",
-        )
+    title = Text.assemble(
+        ("trajectory ", "dim"),
+        (row["trajectory_id"], "bold"),
+        f" of run {shown.run_name}: member {row['member']} of the {len(shown.group)} in "
+        f"group {row['submission_index']}",
     )
-    for title, texts in (
-        ("prompt", [Text(printable(row["prompt"]))]),
-        ("completion", [_completion(shown.tokens), *_legend(shown)]),
-    ):
-        console.print(Text(f"\n{title}", style="bold"))
-        for text in texts:
-            console.print(Padding(text, (0, 0, 0, 2), expand=False))
-    console.print()
-    print_facts(console, _facts(shown))
+    prompt, *completion = (
+        Padding(text, (0, 0, 0, 2), expand=False)
+        for text in (Text(printable(row["prompt"])), *_completion(shown.tokens))
+    )
+    parts: list[RenderableType] = [title, Text("\nprompt", "bold"), prompt]
+    parts += [Text("\ncompletion", "bold"), *completion, "", facts(_facts(shown))]
     if by_token:
-        _print_tokens(console, shown.tokens)
+        parts += ["", _token_table(shown.tokens)]
+    return Report(asdict(shown), parts)
 
 
-def _completion(tokens: Sequence[ShownToken]) -> Text:
-    text = Text(overflow="fold")
-    several = len({token.version for token in tokens}) > 1
-    for version, span in groupby(tokens, key=lambda token: token.version):
-        if several:
-            text.append(f"⟨v{version}⟩", style=f"{_version_colour(version)} reverse")
+def _completion(tokens: Sequence[ShownToken]) -> list[Text]:
+    """Return the text, coloured by version, and a line about each version."""
+    text, legend = Text(overflow="fold"), []
+    spans = [(v, list(span)) for v, span in groupby(tokens, key=lambda token: token.version)]
+    for version, span in spans:
+        colour = _COLOURS[version % len(_COLOURS)]  # neighbours differ
+        text.append(f"⟨v{version}⟩" if len(spans) > 1 else "", style=f"{colour} reverse")
         for token in span:
             text.append(printable(token.text), style=_token_style(token))
-    return text
-
-
-def _version_colour(version: int) -> str:
-    """Return the colour of a policy version: neighbours differ."""
-    return _COLOURS[version % len(_COLOURS)]
+        staleness, masked = span[0].staleness, sum(token.trained is False for token in span)
+        line = Text.assemble(("■ ", colour), f"version {version}: {_count(len(span), 'token')}")
+        line.append("" if staleness is None else f", staleness {staleness}")
+        legend.append(line.append(f", {masked} masked" if masked else "", style=_NOT_TRAINED))
+    return [text, *legend]
 
 
 def _token_style(token: ShownToken) -> str:
-    return _NOT_TRAINED if token.trained is False else _version_colour(token.version)
+    return _NOT_TRAINED if token.trained is False else _COLOURS[token.version % len(_COLOURS)]
 
 
-def _legend(shown: ShownTrajectory) -> list[Text]:
-    lines = []
-    for version, span in groupby(shown.tokens, key=lambda token: token.version):
-        tokens = list(span)
-        line = Text("■ ", style=_version_colour(version))
-        line.append(f"version {version}: {_count(len(tokens), 'token')}", style="default")
-        if tokens[0].staleness is not None:
-            line.append(f", staleness {tokens[0].staleness}", style="default")
-        if masked := sum(token.trained is False for token in tokens):
-            line.append(f", {masked} masked", style=_NOT_TRAINED)
-        lines.append(line)
-    return lines
-
-
-def _facts(shown: ShownTrajectory) -> list[tuple[str, Cell]]:
-    row = shown.row
+def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
+    row, batch = shown.row, shown.batch
+    advantage = batch and (
+        f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
+        f"{batch.num_trajectories} trajectories of the step)"
+    )
+    generator = (
+        f"{row['generator']}, attempt {row['attempt']}, seed {row['seed']}, "
+        f"driver's writer epoch {row['writer_epoch']}"
+    )
     return [
         ("reward", _reward(shown)),
         ("group", _group(shown)),
         ("status", _status(shown)),
-        ("advantage", _advantage(shown)),
+        ("advantage", advantage or "none: no step trained it"),
         ("log-probs", _logprobs(shown.tokens)),
         ("prompt", f"{row['prompt_id']}, difficulty {row['difficulty']}"),
-        (
-            "generator",
-            f"{row['generator']}, attempt {row['attempt']}, seed {row['seed']}, "
-            f"driver's writer epoch {row['writer_epoch']}",
-        ),
+        ("generator", generator),
         ("times", _times(shown)),
     ]
 
 
 def _reward(shown: ShownTrajectory) -> Text:
-    row = shown.row
-    detail, reward = json.loads(row["reward_detail"]), row["reward"]
+    reward, detail = shown.row["reward"], json.loads(shown.row["reward_detail"])
     text = Text()
     text.append("none" if reward is None else f"{reward:g}", style=_reward_style(reward))
     text.append(f"  {detail.get('verdict', '')}")
     if extracted := detail.get("extracted"):
         text.append(f", answered {printable(extracted)!r}")
     if shown.answer is not None:
-        text.append(f", answer {printable(shown.answer)[-40:]!r}")
+        text.append(f", expected {printable(shown.answer)[-40:]!r}")
     if error := detail.get("error"):
         text.append(f"\n{printable(error)}", style="red")
-    text.append(f"  ({row['verifier']})", style="dim")
-    return text
+    return text.append(f"  ({shown.row['verifier']})", style="dim")
 
 
 def _group(shown: ShownTrajectory) -> Text:
@@ -242,26 +193,15 @@ def _group(shown: ShownTrajectory) -> Text:
 
 def _status(shown: ShownTrajectory) -> str:
     row = shown.row
-    match row["status"]:
-        case "discarded":
-            return f"discarded, known to step {row['step']}: {row['reason']}"
-        case "waiting":
-            return "waiting: committed, neither trained nor discarded"
+    if row["status"] == "discarded":
+        return f"discarded, known to step {row['step']}: {row['reason']}"
+    if row["status"] == "waiting":
+        return "waiting: committed, neither trained nor discarded"
     staleness = "-" if row["staleness"] is None else f"{row['staleness']:.2f}"
     return (
         f"trained in step {row['step']}, which started from version {row['policy_version']}: "
         f"{_count(row['num_trained_tokens'], 'token')} trained, {row['num_masked_tokens']} masked "
         f"(max staleness {shown.max_staleness}), mean staleness {staleness}"
-    )
-
-
-def _advantage(shown: ShownTrajectory) -> str:
-    batch = shown.batch
-    if batch is None:
-        return "none: no step trained it"
-    return (
-        f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
-        f"{batch.num_trajectories} trajectories of the step)"
     )
 
 
@@ -277,34 +217,29 @@ def _logprobs(tokens: Sequence[ShownToken]) -> str:
 
 
 def _times(shown: ShownTrajectory) -> str:
-    moments: list[tuple[str, datetime]] = [
-        (name, shown.row[f"{name}_at"]) for name in ("submitted", "started", "finished", "scored")
-    ]
+    row, began = shown.row, shown.row["submitted_at"]
+    moments = {name: row[f"{name}_at"] for name in ("started", "finished", "scored")}
     if shown.batch is not None:
-        moments.append(("trained", shown.batch.committed_at))
-    began = moments[0][1]
-    first = f"submitted {began:%Y-%m-%d %H:%M:%S} UTC"
-    later = [f"{name} +{(at - began).total_seconds():.3f} s" for name, at in moments[1:]]
-    return ", ".join([first, *later])
+        moments["trained"] = shown.batch.committed_at
+    later = [f"{name} +{(at - began).total_seconds():.3f} s" for name, at in moments.items()]
+    return ", ".join([f"submitted {began:%Y-%m-%d %H:%M:%S} UTC", *later])
 
 
-def _print_tokens(console: Console, tokens: Sequence[ShownToken]) -> None:
-    console.print()
-    labels = ("#", "id", "version", "staleness", "log-prob", "prob", "token", "")
+def _token_table(tokens: Sequence[ShownToken]) -> Table:
     rows = [
-        (
-            str(position),
-            str(token.token_id),
-            Text(str(token.version), style=_version_colour(token.version)),
-            "-" if token.staleness is None else str(token.staleness),
-            f"{token.logprob:.3f}",
-            f"{exp(token.logprob):.3f}",
-            Text(repr(printable(token.text)), style=_token_style(token)),
-            _why_masked(token),
-        )
-        for position, token in enumerate(tokens)
+        {
+            "#": number,
+            "id": token.token_id,
+            "version": token.version,
+            "staleness": token.staleness,
+            "log-prob": f"{token.logprob:.3f}",
+            "prob": f"{exp(token.logprob):.3f}",
+            "token": Text(repr(printable(token.text)), _token_style(token)),
+            "": _why_masked(token),
+        }
+        for number, token in enumerate(tokens)
     ]
-    print_table(console, labels, rows)
+    return Table(rows)
 
 
 def _why_masked(token: ShownToken) -> str:

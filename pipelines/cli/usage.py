@@ -21,6 +21,5 @@ def _unknown_option(error: CycloptsError) -> str:
     if not isinstance(error, UnknownOptionError):
         return ""
     given = (error.token.keyword or error.token.value).partition("=")[0]
-    known = [name for argument in error.argument_collection for name in argument.names]
-    options = [name for name in known if not any(o.startswith(f"{name}.") for o in known)]
+    options = [name for argument in error.argument_collection for name in argument.names]
     return f"Unknown option: {given}{did_you_mean(given, options) or '.'}"

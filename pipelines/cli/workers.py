@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from areal_flow.config import load_recipe
 from pipelines.cli.settings import Given
+from pipelines.cli.tables import Report, Table
+
+MIN_CORES = 2
+MIN_FREE_GIB = 2
+PACKAGES = ("torch", "transformers", "dask", "distributed", "pylance", "mlflow", "pandera")
+
+Subject = tuple[str, str, bool | None, str]
+"""What was looked at, what was found, whether it works (None: it is optional), what that means."""
+
+group = App(name="workers", help="List, add and remove workers of a running job.")
 
 
-def add_to(app: App) -> None:
-    """Add the commands."""
-    group = App(name="workers", help="List, add and remove workers of a running job.")
-    group.command(list_, name="list")
-    group.command(add)
-    group.command(remove)
-    app.command(group)
-    app.command(doctor)
-
-
-def list_(run: str, /, *, folders: Given) -> None:
+@group.command(name="list")
+def list_(run: str, /, *, folders: Given) -> Report:
     """Show every worker: role, process, work, signs of life."""
-    from pipelines.workers import print_workers
+    from pipelines.workers import report_workers
 
-    print_workers(folders.runs, run)
+    return report_workers(folders.runs, run)
 
 
+@group.command
 def add(
     run: str,
     /,
@@ -46,6 +55,7 @@ def add(
     print(f"{', '.join(names)} joined {run}")
 
 
+@group.command
 def remove(run: str, worker: str, /, *, folders: Given) -> None:
     """Retire a worker, named as `list` shows it; its work runs again elsewhere."""
     from areal_flow.cluster.control import remove_worker
@@ -56,8 +66,70 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
-def doctor(*, folders: Given) -> int:
+def doctor(*, folders: Given) -> Report:
     """Say what this machine has and what will work."""
-    from pipelines.cli.doctor_report import doctor
+    marks = {True: "ok", False: "FAIL", None: "-"}
+    found = list(_subjects(folders.runs.resolve()))
+    failed = [what for what, _, works, _ in found if works is False]
+    rows = [
+        {"": marks[works], "what": what, "found": said, "means": means}
+        for what, said, works, means in found
+    ]
+    last = f"will not work until mended: {', '.join(failed)}" if failed else "train will work here"
+    names = ("what", "found", "works", "means")
+    data = {"works": not failed, "machine": [dict(zip(names, f, strict=True)) for f in found]}
+    return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
 
-    return doctor(folders.runs)
+
+def _subjects(runs: Path) -> Iterator[Subject]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    enough = (cores or 1) >= MIN_CORES
+    means = "generation and training overlap" if enough else "one core: they take turns, slowly"
+    yield "cores", str(cores), True, means
+    existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free / 2**30
+    yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
+    yield _loopback()
+    for name in PACKAGES:
+        release = _version(name)
+        advice = "installed" if release else "install the project with its constraints"
+        yield name, release or "missing", bool(release), advice
+    yield _gpus()
+    vllm = _version("vllm")
+    means = "installed; this version generates with torch"
+    means = means if vllm else "not needed: generators use the torch engine"
+    yield "vllm", vllm or "missing", None, means
+    means = "not needed: verifiers here compare answers, they run no model-written code"
+    yield "isolation", shutil.which("bwrap") or "none", None, means
+
+
+def _loopback() -> Subject:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return "loopback", str(error), False, "workers talk over 127.0.0.1"
+    return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> Subject:
+    try:
+        import torch
+    except ImportError:
+        return "gpu", "unknown", None, "torch is missing"
+    if not torch.cuda.is_available():
+        return "gpu", "none", None, "policies run on the CPU: trainer.device = 'cpu'"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return "gpu", ", ".join(names), True, "trainer.device = 'cuda' uses the first"
+
+
+COMMANDS = (group, doctor)

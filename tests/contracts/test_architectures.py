@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from areal_flow.errors import ModelError
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models import attention
 from areal_flow.models.attention import AttentionRule, PackedLayout
@@ -121,7 +122,8 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
     config = config_of(name, SUPPORTED[name])
     probe_config(config, max_model_len=64)
     policy = sharp_policy(config)
-    engine = TorchEngine(policy, version=0, max_num_seqs=3, max_model_len=64)
+    settings = GenerationSettings(max_num_seqs=3, max_model_len=64, max_new_tokens=16)
+    engine = TorchEngine(policy, settings, version=0)
     prompts = {"a": (1, 2, 3, 4, 5), "b": tuple(range(6, 18))}
     for request_id, prompt in prompts.items():
         engine.add(GroupRequest(request_id, prompt, (1, 2), Sampling(max_new_tokens=16)))
@@ -134,7 +136,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         layout = PackedLayout([len(tokens) for tokens in sequences])
         row_1T = torch.tensor([list(chain(*sequences))])
         everywhere = torch.arange(row_1T.shape[1])
-        packed_TV = logits_at(policy, row_1T, layout.position_ids, layout, everywhere)
+        packed_TV = logits_at(policy, row_1T, layout, everywhere)
     assert float((packed_TV.log_softmax(-1) - torch.cat(expected)).abs().max()) < 1e-4
     completions = [completion for group in found.values() for completion in group]
     for logprobs_TV, tokens, completion in zip(expected, sequences, completions, strict=True):

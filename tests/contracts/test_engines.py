@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from math import exp
 from pathlib import Path
@@ -16,118 +14,20 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from areal_flow.config import GenerationSettings
-from areal_flow.errors import ConfigError, EngineError, WeightsError
-from areal_flow.generation.protocol import EngineCore, Interruption
+from areal_flow.errors import ConfigError, EngineError
+from areal_flow.generation.protocol import EngineCore, GenerationSettings
 from areal_flow.generation.registry import ENGINES, engine_factory
-from areal_flow.generation.sampling import processed_logprobs
-from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.attention import PackedLayout
-from areal_flow.models.policy import policy_tensors
-from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from tests.engines import (
+    VOCABULARY,
+    Subject,
+    request_of,
+    run_all,
+    torch_subject,
+    versions_of,
+)
 from tests.policies import small_policy, write_model_directory
-
-VOCABULARY = 13
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An engine under test, weights for it, and its exact log-probabilities."""
-
-    make: Callable[..., EngineCore]
-    weights: Callable[[int], Mapping[str, Any]]
-    reference: Callable[[int, Sequence[int], Sequence[int], Sampling], list[float]]
-    """(version, prompt, tokens, sampling) -> log-probability of each token."""
-
-
-def torch_subject() -> Subject:
-    policies = {version: small_policy(seed=version, vocab_size=VOCABULARY) for version in range(4)}
-
-    def make(
-        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
-    ) -> EngineCore:
-        policy = small_policy(seed=version, vocab_size=VOCABULARY)
-        return TorchEngine(
-            policy,
-            version=version,
-            max_num_seqs=max_num_seqs,
-            max_model_len=64,
-            interruption=interruption,
-        )
-
-    @torch.no_grad()
-    def reference(
-        version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
-    ) -> list[float]:
-        ids = torch.tensor([[*prompt, *tokens]])
-        layout = PackedLayout([ids.shape[1]])
-        logits = policies[version](
-            input_ids=ids, position_ids=layout.position_ids, use_cache=False, layout=layout
-        ).logits[0, len(prompt) - 1 : -1]
-        logprobs = processed_logprobs(logits, sampling)
-        return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-
-    return Subject(make, lambda version: policy_tensors(policies[version]), reference)
-
-
-def bigram_subject() -> Subject:
-    tables = {
-        version: (torch.randn(VOCABULARY, VOCABULARY, generator=_seeded(version)) * 1.5).tolist()
-        for version in range(4)
-    }
-
-    def make(
-        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
-    ) -> EngineCore:
-        if interruption != "interrupt":
-            pytest.skip("the bigram engine keeps nothing that could be old")
-        return BigramEngine(tables[version], version=version, max_num_seqs=max_num_seqs)
-
-    def reference(
-        version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
-    ) -> list[float]:
-        if sampling.top_k or sampling.top_p < 1:
-            pytest.skip("the bigram engine samples the whole distribution")
-        logprobs = torch.tensor(tables[version], dtype=torch.float64).div(sampling.temperature)
-        logprobs = logprobs.log_softmax(1)
-        before = [prompt[-1], *tokens[:-1]]
-        return [float(logprobs[b, t]) for b, t in zip(before, tokens, strict=True)]
-
-    return Subject(make, lambda version: {"logits": tables[version]}, reference)
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.fixture(scope="module", params=[torch_subject, bigram_subject], ids=["torch", "bigram"])
-def subject(request: pytest.FixtureRequest) -> Subject:
-    return request.param()  # type: ignore[no-any-return]
-
-
-def request_of(
-    name: str = "r", *, seeds: int = 4, length: int = 20, **sampling: Any
-) -> GroupRequest:
-    prompt = tuple(1 + (ord(name[-1]) + i) % (VOCABULARY - 1) for i in range(5))
-    return GroupRequest(
-        name, prompt, tuple(range(100, 100 + seeds)), Sampling(max_new_tokens=length, **sampling)
-    )
-
-
-def run_all(engine: EngineCore, *requests: GroupRequest) -> dict[str, list[Completion]]:
-    for request in requests:
-        engine.add(request)
-    found: dict[str, list[Completion]] = {}
-    while engine.has_work():
-        found.update(engine.step())
-    return found
-
-
-def versions_of(completion: Completion) -> list[int]:
-    return [version for version, length in completion.version_spans for _ in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -355,83 +255,6 @@ def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
     assert chisquare(observed, scaled).pvalue > 1e-3
 
 
-async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make())
-    try:
-        groups = await asyncio.gather(
-            *(engine.generate(request_of(f"r{i}", length=10)) for i in range(8))
-        )
-        assert [len(group) for group in groups] == [4] * 8
-        stats = engine.stats()
-        assert stats.num_tokens == 8 * 4 * 10
-        assert stats.busy_s > 0
-    finally:
-        engine.close()
-
-
-async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make())
-    try:
-        running = [
-            asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)
-        ]
-        await asyncio.sleep(0.01)
-        await engine.load_weights(3, FixedReader(3, subject.weights(3)))
-        assert engine.version == 3
-        after = await engine.generate(request_of("later", length=3))
-        assert all(versions_of(completion) == [3, 3, 3] for completion in after)
-        await asyncio.gather(*running)
-    finally:
-        engine.close()
-
-
-async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make(max_num_seqs=2))
-    try:
-        task = asyncio.create_task(engine.generate(request_of("long", seeds=64, length=55)))
-        await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        found = await asyncio.wait_for(engine.generate(request_of("short", length=2)), 20)
-        assert len(found) == 4
-    finally:
-        engine.close()
-
-
-async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make())
-    with pytest.raises(EngineError, match="down"):
-        await engine.load_weights(1, FixedReader(1, {"nonsense": torch.zeros(1)}))
-    with pytest.raises(EngineError, match="down"):
-        await engine.generate(request_of())
-    assert engine.broken
-
-
-async def test_closed_engine_refuses(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make())
-    waiting = asyncio.create_task(engine.generate(request_of(length=55, seeds=500)))
-    await asyncio.sleep(0)
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        await waiting
-    with pytest.raises(EngineError, match="closed"):
-        await engine.generate(request_of())
-
-
-async def test_weights_that_cannot_be_read_leave_the_engine_as_it_was(subject: Subject) -> None:
-    engine = ThreadedEngine(subject.make())
-    try:
-        with pytest.raises(WeightsError, match="not published"):
-            await engine.load_weights(2, FixedReader(1, subject.weights(1)))
-        assert not engine.broken
-        (completion, *_) = await engine.generate(request_of())
-        assert set(versions_of(completion)) == {0}
-    finally:
-        engine.close()
-
-
 def test_recipes_name_engines_of_the_registry() -> None:
     for name in ENGINES:
         assert callable(engine_factory(name))
@@ -451,45 +274,3 @@ async def test_torch_engine_starts_with_the_newest_weights_of_a_directory(tmp_pa
         assert len(completion.tokens) == 4
     finally:
         engine.close()
-
-
-@dataclass(frozen=True)
-class FixedReader:
-    """A `WeightsReader` of one version."""
-
-    version: int
-    tensors: Mapping[str, Any]
-
-    def newest(self) -> int:
-        return self.version
-
-    def load(self, version: int) -> Mapping[str, Any]:
-        if version != self.version:
-            raise WeightsError(f"version {version} was not published")
-        return self.tensors
-
-
-class FailingEngine(BigramEngine):
-    """Delivers one group, then raises."""
-
-    delivered = False
-
-    def step(self) -> list[tuple[str, list[Completion]]]:
-        if self.delivered:
-            raise RuntimeError("out of memory, on purpose")
-        complete = super().step()
-        self.delivered = bool(complete)
-        return complete
-
-
-async def test_engine_that_dies_fails_every_caller_and_leaves_none_waiting() -> None:
-    table = [[0.0] * VOCABULARY] * VOCABULARY
-    engine = ThreadedEngine(FailingEngine(table, max_num_seqs=64))
-    requests = [request_of("r0", length=1), *(request_of(f"r{i}", length=9) for i in range(1, 8))]
-    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-    await asyncio.sleep(0)
-    time.sleep(0.2)  # keep the event loop busy while the thread delivers one and dies
-    _, waiting = await asyncio.wait(tasks, timeout=5)
-    assert not waiting
-    assert len(tasks[0].result()) == 4
-    assert all(isinstance(task.exception(), EngineError) for task in tasks[1:])

@@ -23,7 +23,7 @@ from areal_flow.cluster.placement import (
     worker_environment,
 )
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.config import ClusterSettings, RemoteSettings
+from areal_flow.cluster.settings import ClusterSettings, RemoteSettings
 from areal_flow.errors import EngineError
 from tests.sshd import HOST, running_sshd
 
@@ -56,7 +56,6 @@ async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
         try:
             yield pool
         finally:
-            pool.close()
             await pool.stop()
 
 
@@ -138,7 +137,7 @@ def test_process_that_cannot_start_ends_the_start_with_its_last_words(
 
 DRIVER = """
 import asyncio, sys
-from areal_flow.config import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings
 from tests.contracts.test_launchers import empty_pool, generator, process_of
 
 async def live(settings):

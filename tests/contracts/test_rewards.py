@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.rewards.function import FunctionReward
-from areal_flow.rewards.protocol import Reward, RewardInput
+from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
 from areal_flow.rewards.registry import REWARDS, load_reward
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import Score

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import lance
@@ -15,23 +13,17 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import ConfigError, RunError, StorageError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import Writer, hold_lease
-from areal_flow.recovery.run_directory import create_run
-from areal_flow.store.ledger import STEPS, Ledger, create_ledger
+from areal_flow.store.ledger import STEPS
 from areal_flow.testing import MemoryTracker
-from areal_flow.tracking import background, track
-from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking import track
 from areal_flow.tracking.mlflow import MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import make_tracker, start_tracking
-from areal_flow.types import PolicyHashes
 from tests.checkpoints import write_fake_checkpoint
-
-BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
 
 @pytest.fixture(scope="module")
@@ -41,37 +33,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    made = RunLayout(tmp_path / "r")
-    create_run(made, Recipe(seed=3))
-    create_ledger(made.steps)
-    append_steps(made, 0, 1, 2, 3)
-    return made
-
-
-def step_row(step: int, **columns: Any) -> dict[str, Any]:
-    hashes = {field.name: "h" for field in fields(PolicyHashes)}
-    genesis = genesis_row(
-        PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
-        provenance=Provenance(1, "config", "code"),
-        numeric_environment="{}",
-    )
-    return {
-        **genesis,
-        "step": step,
-        "loss": 1 / max(1, step),
-        "reward_mean": 0.1 * step,
-        "lance_version": 10 + step,
-        "trajectory_watermark": 100 * step,
-        "committed_at": BEGAN + timedelta(seconds=step),
-        **columns,
-    }
-
-
-def append_steps(layout: RunLayout, *steps: int) -> None:
-    with hold_lease(layout.writers) as writer:
-        ledger = Ledger(layout.steps, Writer(layout.writers, writer.writer_epoch))
-        for step in steps:
-            ledger.append(step_row(step))
+    return make_run(tmp_path / "r")
 
 
 def append_evaluation(layout: RunLayout, version: int, rewards: list[float | None]) -> None:
@@ -144,8 +106,8 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
     assert kept.metrics["train/loss"] == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
     assert kept.metrics["rollout/reward_mean"] == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
     assert kept.metrics["held_out/pass_rate"] == {3: 0.5}
-    of_steps = {name for name, column in METRICS.items() if column in STEPS.names}
-    assert set(kept.metrics) == of_steps | {"held_out/pass_rate"}
+    assert set(METRICS.values()) <= set(STEPS.names)
+    assert set(kept.metrics) == {*METRICS, "held_out/pass_rate"}
     assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
     assert kept.parameters["seed"] == "3"
     assert kept.parameters["trainer.learning_rate"] == str(Recipe().trainer.learning_rate)
@@ -256,104 +218,6 @@ def test_refused_step_is_left_out_and_the_next_ones_arrive(
     assert "the tracker refused step 2, which is left out" in caplog.text
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    until = monotonic() + 30
-    while not happened():
-        assert monotonic() < until
-        sleep(0.02)
-
-
-def test_thread_delivers_each_step_when_it_is_woken(layout: RunLayout) -> None:
-    sink = MemoryTracker()
-    tracking = RunTracking(layout, sink)
-    for step in (4, 5):
-        append_steps(layout, step)
-        tracking.wake()
-        wait_until(lambda step=step: sink.delivered == step)  # type: ignore[misc]
-    tracking.close("FINISHED")
-    assert sink.status == "FINISHED"
-
-
-def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(background, "RETRY_EVERY_S", 0.05)
-    sink = MemoryTracker()
-    sink.away = True
-    tracking = RunTracking(layout, sink)
-    began = monotonic()
-    for _ in range(50):
-        tracking.wake()
-    wait_until(lambda: "the tracker is away" in caplog.text)
-    tracking.protected()
-    assert monotonic() - began < background.ANSWER_TIMEOUT_S
-    append_steps(layout, 4)
-    sink.away = False
-    wait_until(lambda: sink.delivered == 4)
-    tracking.close("FINISHED")
-    assert list(sink.metrics["train/loss"]) == [1, 2, 3, 4]
-    assert caplog.text.count("the tracker is away") == 1, "it does not say so at every attempt"
-
-
-class Counting(MemoryTracker):
-    """A sink that is away and counts how often it is asked."""
-
-    num_asked = 0
-
-    def begin(self) -> int:
-        self.num_asked += 1
-        raise ConnectionError("away")
-
-
-def test_sink_that_is_away_is_asked_seldom(layout: RunLayout) -> None:
-    sink = Counting()
-    tracking = RunTracking(layout, sink)
-    for _ in range(50):
-        tracking.wake()
-        sleep(0.01)
-    assert sink.num_asked <= 2
-    tracking.close("FAILED")
-
-
-class Hanging(MemoryTracker):
-    """A sink that answers after the run has ended."""
-
-    def begin(self) -> int:
-        sleep(5)
-        return 0
-
-
-def test_end_waits_for_a_slow_sink_no_longer_than_its_limit(layout: RunLayout) -> None:
-    tracking = RunTracking(layout, Hanging())
-    began = monotonic()
-    tracking.close("FINISHED", timeout_s=0.2)
-    assert monotonic() - began < 2
-
-
-def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
-    sink = MemoryTracker()
-    tracking = RunTracking(layout, sink)
-    wait_until(lambda: sink.delivered == 3)
-    tracking.close(None)
-    assert sink.status == "RUNNING"
-
-
-def test_protected_checkpoints_are_asked_for_and_remembered(layout: RunLayout) -> None:
-    write_fake_checkpoint(layout, 2, weights_hash="w2")
-    path = layout.checkpoints / "00000002"
-    sink = MemoryTracker()
-    tracking = RunTracking(layout, sink)
-    assert tracking.protected() == frozenset()
-    sink.aliases["champion"] = path
-    assert tracking.protected() == {path}
-    tracking.close("KILLED")
-    away = MemoryTracker()
-    away.away = True
-    later = RunTracking(layout, away)
-    assert later.protected() == {path}, "a driver that cannot ask must not prune it"
-    later.close("FINISHED")
-
-
 def test_checkpoint_with_an_alias_of_its_own_is_protected_in_mlflow(
     layout: RunLayout, database: str
 ) -> None:
@@ -404,16 +268,6 @@ def test_tracking_nowhere_or_nothing_is_refused(layout: RunLayout, tmp_path: Pat
     recipe = Recipe(tracking=replace_settings(sink="nowhere"))
     with pytest.raises(ConfigError, match=r"'nowhere': expected one of \['mlflow'\]"):
         start_tracking(layout, recipe)
-
-
-def test_run_without_tracking_makes_no_thread_and_no_file(layout: RunLayout) -> None:
-    before = set(layout.root.rglob("*"))
-    tracking = start_tracking(layout, Recipe(tracking=replace_settings(enabled=False)))
-    tracking.wake()
-    assert tracking.protected() == frozenset()
-    tracking.close("FINISHED")
-    assert tracking.model_version is None
-    assert set(layout.root.rglob("*")) == before
 
 
 def replace_settings(**changes: Any) -> TrackingSettings:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
@@ -25,7 +26,8 @@ pytestmark = [
 
 def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
     policies = [small_policy(seed=seed).cuda() for seed in (0, 1)]
-    engine = TorchEngine(small_policy(seed=0).cuda(), version=0, max_num_seqs=8, max_model_len=64)
+    settings = GenerationSettings(max_num_seqs=8, max_model_len=64, max_new_tokens=24)
+    engine = TorchEngine(small_policy(seed=0).cuda(), settings, version=0)
     request = GroupRequest("r", (1, 2, 3), tuple(range(8)), Sampling(max_new_tokens=24))
     engine.add(request)
     found: list[Completion] = []

@@ -47,8 +47,8 @@ def fails_on_nothing(completion):
     return len(completion) / len(completion)
 
 def fails_at_times(completion):
-    if len(completion) > 8:
-        raise ValueError("too long")
+    if len(completion) % 3 == 2:
+        raise ValueError("no verdict")
     return len(completion) / 8
 
 def is_slow(completion):
@@ -156,7 +156,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_failure_is_printed_once_and_then_counted(trained: tuple[Path, str, str]) -> None:
     _, said, warned = trained
     assert "Verifier own:fails_at_times, tried on the first row: " in said
-    assert warned.count('raise ValueError("too long")') == 1
+    assert warned.count('raise ValueError("no verdict")') == 1
     assert "a verifier failed 10 times so far: ValueError in fails_at_times, own.py, line" in warned
     assert len(warned.splitlines()) < 30, warned
 

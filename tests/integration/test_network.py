@@ -13,8 +13,8 @@ import areal_flow
 from areal_flow.cluster.control import add_workers, list_workers, remove_worker
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.placement import WorkerPlacement, worker_environment
-from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.config import ClusterSettings, NetworkSettings
+from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.errors import ConfigError, RunError
 from tests.integration.runs import check_accounting, run_small, small_recipe
 from tests.sshd import running_sshd
@@ -39,7 +39,7 @@ def test_workers_are_listed_added_and_removed_over_tls_and_strangers_are_refused
 
     async def grow_and_shrink() -> None:
         settings = ClusterSettings(network=network)
-        async with launch_cluster([placement], settings, RunPlugin(tmp_path, 0)) as cluster:
+        async with launch_cluster([placement], settings, WorkerContext(tmp_path, 0)) as cluster:
             assert cluster.scheduler.startswith("tls://127.0.0.1:")
             assert await add_workers(cluster.scheduler, "generator", 1, network) == ["generator-1"]
             await remove_worker(cluster.scheduler, "generator-0", network)
@@ -62,7 +62,7 @@ def test_missing_certificate_is_refused_before_anything_starts(tmp_path: Path) -
 
     async def start() -> None:
         settings = ClusterSettings(network=network)
-        async with launch_cluster([], settings, RunPlugin(tmp_path, 0)):
+        async with launch_cluster([], settings, WorkerContext(tmp_path, 0)):
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match=r"cluster.network.tls_key = .*no such file"):

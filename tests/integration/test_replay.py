@@ -13,7 +13,7 @@ import pytest
 import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.recovery.replay import replay_from_genesis, replay_step, replay_to
+from areal_flow.recovery.replay import replay_step
 from pipelines.cli.main import main
 from tests.integration.runs import cli, run_small, small_recipe
 
@@ -81,9 +81,9 @@ def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
 
 
 def test_whole_run_is_equal_from_the_genesis(layout: RunLayout) -> None:
-    assert asdict(replay_from_genesis(layout)) == recorded_hashes(layout, NUM_STEPS)
-    walked = replay_to(layout, 3, from_checkpoint=0)
-    assert [(compared.step, compared.equal) for compared in walked] == [
+    whole = replay_step(layout, step=NUM_STEPS, from_checkpoint=0)
+    assert asdict(whole.replayed.hashes) == recorded_hashes(layout, NUM_STEPS)
+    assert [(compared.step, compared.equal) for compared in whole.before] == [
         (1, True),
         (2, True),
         (3, True),
@@ -148,7 +148,7 @@ def test_own_loss_by_import_path(
 ) -> None:
     (tmp_path / "my_loss.py").write_text(
         "from dataclasses import replace\n"
-        "from areal_flow.algorithms.decoupled_ppo import DecoupledPPO\n"
+        "from areal_flow.algorithms.clipped import DecoupledPPO\n"
         "def unweighted(inputs):\n"
         "    on_policy = replace(inputs, behavior_logprobs_T=inputs.proximal_logprobs_T)\n"
         "    return DecoupledPPO().loss(on_policy)\n"

@@ -11,7 +11,7 @@ import pytest
 
 import areal_flow
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.replay import replay_to
+from areal_flow.recovery.replay import replay_step
 from areal_flow.types import submission_index_of
 from tests.integration.runs import (
     check_accounting,
@@ -83,8 +83,8 @@ def test_parts_of_rewards_can_be_queried(conversations: RunLayout) -> None:
 
 
 def test_conversations_are_replayed_bit_for_bit(conversations: RunLayout) -> None:
-    walked = replay_to(conversations, from_checkpoint=0)
-    assert [compared.equal for compared in walked] == [True] * 6
+    found = replay_step(conversations, step=6, from_checkpoint=0)
+    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 6
 
 
 def test_conversations_are_evaluated_as_they_are_trained(conversations: RunLayout) -> None:

@@ -14,6 +14,7 @@ from areal_flow.cluster.adapters import (
     DaskWeights,
     SharedWrites,
 )
+from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import SchemaError, StorageError, TrainerLost, TrainingError
 from areal_flow.testing import MemoryWriter
@@ -44,6 +45,20 @@ class FakeClient:
         return {address: None}
 
 
+class FakeGenerator:
+    """The record of a generator, which is silent some time after it was stopped."""
+
+    def __init__(self, address: str, stopped_at: float | None) -> None:
+        self.address = address
+        self._stopped_at = stopped_at
+
+    @property
+    def is_silent(self) -> bool:
+        stopped_at = self._stopped_at
+        now = asyncio.get_running_loop().time()
+        return stopped_at is not None and now - stopped_at > SILENT_S
+
+
 class FakeGenerators:
     """Two generators, one of which falls silent when it is stopped."""
 
@@ -51,13 +66,12 @@ class FakeGenerators:
         self.stopped_at = stopped_at
         self.replaced: list[str] = []
 
-    def generators(self) -> list[str]:
-        return ["healthy", "other"]
+    @property
+    def registry(self) -> FakeGenerators:
+        return self
 
-    def silence_s(self, address: str) -> float:
-        if address == "healthy" or self.stopped_at is None:
-            return 0.0
-        return asyncio.get_running_loop().time() - self.stopped_at
+    def present(self, role: str) -> list[FakeGenerator]:
+        return [FakeGenerator("healthy", None), FakeGenerator("other", self.stopped_at)]
 
     async def replace(self, address: str, *, why: str) -> None:
         self.replaced.append(address)
@@ -65,7 +79,7 @@ class FakeGenerators:
 
 def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
     replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
-    return DaskTrainer(client, replicas, restore)
+    return DaskTrainer(replicas, restore)
 
 
 def restored_over(losses: int) -> int:

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.audit.database import FILES, FORKS, RECIPE, AuditDatabase
-from areal_flow.audit.findings import MAX_PER_RULE, AuditFindings, Finding, Report
-from areal_flow.audit.rows import check_schema, conform
+from areal_flow.audit.database import AuditDatabase
+from areal_flow.audit.findings import MAX_PER_RULE, Finding, Report
+from areal_flow.audit.rows import Piece, check_schema
 from areal_flow.controller.records import batch_digest
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
 from areal_flow.types import VersionSpan
-from schemas import TrajectoryRow
+from schemas import TrajectoryRow, content_hashes
 from tests.rows import group_table
 
 Rows = Sequence[dict[str, Any]]
@@ -26,6 +26,7 @@ Rows = Sequence[dict[str, Any]]
 SETTINGS = {
     "config_hash": "c",
     "code_version": "code",
+    "seed": 0,
     "group_size": 2,
     "groups_per_step": 0,
     "max_staleness": 1,
@@ -36,18 +37,24 @@ def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
     """Return what rules find in a ledger and a log, which is read a part at a time."""
     with closing(AuditDatabase()) as database:
         database.add_ledger(pa.Table.from_pylist(list(ledger), schema=STEPS))
-        database.add_table("recipe", [SETTINGS | settings], RECIPE)
-        database.add_table("forks", [], FORKS)
-        database.add_table("files", [{"kind": "checkpoint", "step": 0}][: len(ledger)], FILES)
+        database.add("recipe", [SETTINGS | settings])
+        database.add("files", [{"kind": "checkpoint", "step": 0}][: len(ledger)])
         num_rows = 0
         for rows in logs:
-            table = pa.Table.from_pylist(list(rows), schema=TRAJECTORIES)
+            table = sealed(pa.Table.from_pylist(list(rows), schema=TRAJECTORIES))
             order = range(num_rows, num_rows + len(rows))
             database.add_trajectories(table.append_column("_rowid", pa.array(order, pa.uint64())))
             num_rows += len(rows)
-        database.recount(num_rows=num_rows)
+        database.add("dataset", [{"num_rows": num_rows}])
+        database.recount()
         names = ("ledger", "trajectories", "log")
         return [finding for name in names for finding, _ in database.broken(name)]
+
+
+def sealed(table: pa.Table) -> pa.Table:
+    """Return the rows with the hash of what they are now."""
+    at = table.schema.get_field_index("content_hash")
+    return table.set_column(at, "content_hash", pa.array(content_hashes(table), pa.string()))
 
 
 def step_row(step: int, **values: Any) -> dict[str, Any]:
@@ -161,25 +168,34 @@ def test_log_probabilities_that_are_no_numbers_are_remembered() -> None:
 
 
 def test_rows_with_holes_are_named_and_not_computed_with() -> None:
-    table = group_table(0)
-    assert conform(table, TrajectoryRow) is not None
-    holes = table.set_column(0, "trajectory_id", pa.array(["a", None]))
-    assert conform(holes, TrajectoryRow) is None
-    fewer = table.drop_columns(["seed"])
-    assert conform(fewer, TrajectoryRow) is None
-    found = [f.found for f in check_schema(fewer, TrajectoryRow, where="here", kind="log")]
-    assert found == ["missing or unknown columns: seed"]
+    def judge(table: pa.Table) -> tuple[list[str], pa.Table | None]:
+        rows = table.append_column("_rowid", pa.array(range(len(table)), pa.uint64()))
+        findings, usable = check_schema(Piece("here", rows), TrajectoryRow, kind="log")
+        return [finding.found for finding in findings], usable
+
+    table = group_table(0).replace_schema_metadata(None)
+    found, usable = judge(table)
+    assert not found
+    assert usable is not None
+    assert usable["_rowid"].to_pylist() == [0, 1]
+    found, usable = judge(table.set_column(0, "trajectory_id", pa.array(["a", None])))
+    assert found
+    assert usable is None
+    hole = pa.array([[7, None, 7]] * 2, pa.list_(pa.int32()))
+    at = table.column_names.index("output_tokens")
+    assert judge(table.set_column(at, "output_tokens", hole))[1] is None
+    assert judge(table.drop_columns(["seed"])) == (["missing or unknown columns: seed"], None)
 
 
 def test_notes_do_not_make_a_run_unclean_and_many_findings_are_counted() -> None:
-    found = AuditFindings()
-    found.add(Finding("a-note", "", "", "", "", "note"))
-    assert Report("run", {}, found.all()).clean
-    found.extend(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5))
-    found.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
-    report = Report("run", {}, found.all())
+    report = Report("run")
+    report.add(Finding("a-note", "", "", "", "", "note"))
+    assert report.clean
+    report.add(*(Finding("seed", str(n), "", "", "") for n in range(MAX_PER_RULE + 5)))
+    report.add(Finding("group-id", "", "", "", ""), num_more=MAX_PER_RULE + 2)
     assert not report.clean
-    assert [f.where for f in report.findings[-2:]] == ["5 more places", "3 more places"]
+    more = {f.rule: f.where for f in report.findings if f.found == "as above"}
+    assert more == {"seed": "5 more places", "group-id": f"{MAX_PER_RULE + 2} more places"}
     assert len(report.findings) == MAX_PER_RULE + 4
 
 

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -21,7 +20,6 @@ from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import (
     BACKENDS,
     Minibatch,
-    RankBatch,
     StepSettings,
     TrainerBackend,
     make_backend,
@@ -169,11 +167,11 @@ def test_advantages_may_differ_by_token_and_tokens_carry_their_version() -> None
 def test_backend_makes_one_update_of_any_loss() -> None:
     """What supervised fine-tuning needs: the negative log-likelihood of completions."""
     backend, (sequence,) = state(learning_rate=1e-2), make_sequences(1)
-    micro = pack_sequences([sequence], [0.0])
+    micro = pack_sequences([sequence])
     (before,) = backend.logprobs([micro], temperature=1.0)
     how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
     size = MinibatchSize(sequence.num_trained, 1)
-    minibatch = Minibatch({0: RankBatch([micro], None)}, size, learning_rate=1e-2)
+    minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2)
     numbers = backend.update(minibatch, how, SingleProcess())
     (after,) = backend.logprobs([micro], temperature=1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from areal_flow.controller.buffer import Buffer
+from areal_flow.config import build_recipe
+from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+
+
+def make_buffer(*, groups_per_step: int, max_staleness: int, group_filter: str = "all") -> Buffer:
+    table = {
+        "controller": {
+            "batch_size": 4 * groups_per_step,
+            "group_size": 4,
+            "max_staleness": max_staleness,
+        },
+        "algorithm": {"num_minibatches": 1, "group_filter": group_filter},
+    }
+    return Buffer(build_recipe(table, source="a test"))
+
+
+def ids(batch: Batch | None) -> list[str]:
+    return [trajectory.trajectory_id for trajectory in batch or ()]
 
 
 def group(
@@ -19,26 +36,22 @@ def group(
 
 
 def test_oldest_submissions_are_taken_whoever_finished_first() -> None:
-    buffer = Buffer(groups_per_step=2, max_staleness=4)
+    buffer = make_buffer(groups_per_step=2, max_staleness=4)
     for index in (7, 3, 5):
         assert buffer.add(group(index), policy_version=0) == []
-    batch = buffer.take(policy_version=0)
-    assert batch is not None
-    assert batch.trajectory_ids == tuple(trajectory_id(i, m) for i in (3, 5) for m in (0, 1))
-    assert buffer.take(policy_version=0) is None
+    assert ids(buffer.take()) == [trajectory_id(i, m) for i in (3, 5) for m in (0, 1)]
+    assert buffer.take() is None
     assert len(buffer) == 1
 
 
 def test_straggler_is_not_waited_for() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=4)
+    buffer = make_buffer(groups_per_step=1, max_staleness=4)
     buffer.add(group(9), policy_version=0)
-    batch = buffer.take(policy_version=0)
-    assert batch is not None
-    assert batch.num_groups == 1
+    assert ids(buffer.take()) == [trajectory_id(9, member) for member in (0, 1)]
 
 
 def test_stale_work_is_evicted_and_counted() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
     buffer.add(group(0, version=3), policy_version=3)
     assert buffer.evict(policy_version=4) == []
     discards = buffer.evict(policy_version=5)
@@ -51,22 +64,20 @@ def test_stale_work_is_evicted_and_counted() -> None:
 
 
 def test_unscored_members_are_discarded_and_the_group_goes_on() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
     discards = buffer.add(group(0, rewards=(None, 1.0, 0.0)), policy_version=0)
     assert [d.reason for d in discards] == ["verifier_error"]
-    batch = buffer.take(policy_version=0)
-    assert batch is not None
-    assert batch.trajectory_ids == (trajectory_id(0, 1), trajectory_id(0, 2))
+    assert ids(buffer.take()) == [trajectory_id(0, 1), trajectory_id(0, 2)]
 
 
 def test_group_without_any_score_is_not_kept() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
     assert len(buffer.add(group(0, rewards=(None, None)), policy_version=0)) == 2
     assert len(buffer) == 0
 
 
 def test_group_that_the_algorithm_would_not_train_is_discarded_and_frees_its_slot() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=2, keeps_group=lambda r: len(set(r)) > 1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=2, group_filter="mixed_rewards")
     discards = buffer.add(group(0, rewards=(1.0, None, 1.0)), policy_version=0)
     assert [d.reason for d in discards] == ["verifier_error", "group_filter", "group_filter"]
     assert len(buffer) == 0
@@ -75,27 +86,25 @@ def test_group_that_the_algorithm_would_not_train_is_discarded_and_frees_its_slo
 
 
 def test_group_that_arrives_too_old_is_discarded_at_once() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=2)
+    buffer = make_buffer(groups_per_step=1, max_staleness=2)
     assert len(buffer.add(group(0, version=0), policy_version=3)) == 2
     assert len(buffer) == 0
 
 
 def test_fewer_groups_than_a_step_needs_are_left_alone() -> None:
-    buffer = Buffer(groups_per_step=3, max_staleness=4)
+    buffer = make_buffer(groups_per_step=3, max_staleness=4)
     for index in (1, 0):
         buffer.add(group(index), policy_version=0)
-    assert buffer.take(policy_version=0) is None
+    assert buffer.take() is None
     assert (len(buffer), buffer.num_waiting_tokens) == (2, 16)
     buffer.add(group(2), policy_version=0)
-    batch = buffer.take(policy_version=7)
-    assert batch is not None
-    assert (batch.policy_version, batch.num_groups, len(batch.trajectories)) == (7, 3, 6)
+    assert ids(buffer.take()) == [trajectory_id(i, m) for i in (0, 1, 2) for m in (0, 1)]
     assert (len(buffer), buffer.num_waiting_tokens) == (0, 0)
 
 
 def test_bound_is_the_last_version_that_still_trains() -> None:
     for policy_version, num_left in ((4, 2), (5, 2), (6, 0)):
-        buffer = Buffer(groups_per_step=1, max_staleness=2)
+        buffer = make_buffer(groups_per_step=1, max_staleness=2)
         discards = buffer.add(group(0, version=3), policy_version=policy_version)
         assert (2 * len(buffer), len(discards)) == (num_left, 2 - num_left)
 
@@ -106,26 +115,24 @@ def test_group_goes_on_with_the_members_that_have_a_fresh_token() -> None:
         TrajectoryReceipt(trajectory_id(9, member), of, 1.0, "stop")
         for member, of in enumerate(spans)
     )
-    buffer = Buffer(groups_per_step=1, max_staleness=1)
+    buffer = make_buffer(groups_per_step=1, max_staleness=1)
     discards = buffer.add(GroupReceipt(9, (), members), policy_version=3)
     assert [(d.trajectory_id, d.num_tokens, d.reason) for d in discards] == [
         (trajectory_id(9, 0), 4, "stale")
     ]
     assert (len(buffer), buffer.num_waiting_tokens) == (1, 4)
-    batch = buffer.take(policy_version=3)
-    assert batch is not None
-    assert batch.trajectory_ids == (trajectory_id(9, 1),)
+    assert ids(buffer.take()) == [trajectory_id(9, 1)]
 
 
 def test_a_group_is_taken_in_once() -> None:
-    buffer = Buffer(groups_per_step=2, max_staleness=1)
+    buffer = make_buffer(groups_per_step=2, max_staleness=1)
     buffer.add(group(0), policy_version=0)
     with pytest.raises(AssertionError, match="committed twice"):
         buffer.add(group(0), policy_version=0)
 
 
 def test_unscored_members_of_an_old_group_are_discarded_for_what_came_first() -> None:
-    buffer = Buffer(groups_per_step=1, max_staleness=0)
+    buffer = make_buffer(groups_per_step=1, max_staleness=0)
     discards = buffer.add(group(0, version=0, rewards=(1.0, None)), policy_version=1)
     assert [d.reason for d in discards] == ["verifier_error", "stale"]
     assert [d.num_tokens for d in discards] == [4, 4]

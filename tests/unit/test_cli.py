@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import chain
@@ -79,6 +80,7 @@ def test_settings_reach_the_recipe_over_the_file(
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
         *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
         *("--tracking.enabled", "true", "--tracking.enabled", "false"),
+        *("--cluster.network.host", "localhost"),
         *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
         *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
     ]
@@ -88,6 +90,7 @@ def test_settings_reach_the_recipe_over_the_file(
     assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
     assert (recipe.trainer.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
+    assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
     assert recipe.prompts.source == "file"
     assert recipe.prompts.path == Path("p.jsonl")
@@ -110,7 +113,7 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["trian"], 'Did you mean "train"'),
         (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
         (["train", "--trainer.lr", "1"], "Did you mean --trainer.learning-rate?"),
-        (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps?"),
+        (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps or"),
         (["train", "--wd=1"], "--wd. Did you mean --trainer.weight-decay?"),
         (["train", "--xyzzy", "1"], "Unknown option: --xyzzy. `areal-flow train --help` lists"),
         (["train", "--trainer.learning-rate", "much"], "  --trainer.learning-rate = 'much'"),
@@ -128,6 +131,7 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["lineage", "models:/m/1", "--step", "2"], "--step goes with a run"),
         (["workers", "add", "run"], "--role requires an argument"),
         (["track", "run"], "--to requires an argument"),
+        (["--json", "train"], "`train` prints no report"),
     ],
 )
 def test_wrong_usage_says_what_was_expected(
@@ -158,6 +162,20 @@ def test_ui_and_track_find_what_they_show(
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
     assert tracked == [((tmp_path / "r").resolve(), "http://there")]
     assert "it lacked 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["runs", "doctor"])
+def test_reports_can_be_had_as_json(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r").mkdir()
+    write_identity(RunLayout(tmp_path / "r"))
+    (tmp_path / "r" / "config.toml").write_text("")
+    for arguments in (["--json", command], [command, "--json"]):
+        assert main(["--runs", str(tmp_path), *arguments]) == 0
+        found = json.loads(capsys.readouterr().out)
+    rows = found["runs"] if command == "runs" else found["machine"]
+    assert rows[0]["run" if command == "runs" else "what"] in ("r", "python")
 
 
 def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

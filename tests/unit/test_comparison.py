@@ -11,13 +11,8 @@ import pytest
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.recovery.comparison import (
-    ComparedStep,
-    bits_must_agree,
-    compared_values,
-    result_from_row,
-)
 from areal_flow.recovery.replay_settings import settings_of_a_step
+from areal_flow.recovery.restore import ComparedStep, compared_values, result_from_row
 from areal_flow.types import PolicyHashes, StepResult
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
@@ -101,12 +96,13 @@ def test_what_a_replay_must_find_again_is_compared_by_name() -> None:
 
 
 def test_bits_must_agree_on_one_cpu_environment_only() -> None:
-    cpu, other = json.dumps(CPU), json.dumps({**CPU, "threads": 2})
-    gpu = json.dumps({"device": "cuda"})
-    assert bits_must_agree(cpu, cpu) is True
-    assert bits_must_agree(json.dumps(dict(reversed(CPU.items()))), cpu) is True
-    assert bits_must_agree(cpu, other) is False
-    assert bits_must_agree(gpu, gpu) is False
+    def refused(there: dict[str, Any], here: dict[str, Any]) -> bool:
+        return ComparedStep(result(there), result(here, weights="x")).refused
+
+    assert refused(CPU, CPU) is True
+    assert refused(dict(reversed(CPU.items())), CPU) is True
+    assert refused(CPU, {**CPU, "threads": 2}) is False
+    assert refused({"device": "cuda"}, {"device": "cuda"}) is False
 
 
 def test_result_reads_lists_of_a_row_as_tuples() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from areal_flow.cluster import tasks, worker_roles
+from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.worker_context import WorkerContext
-from areal_flow.cluster.worker_roles import RewardRole
 from areal_flow.config import dump_recipe
-from areal_flow.controller.seeds import group_seeds
+from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import receipts
 from areal_flow.store.trajectories import validate_groups
 from areal_flow.types import Episode, Prompt
@@ -45,17 +47,19 @@ def layout(tmp_path: Path, model: Path) -> RunLayout:
 @pytest.fixture
 def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContext]:
     """One worker that is a generator and a reward worker at once."""
-    context = WorkerContext(layout.root, 1, "both-0")
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    context = WorkerContext(layout.root, 1)
+    context.setup(SimpleNamespace(name="both-0", metrics={}))
 
     async def here(function: Callable[..., Any], *arguments: Any) -> Any:
         found = function(*arguments)
         return await found if inspect.isawaitable(found) else found
 
-    for module in (tasks, worker_roles):
-        monkeypatch.setattr(module, "holder", lambda: context)
-    monkeypatch.setattr(worker_roles, "_on_reward_worker", here)
+    for module in (generator_tasks, reward_tasks):
+        monkeypatch.setattr(module, "worker_context", lambda: context)
+    monkeypatch.setattr(generator_tasks, "on_reward_worker", here)
     yield context
-    if (rewards := context.get(RewardRole)) is not None:
+    if (rewards := context.get(WeightedRewards)) is not None:
         rewards.close()
 
 
@@ -95,7 +99,7 @@ def test_groups_are_rolled_out_scored_and_valid(
     groups = tuple(group_of(layout, index) for index in range(6))
 
     async def graph() -> Any:
-        return await tasks.score(await tasks.rollout(groups, 0), groups)
+        return await reward_tasks.score(await generator_tasks.rollout(groups, 0), groups)
 
     scored = asyncio.run(graph())
     validate_groups([scored])
@@ -119,4 +123,4 @@ def test_group_without_a_trajectory_fails_with_the_cause(
     path = "tests.integration.workflows:CountsWords"
     settings(layout, {"name": "imported", "path": path, "settings": {"least": 999}})
     with pytest.raises(ArealFlowError, match="ValueError: expected 999 characters"):
-        asyncio.run(tasks.rollout((group_of(layout, 0),), 0))
+        asyncio.run(generator_tasks.rollout((group_of(layout, 0),), 0))

@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.controller.seeds import member_seed
-from areal_flow.evaluation.held_out import answer_held_out
-from areal_flow.evaluation.intervals import tabulate, wilson_interval
+from areal_flow.controller.records import member_seed
+from areal_flow.evaluation import answer_held_out, tabulate, wilson_interval
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
@@ -29,7 +28,7 @@ PROMPTS = [replace(PROMPT, prompt_id=f"p{index}", difficulty=1 + index % 3) for 
 
 
 class Answering:
-    """`Answers` without a cluster."""
+    """Answers without a cluster."""
 
     def __init__(self, workflow: Workflow) -> None:
         self.workflow = workflow
@@ -57,7 +56,7 @@ class Answering:
 def answers_of(answering: Answering, *, seed: int = 0) -> list[dict[str, Any]]:
     return asyncio.run(
         answer_held_out(
-            answering,
+            answering.answer,
             PROMPTS,
             name="before",
             seed=seed,

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from areal_flow.algorithms import registry as algorithms
-from areal_flow.config import GenerationSettings, RewardSettings, build_recipe
+from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, EngineError
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.import_path import import_function
-from areal_flow.rewards.protocol import RewardInput
-from areal_flow.rewards.registry import load_reward
-from areal_flow.rewards.weighted import WeightedRewards
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.testing import BigramEngine
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.step import train_step
@@ -31,6 +31,7 @@ from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup, run_group
 from areal_flow.workflows.registry import load_workflow
+from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract
 from tests.contracts import test_workflows as workflow_contract
@@ -224,17 +225,17 @@ def test_algorithm_trains_a_step(my_project: Callable[[str], ModuleType]) -> Non
     assert 0 < numbers.metrics["weight_clip_fraction"].value < 1
 
 
-def plain_subject(engine: ModuleType) -> engine_contract.Subject:
+def plain_subject(engine: ModuleType) -> engines.Subject:
     """Return the page's engine, with the weights and the reference of the torch engine's."""
-    torch_subject = engine_contract.torch_subject()
+    torch_subject = engines.torch_subject()
 
     def make(*, max_num_seqs: int = 8, version: int = 0) -> Any:
-        policy = small_policy(seed=version, vocab_size=engine_contract.VOCABULARY)
+        policy = small_policy(seed=version, vocab_size=engines.VOCABULARY)
         return engine.PlainEngine(
             policy, version=version, max_num_seqs=max_num_seqs, max_model_len=64
         )
 
-    return engine_contract.Subject(make, torch_subject.weights, torch_subject.reference)
+    return engines.Subject(make, torch_subject.weights, torch_subject.reference)
 
 
 CORE_CHECKS = (
@@ -266,9 +267,9 @@ def test_engine_draws_the_same_whatever_its_company(
     my_project: Callable[[str], ModuleType],
 ) -> None:
     subject = plain_subject(my_project("plain_engine"))
-    requests = [engine_contract.request_of(f"r{index}", length=6) for index in range(3)]
-    alone = engine_contract.run_all(subject.make(), requests[1])["r1"]
-    crowd = engine_contract.run_all(subject.make(max_num_seqs=5), *requests)
+    requests = [engines.request_of(f"r{index}", length=6) for index in range(3)]
+    alone = engines.run_all(subject.make(), requests[1])["r1"]
+    crowd = engines.run_all(subject.make(max_num_seqs=5), *requests)
     assert crowd["r1"] == alone
 
 

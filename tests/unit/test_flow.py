@@ -13,40 +13,41 @@ from hypothesis import strategies as st
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError
 from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
-from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 
 def make_flow(
-    cluster: FakeCluster, log: MemoryLog, initial: InitialState | None = None, **numbers: Any
+    cluster: FakeCluster,
+    log: MemoryLog,
+    initial: InitialState | None = None,
+    max_running: int = 64,
+    **numbers: Any,
 ) -> Flow:
     defaults = {
         "batch_size": 8,
         "group_size": 2,
         "max_staleness": 2,
-        "max_running": 64,
         "num_steps": 12,
-        "run_seed": 0,
-        "retry_delay_s": 0.1,
     }
     flow = Flow(
-        FlowConfig(**{**defaults, **numbers}),
+        flow_recipe(**{**defaults, **numbers}),
         FlowBackends(
-            prompts=FakePrompts(),
             rollouts=cluster,
-            log=log,
-            ledger=log,
+            logs=log,
             trainer=cluster,
             weights=cluster,
-            observer=log,
+            prompt_at=prompt_at,
+            on_step=log.on_step,
         ),
         initial or InitialState(),
         Provenance(1, "", ""),
+        max_running=max_running,
     )
     cluster.on_event = lambda: check_accounting(flow)
     return flow
@@ -55,7 +56,8 @@ def make_flow(
 def check_accounting(flow: Flow) -> None:
     assert flow.imbalance() == 0
     assert 0 <= flow.gate.running <= flow.gate.outstanding
-    bound = (flow.config.max_staleness + 1) * flow.config.batch_size
+    controller = flow.recipe.controller
+    bound = (controller.max_staleness + 1) * controller.batch_size
     assert flow.gate.outstanding <= bound
 
 
@@ -234,7 +236,7 @@ def test_group_that_a_step_made_stale_is_discarded_with_the_step() -> None:
     async def take_a_step() -> None:
         batch = await flow.wait_for_batch()
         assert batch is not None
-        assert batch.num_groups == 4
+        assert len(batch) == 8
         assert len(flow.buffer) == 1, "at version 1 it could still be trained"
         await flow.train(batch, seconds_wait=0.0)
         await flow.wait_until_released()
@@ -304,7 +306,7 @@ def test_generation_goes_on_while_the_trainer_is_away() -> None:
         await asyncio.gather(run_to_end(flow), count_meanwhile())
 
     run_in_virtual_time(both())
-    assert committed[1] >= committed[0] + flow.config.batch_size
+    assert committed[1] >= committed[0] + flow.recipe.controller.batch_size
 
 
 def test_number_of_generators_sets_how_much_runs_at_once() -> None:
@@ -317,7 +319,7 @@ def test_number_of_generators_sets_how_much_runs_at_once() -> None:
         for max_running in (2, 8, 2):
             flow.set_max_running(max_running)
             await asyncio.sleep(20)
-            running.append(cluster.num_running * flow.config.group_size)
+            running.append(cluster.num_running * flow.recipe.controller.group_size)
         flow.request_stop()
 
     async def both() -> None:

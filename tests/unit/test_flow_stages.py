@@ -4,132 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from areal_flow.controller.accounting import TokenAccounting
-from areal_flow.controller.change_notifier import ChangeNotifier
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, batch_digest
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.controller.seeds import group_seeds
-from areal_flow.errors import ArealFlowError, EngineError
+from areal_flow.errors import ArealFlowError
 from areal_flow.types import (
     Discard,
-    EngineStats,
-    Episode,
-    GroupReceipt,
     StepRequest,
-    TrajectoryReceipt,
-    VersionSpan,
-    submission_index_of,
     trajectory_id,
 )
-from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
-from tests.unit.virtual_time import run_in_virtual_time
-
-
-def group(index: int, *, version: int = 0, scored: bool = True, **receipt: Any) -> GroupReceipt:
-    """Return a written group of two members with four tokens each."""
-    members = tuple(
-        TrajectoryReceipt(
-            trajectory_id(index, member),
-            (VersionSpan(version, 4),),
-            float(member) if scored else None,
-            "stop",
-        )
-        for member in (0, 1)
-    )
-    return GroupReceipt(index, (f"fragment-{index}",), members, **receipt)
-
-
-@dataclass
-class Rollouts:
-    """Answers episodes with what `outcomes` holds, in order; without one, at once and well."""
-
-    outcomes: list[GroupReceipt | BaseException] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
-    started_at: list[float] = field(default_factory=list)
-    duration_s: float = 0.0
-
-    async def run(self, episode: Episode) -> GroupReceipt:
-        self.episodes.append(episode)
-        self.started_at.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(self.duration_s)
-        outcome = self.outcomes.pop(0) if self.outcomes else group(episode.submission_index)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-
-@dataclass
-class Parts:
-    """A flow of two trajectories a step, and the backends that it was made with."""
-
-    rollouts: Rollouts = field(default_factory=Rollouts)
-    log: MemoryLog = field(default_factory=MemoryLog)
-    cluster: FakeCluster = field(default_factory=lambda: FakeCluster(random.Random(0)))
-
-    def flow(self, initial: InitialState | None = None, **config: Any) -> Flow:
-        defaults = {
-            "batch_size": 2,
-            "group_size": 2,
-            "max_staleness": 0,
-            "max_running": 64,
-            "num_steps": 9,
-            "run_seed": 5,
-            "retry_delay_s": 1.0,
-        }
-        initial = initial or InitialState()
-        for receipt in initial.waiting:
-            self.cluster.spans |= {t.trajectory_id: t.version_spans for t in receipt.trajectories}
-        return Flow(
-            FlowConfig(**{**defaults, **config}),
-            FlowBackends(
-                prompts=FakePrompts(),
-                rollouts=self.rollouts,
-                log=self.log,
-                ledger=self.log,
-                trainer=self.cluster,
-                weights=self.cluster,
-                observer=self.log,
-            ),
-            initial,
-            Provenance(6, "config", "code"),
-        )
-
-
-def waiting(*indices: int, **initial: Any) -> InitialState:
-    """Return the state of a run that was resumed with these groups in the log."""
-    return InitialState(
-        waiting=tuple(group(index) for index in indices),
-        accounting=TokenAccounting(committed=8 * len(indices)),
-        next_submission_index=max(indices) + 1,
-        **initial,
-    )
-
-
-async def train_once(flow: Flow) -> None:
-    batch = await flow.wait_for_batch()
-    assert batch is not None
-    await flow.train(batch, seconds_wait=1.25)
-
-
-async def roll_out(flow: Flow, num_groups: int = 1) -> None:
-    """Submit so many groups, one after another, and commit what they give."""
-    for _ in range(num_groups):
-        flow.submit()
-        await asyncio.sleep(60)
-        await flow.commit_written()
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return run_in_virtual_time(coroutine)
-
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
+from tests.flow_parts import Parts, roll_out, run, train_once, waiting
 
 # Training
 
@@ -227,6 +117,18 @@ def test_last_step_and_a_stop_end_training() -> None:
     assert run(batch_of(stopped)) is None
 
 
+def test_stop_ends_training_that_waits_for_a_batch() -> None:
+    async def scenario() -> Any:
+        flow = Parts().flow()
+        training = asyncio.create_task(flow.wait_for_batch())
+        await asyncio.sleep(1)
+        assert not training.done()
+        flow.request_stop()
+        return await asyncio.wait_for(training, 1)
+
+    assert run(scenario()) is None
+
+
 def test_weights_that_cannot_be_announced_end_the_run() -> None:
     parts = Parts()
 
@@ -238,7 +140,7 @@ def test_weights_that_cannot_be_announced_end_the_run() -> None:
     async def scenario() -> None:
         flow = parts.flow(waiting(0))
         await train_once(flow)
-        await flow.wait_for_change(flow.changes.count)
+        await flow.wait_for_change(flow.num_changes)
 
     with pytest.raises(ArealFlowError, match=r"could not be announced: OSError\('no weights 1'\)"):
         run(scenario())
@@ -281,173 +183,10 @@ def test_unaccounted_submissions_go_first_and_the_cursor_follows() -> None:
     async def scenario() -> int:
         flow = parts.flow(InitialState(next_submission_index=5, resubmit=(1, 3)))
         await roll_out(flow, 4)
-        return flow.log_position().next_submission_index
+        return flow.next_submission_index
 
     assert run(scenario()) == 7
     assert [episode.submission_index for episode in parts.rollouts.episodes] == [1, 3, 5, 6]
-
-
-# Episodes
-
-
-def test_attempts_are_the_same_episode_later_each_time() -> None:
-    parts = Parts(Rollouts([EngineError("died"), EngineError("died")]))
-
-    async def scenario() -> Flow:
-        flow = parts.flow(InitialState(next_submission_index=12), max_attempts=3)
-        flow.submit()
-        assert (flow.num_pending_groups, flow.gate.outstanding) == (1, 2)
-        await asyncio.sleep(60)
-        assert (flow.num_pending_groups, flow.num_ready) == (1, 0)
-        await flow.commit_written()
-        assert (flow.num_pending_groups, flow.num_ready) == (0, 2)
-        return flow
-
-    flow = run(scenario())
-    assert [episode.attempt for episode in parts.rollouts.episodes] == [0, 1, 2]
-    assert parts.rollouts.started_at == [0.0, 1.0, 3.0]
-    assert {episode.seeds for episode in parts.rollouts.episodes} == {group_seeds(5, 12, 2)}
-    assert {episode.writer_epoch for episode in parts.rollouts.episodes} == {6}
-    assert len({episode.submitted_at for episode in parts.rollouts.episodes}) == 1
-    assert flow.accounting.entries.failed_submissions == []
-
-
-def test_group_is_given_up_after_its_last_attempt() -> None:
-    parts = Parts(Rollouts([EngineError("died"), EngineError("died")]))
-
-    async def scenario() -> Flow:
-        flow = parts.flow(max_attempts=2)
-        flow.submit()
-        await asyncio.sleep(60)
-        return flow
-
-    flow = run(scenario())
-    assert len(parts.rollouts.episodes) == 2
-    assert flow.accounting.entries.failed_submissions == [0]
-    assert (flow.gate.running, flow.gate.outstanding) == (0, 0)
-
-
-def fails(*outcomes: str) -> None:
-    """Run groups of these outcomes, then wait for a change: raises what ended the run."""
-    told: dict[str, GroupReceipt | BaseException] = {
-        "dead": EngineError("died"),
-        "unscored": group(0, scored=False, member_errors=("first", "verifier raised")),
-        "empty": GroupReceipt(0, (), ()),
-    }
-    script = [
-        group(i) if outcome == "good" else told[outcome] for i, outcome in enumerate(outcomes)
-    ]
-    parts = Parts(Rollouts(script))
-
-    async def scenario() -> None:
-        flow = parts.flow(max_attempts=1, max_consecutive_failures=2, max_staleness=9)
-        await roll_out(flow, len(outcomes))
-        flow.changes.notify()
-        await flow.wait_for_change(flow.changes.count - 1)
-
-    run(scenario())
-
-
-def test_failures_count_in_a_row_only() -> None:
-    fails("dead", "good", "dead", "good", "unscored", "good", "dead")
-    with pytest.raises(EngineError, match="2 groups in a row failed; the last one: died"):
-        fails("good", "dead", "dead")
-    with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: verifier raised"):
-        fails("dead", "unscored")
-    with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: no member was scored"):
-        fails("dead", "empty")
-
-
-def test_error_that_nobody_expected_ends_the_run() -> None:
-    parts = Parts(Rollouts([KeyError("prompt")]))
-
-    async def scenario() -> None:
-        flow = parts.flow()
-        flow.submit()
-        await flow.wait_for_change(flow.changes.count)
-
-    with pytest.raises(ArealFlowError, match=r"an episode ended unexpectedly: KeyError\('prompt'"):
-        run(scenario())
-
-
-# Commit
-
-
-def test_group_without_a_score_is_discarded_and_its_slot_is_free() -> None:
-    parts = Parts(Rollouts([group(0, scored=False, member_errors=("a", "b"))]))
-
-    async def scenario() -> Flow:
-        flow = parts.flow()
-        await roll_out(flow)
-        return flow
-
-    flow = run(scenario())
-    assert (flow.gate.running, flow.gate.outstanding, len(flow.buffer)) == (0, 0, 0)
-    assert flow.accounting.entries.num_member_errors == 2
-    assert (flow.accounting.committed, flow.accounting.discarded, flow.imbalance()) == (8, 8, 0)
-
-
-def test_engine_time_is_counted_once_for_each_engine() -> None:
-    busy = [("a", 3.0), ("a", 2.0), ("b", 0.5), ("a", 3.25), ("b", 0.5)]
-    stats = [EngineStats(name, busy_s=seconds) for name, seconds in busy]
-    parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))
-
-    async def scenario() -> Flow:
-        flow = parts.flow(
-            InitialState(engine_totals=(EngineStats("a", busy_s=1.0),)), max_staleness=9
-        )
-        await roll_out(flow, len(busy))
-        return flow
-
-    assert run(scenario()).accounting.entries.seconds_generate == 2.0 + 0.5 + 0.25
-
-
-def test_groups_that_are_written_during_a_commit_are_in_the_next() -> None:
-    parts = Parts(log=MemoryLog(acknowledge_s=10.0))
-
-    async def scenario() -> None:
-        flow = parts.flow(max_staleness=9)
-        flow.submit()
-        await asyncio.sleep(1)
-        first = asyncio.create_task(flow.commit_written())
-        await asyncio.sleep(1)
-        flow.submit()
-        await asyncio.sleep(1)
-        first.cancel()
-        await asyncio.sleep(1)
-        assert flow.log_head.trajectory_watermark == 0, "nothing is claimed before it is known"
-        await flow.commit_written()
-        assert (flow.log_head.trajectory_watermark, flow.log_head.lance_version) == (2, 1)
-        assert len(flow.buffer) == 1
-        await flow.commit_written()
-        assert (flow.log_head.trajectory_watermark, flow.log_head.lance_version) == (4, 2)
-        assert len(flow.buffer) == 2
-        await flow.commit_written()
-        assert flow.log_head.lance_version == 2, "there was nothing to commit"
-
-    run(scenario())
-
-
-def test_close_commits_what_is_written_and_drops_what_is_not() -> None:
-    parts = Parts(log=MemoryLog(acknowledge_s=10.0))
-
-    async def scenario() -> Flow:
-        flow = parts.flow(max_staleness=9)
-        flow.submit()
-        await asyncio.sleep(1)
-        committing = asyncio.create_task(flow.commit_written())
-        flow.submit()
-        await asyncio.sleep(1)
-        parts.rollouts.duration_s = 1000.0
-        flow.submit()
-        await asyncio.sleep(1)
-        committing.cancel()
-        await flow.close()
-        return flow
-
-    flow = run(scenario())
-    assert {submission_index_of(t.trajectory_id) for t in parts.log.committed} == {0, 1}
-    assert (len(flow.buffer), flow.accounting.committed, flow.imbalance()) == (2, 16, 0)
 
 
 # Schedules
@@ -456,14 +195,12 @@ def test_close_commits_what_is_written_and_drops_what_is_not() -> None:
 def test_barrier_submits_when_every_generator_serves_the_newest_weights() -> None:
     cluster = FakeCluster(random.Random(0), duration_s=lambda r: 1.0, load_s=lambda r: 5.0)
     log = MemoryLog()
-    config = FlowConfig(
-        batch_size=4, group_size=2, max_staleness=3, max_running=64, num_steps=4, run_seed=0
-    )
     flow = Flow(
-        config,
-        FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log),
+        flow_recipe(num_steps=4, batch_size=4, group_size=2, max_staleness=3),
+        FlowBackends(cluster, log, cluster, cluster, prompt_at, log.on_step),
         InitialState(),
         Provenance(1, "", ""),
+        max_running=64,
     )
     served: list[tuple[int, set[int], bool]] = []
     submit = flow.submit
@@ -484,6 +221,25 @@ def test_barrier_submits_when_every_generator_serves_the_newest_weights() -> Non
     assert lasted_s == pytest.approx(4 * (1.0 + 1.0 + 5.0), abs=0.2)
 
 
+def test_new_generators_get_work_at_once_also_where_nothing_else_happens() -> None:
+    parts = Parts()
+
+    async def scenario() -> None:
+        flow = parts.flow(max_running=0)
+        running = asyncio.create_task(run_async_schedule(flow))
+        await asyncio.sleep(1)
+        assert parts.rollouts.episodes == []
+        flow.set_max_running(64)
+        await asyncio.sleep(1)
+        assert len(parts.rollouts.episodes) == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await flow.close()
+
+    parts.rollouts.duration_s = 1000.0
+    run(scenario())
+
+
 def test_schedule_leaves_no_stage_behind() -> None:
     async def scenario(schedule: Any) -> set[Any]:
         await schedule(Parts().flow(num_steps=0, max_running=0))
@@ -495,18 +251,18 @@ def test_schedule_leaves_no_stage_behind() -> None:
 
 def test_every_waiter_hears_of_a_change_that_it_has_not_seen() -> None:
     async def scenario() -> list[str]:
-        changes, heard = ChangeNotifier(), []
+        flow, heard = Parts().flow(), []
 
         async def listen(name: str, seen: int) -> None:
-            await changes.wait_beyond(seen)
-            heard.append(f"{name} at {changes.count}")
+            await flow.wait_for_change(seen)
+            heard.append(f"{name} at {flow.num_changes}")
 
-        assert changes.count == 0
-        changes.notify()
+        assert flow.num_changes == 0
+        flow.notify()
         waiters = [asyncio.create_task(listen(f"seen {seen}", seen)) for seen in (0, 1, 1, 2)]
         for _ in range(3):
             await asyncio.sleep(1)
-            changes.notify()
+            flow.notify()
         await asyncio.gather(*waiters)
         return heard
 

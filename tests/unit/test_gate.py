@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.controller.gate import Gate
+from areal_flow.controller.gate import ControllerSettings, Gate
 
 
 def gate(max_running: int, batch_size: int, max_staleness: int, group_size: int = 1) -> Gate:
-    return Gate(
-        batch_size=batch_size,
-        group_size=group_size,
-        max_staleness=max_staleness,
-        max_running=max_running,
+    settings = ControllerSettings(
+        batch_size=batch_size, group_size=group_size, max_staleness=max_staleness
     )
+    return Gate(settings, max_running=max_running)
 
 
 def cumulative_capacity(

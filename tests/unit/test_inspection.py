@@ -37,12 +37,12 @@ def test_every_completion_token_is_looked_at_masked_or_not() -> None:
 def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     """A minibatch a sequence, one with nothing to train, and updates large enough to clip."""
     how = settings(num_minibatches=12, advantage="batch_norm")
-    watch, trained = ClipWatch(how.algorithm.loss), state(learning_rate=3e-2)
-    how = replace(how, loss=watch)
+    trained = state(learning_rate=3e-2)
+    how = replace(how, loss=ClipWatch(how.algorithm.loss))
     sequences = [replace(s, group=index) for index, s in enumerate(make_sequences())]
     sequences[3] = replace(sequences[3], trained=[False] * len(sequences[3].output_tokens))
     numbers = train_step(trained, sequences, step=1, settings=how)
-    outcomes = trajectory_outcomes(trained, sequences, watch, step=1, settings=how, temperature=1.0)
+    outcomes = trajectory_outcomes(trained, sequences, step=1, settings=how, temperature=1.0)
     num_clipped = numbers.metrics["clip_fraction"].total
     assert sum(sum(outcome.clipped) for outcome in outcomes) == num_clipped > 0
     for sequence, outcome in zip(sequences, outcomes, strict=True):
@@ -63,8 +63,9 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     before = state()
     (sequence,) = make_sequences(1)
     how = settings(num_minibatches=1)
+    how = replace(how, loss=ClipWatch(how.algorithm.loss))
     (outcome,) = trajectory_outcomes(
-        before, [replace(sequence, trained=[False] * 3)], ClipWatch(how.algorithm.loss),
+        before, [replace(sequence, trained=[False] * 3)],
         step=1, settings=how, temperature=1.0,
     )  # fmt: skip
     replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.audit.rows import scan
+from areal_flow.audit.rows import Piece, scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
@@ -34,13 +34,12 @@ from areal_flow.recovery.lease import (
 )
 from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.consumption import read_unconsumed
-from areal_flow.store.dataset import evaluations_that_count, open_dataset
-from areal_flow.store.evaluations import append_evaluation, read_evaluation
+from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
+from areal_flow.store.dataset import open_dataset, that_count
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
+    TrainingRows,
     TrajectoryCommitter,
-    TrajectoryReader,
     create_trajectories,
 )
 from areal_flow.types import PolicyHashes
@@ -143,7 +142,8 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
             new_log = TrajectoryCommitter(layout.trajectories, writer)
             new_ledger = Ledger(layout.steps, writer)
             assert new_ledger.head == 0
-            head = new_log.commit([written_group(layout.trajectories, 2, writer_epoch=2)])
+            new_group = written_group(layout.trajectories, 2, rewards=(0.5, 0.25), writer_epoch=2)
+            head = new_log.commit([new_group])
             position = {"trajectory_watermark": head.trajectory_watermark}
             new_ledger.append({**row(1, 2, "new"), **position})
             ledger.append(row(2, 1, "stale"))
@@ -155,9 +155,8 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     relation = run.trajectories("duckdb", where="member = 0", columns=["submission_index"])
     assert sorted(relation.fetchall()) == [(0,), (2,)]
     assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
-    reader = TrajectoryReader(layout.trajectories, layout.writers)
-    (epoch,) = reader.read(["00000002-0000-00"], ["writer_epoch"])["writer_epoch"].to_pylist()
-    assert epoch == 2
+    (read,) = TrainingRows(layout.trajectories, layout.writers)(["00000002-0000-00"])
+    assert read["reward"] == 0.5, "the new driver's, not the stale one's"
     left, committed = read_unconsumed(layout.trajectories, layout.writers, new_ledger)
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
@@ -207,8 +206,8 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
         counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
     assert counted == expected
     assert len(read_evaluation(layout.evaluations, layout.writers, "after")) == 3
-    audited = scan(layout.evaluations, evaluations_that_count(layout.writers))
-    assert sum(len(piece.rows) for piece in audited if piece.rows) == len(expected)
+    audited = scan(layout.evaluations, that_count(layout.evaluations, layout.writers))
+    assert sum(len(piece.rows) for piece in audited if isinstance(piece, Piece)) == len(expected)
 
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:
@@ -295,12 +294,7 @@ def test_held_run_names_the_ways_on(tmp_path: Path) -> None:
 def test_fences_are_read_as_written_oldest_first(tmp_path: Path) -> None:
     assert read_fences(tmp_path) == ()
     for epoch in (12, 3, 7):
-        record_fence(
-            Writer(tmp_path, epoch),
-            trajectory_watermark=10 * epoch,
-            step=epoch - 1,
-            evaluation_watermark=2 * epoch,
-        )
+        record_fence(tmp_path, Fence(epoch, 10 * epoch, epoch - 1, 2 * epoch))
     assert read_fences(tmp_path) == (
         Fence(3, 30, 2, 6),
         Fence(7, 70, 6, 14),

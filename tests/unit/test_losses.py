@@ -10,13 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.algorithms.critic_free import constant, sequence_mean, sequence_means, token_mean
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO, ImportanceWeightRule
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO, ImportanceWeightRule
+from areal_flow.algorithms.critic_free import sequence_means
+from areal_flow.algorithms.logprobs import MAX_LOG_RATIO, next_token_entropies, next_token_logprobs
 from areal_flow.algorithms.protocol import LossInputs, Metric, MinibatchSize, PolicyLoss
-from areal_flow.algorithms.ratios import MAX_LOG_RATIO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
@@ -142,9 +139,12 @@ def test_aggregations_weigh_long_sequences_as_they_say() -> None:
     losses, sequence = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.tensor([0, 0, 0, 1])
     of = MinibatchSize(num_tokens=4, num_sequences=2)
     assert sequence_means(losses, sequence).tolist() == [2.0, 10.0]
-    assert float(token_mean(losses, of)) == 4.0
-    assert float(sequence_mean(losses, sequence, of)) == 6.0
-    assert float(constant(losses, of, num_tokens=8)) == 1.0
+    for algorithm, expected in (
+        (PPO(aggregation="token_mean"), 4.0),
+        (PPO(aggregation="sequence_mean"), 6.0),
+        (PPO(aggregation="constant", aggregation_tokens=8), 1.0),
+    ):
+        assert float(algorithm.aggregate(losses, sequence, of)) == expected
 
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "constant"])

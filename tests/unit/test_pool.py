@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from areal_flow.cluster.control import add_to, remove_from
-from areal_flow.cluster.launchers.protocol import OnExit
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
 from areal_flow.errors import ConfigError, EngineError, RunError
@@ -52,9 +51,9 @@ class FakeLauncher:
         self.broken: dict[str, str] = {}
         self.silent: set[str] = set()
         self.num_started = 0
-        self.running: dict[str, OnExit] = {}
+        self.running: dict[str, Callable[[str], None]] = {}
 
-    async def start(self, placement: WorkerPlacement, on_exit: OnExit) -> None:
+    async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         name = placement.name
         assert name not in self.running
         self.num_started += 1
@@ -96,7 +95,6 @@ def with_pool(
         launcher = FakeLauncher(scheduler)
         pool = WorkerPool(scheduler, launcher, machines or Machines())
         await test(pool, launcher)
-        pool.close()
         await pool.stop()
         assert launcher.running == {}
 
@@ -227,7 +225,7 @@ def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
         await pool.start_until_joined(TWO)
         working = asyncio.ensure_future(pool.guard(asyncio.sleep(60)))
         await asyncio.sleep(1)
-        pool.scheduler_ends()
+        await pool.before_close()
         with pytest.raises(EngineError, match="the scheduler was ended from outside"):
             await working
         assert launcher.running == {}

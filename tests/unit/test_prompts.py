@@ -173,15 +173,16 @@ def test_every_epoch_shows_every_prompt_once_in_another_order(
 
 def test_arithmetic_answers_are_right_both_ways() -> None:
     questions = list(arithmetic_questions(size=300, seed=0, min_terms=3, max_terms=7, stream=1))
-    assert len({question.text for question in questions}) == 300
-    assert {question.difficulty for question in questions} == {3, 4, 5, 6, 7}
+    assert len({question["question"] for question in questions}) == 300
+    assert {question["difficulty"] for question in questions} == {3, 4, 5, 6, 7}
     for question in questions:
-        for answer in (chain_of_thought_answer(question.text), direct_answer(question.text)):
-            score = verify_numeric(prompt="", completion=answer, answer=question.answer)
+        text = question["question"]
+        for answer in (chain_of_thought_answer(text), direct_answer(text)):
+            score = verify_numeric(prompt="", completion=answer, answer=question["answer"])
             assert score.verdict == "right"
-        assert len(running_sums(question.text)) == question.difficulty
-        assert is_chain_of_thought(chain_of_thought_answer(question.text))
-        assert not is_chain_of_thought(direct_answer(question.text))
+        assert len(running_sums(text)) == question["difficulty"]
+        assert is_chain_of_thought(chain_of_thought_answer(text))
+        assert not is_chain_of_thought(direct_answer(text))
 
 
 def test_seeds_and_streams_share_no_items() -> None:
@@ -189,7 +190,7 @@ def test_seeds_and_streams_share_no_items() -> None:
         questions = arithmetic_questions(
             size=400, seed=seed, min_terms=6, max_terms=7, stream=stream
         )
-        return {question.text for question in questions}
+        return {question["question"] for question in questions}
 
     drawn = [texts(seed, stream) for seed in (0, 1, 2) for stream in (0, 1)]
     for index, first in enumerate(drawn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import pytest
@@ -10,57 +11,68 @@ from hypothesis import strategies as st
 
 from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
-from areal_flow.cluster.registry import Death, QuarantineRule, WorkerRecord, WorkerRegistry
+from areal_flow.cluster.registry import (
+    EARLY_S,
+    NUM_EARLY_DEATHS,
+    WorkerRecord,
+    WorkerRegistry,
+)
 
-LIVES = st.lists(st.floats(0, 100), max_size=12)
+LIVES = st.lists(st.floats(0, 30), max_size=12)
 
 
-@given(LIVES, st.integers(1, 4), st.floats(1, 50))
+def after(lives: Sequence[float]) -> WorkerRecord:
+    """Return a generator that has lived so often and so long."""
+    record = WorkerRecord("generator-1", "generator", 4)
+    for life in lives:
+        record.joined_at = 100.0
+        record.died("killed by signal 9", now=100.0 + life)
+    return record
+
+
+@given(LIVES)
 def test_rule_condemns_exactly_when_the_last_run_of_early_deaths_is_long_enough(
-    lives: list[float], num_deaths: int, early_s: float
+    lives: list[float],
 ) -> None:
-    rule = QuarantineRule(num_deaths=num_deaths, early_s=early_s)
-    runs = [(early, len(list(run))) for early, run in groupby(life < early_s for life in lives)]
-    expected = bool(runs) and runs[-1][0] and runs[-1][1] >= num_deaths
-    assert rule.condemns([Death(life, "") for life in lives]) == expected
+    record = after(lives)
+    lived = [death.lived_s < EARLY_S for death in record.deaths]
+    runs = [(early, len(list(run))) for early, run in groupby(lived)]
+    expected = bool(runs) and runs[-1][0] and runs[-1][1] >= NUM_EARLY_DEATHS
+    assert record.is_quarantined == expected
+    assert len(record.deaths) == len(lives)
 
 
 @given(LIVES)
 def test_one_long_life_forgives_everything_before_it(lives: list[float]) -> None:
-    deaths = [Death(life, "") for life in [*lives, 15.0]]
-    assert not QuarantineRule().condemns(deaths)
-    assert not QuarantineRule().condemns([*deaths, Death(0.0, ""), Death(0.0, "")])
+    assert not after([*lives, 15.0]).is_quarantined
+    assert not after([*lives, 15.0, 0.0, 0.0]).is_quarantined
+    assert after([*lives, 15.0, 0.0, 0.0, 14.9]).is_quarantined
 
 
 @given(LIVES)
 def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[float]) -> None:
     registry = WorkerRegistry()
-    registry.place(WorkerPlacement("generator-0", "generator", 4))
-    record = registry.named("generator-0")
-    assert record is not None
+    record = registry.place(WorkerPlacement("generator-0", "generator", 4))
+    assert registry.named("generator-0") is record
     now = 100.0
     for count, life in enumerate(lives, 1):
         newcomer = WorkerRecord("generator-0", "generator", 4, address="tcp://a")
-        registry.joined(newcomer, now=now)
+        assert registry.joined(newcomer, now=now) is record
         now += life
-        condemned = registry.died(record, "killed by signal 9", now=now)
-        assert condemned == QuarantineRule().condemns(record.deaths)
+        record.died("killed by signal 9", now=now)
         assert len(record.deaths) == count
+        condemned = after([death.lived_s for death in record.deaths]).is_quarantined
+        assert record.is_quarantined == condemned
         if condemned:
             break
-    assert record.is_quarantined == QuarantineRule().condemns(record.deaths)
     assert (registry.expected("generator") == []) == record.is_quarantined
 
 
 def test_process_that_never_joined_has_not_lived() -> None:
-    registry = WorkerRegistry()
-    registry.place(WorkerPlacement("reward-0", "reward", 1))
-    (record,) = registry.all()
-    assert [registry.died(record, "exit status 1", now=1e6) for _ in range(3)] == [
-        False,
-        False,
-        True,
-    ]
+    record = WorkerRegistry().place(WorkerPlacement("reward-0", "reward", 1))
+    for expected in (False, False, True):
+        record.died("exit status 1", now=1e6)
+        assert record.is_quarantined == expected
     assert {death.lived_s for death in record.deaths} == {0.0}
 
 
@@ -73,16 +85,14 @@ def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
     newcomer = from_elsewhere("tcp://b")
     assert registry.joined(newcomer, now=1.0) is newcomer
     assert registry.present("generator") == registry.expected("generator") == [newcomer]
-    registry.left(newcomer)
+    newcomer.address = ""
     assert registry.expected("generator") == []
     assert registry.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
     assert [record.address for record in registry.present("generator")] == ["tcp://c"]
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:
-    lives = [Death(99.0, ""), Death(0.0, "exit status 1"), Death(0.5, "")]
-    deaths = [*lives, Death(2.25, "killed by signal 9")]
-    message = QuarantineRule().describe("generator-1", "generator", deaths)
+    message = after([99.0, 0.0, 0.5, 2.25]).why_quarantined()
     assert "generator-1 is quarantined" in message
     assert "this generator died 3 times in a row" in message
     assert "0.0, 0.5, 2.2 s after it joined (killed by signal 9)" in message

@@ -24,14 +24,13 @@ from areal_flow.store.browsing import (
     token_texts,
 )
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.consumption import consumption_table
-from areal_flow.store.database import connect
+from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from pipelines.arithmetic.tiny_policy import build_tokenizer
-from pipelines.cli.lineage_report import bucketed
+from pipelines.cli.reports import bucketed
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import one_line, print_table, printable
-from pipelines.cli.trajectory_report import print_listing, print_page
+from pipelines.cli.tables import Report, Table, one_line, print_parts, printable, show
+from pipelines.cli.trajectory_report import listing, report_trajectory
 from tests.rows import group_table
 from tests.unit.test_audit import random_row, trained_ages
 
@@ -172,17 +171,26 @@ def listed(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_listing_fits_its_width(width: int) -> None:
-    console = Console(width=width, file=StringIO())
+def printed(*parts: Any, width: int, terminal: bool = True) -> list[str]:
+    """Return the lines that a terminal or a pipe shows."""
+    console = Console(width=width, file=StringIO(), force_terminal=terminal, color_system=None)
+    print_parts(console, *parts)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text.splitlines()
+
+
+def listed_rows() -> list[dict[str, Any]]:
     many = [{"version": v, "length": 1} for v in range(9)]
-    rows = [
+    return [
         listed(),
         listed(version_spans=many, status="discarded", reason="verifier_error", reward=None),
         listed(prompt="1 =", status="waiting", step=None, completion=""),
     ]
-    print_listing(console, rows)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_listing_fits_its_width(width: int) -> None:
+    lines = printed(listing(listed_rows()), width=width)
     assert len(lines) == 4
     assert all(len(line) <= width for line in lines)
     assert "4→5" in lines[1]
@@ -192,42 +200,61 @@ def test_listing_fits_its_width(width: int) -> None:
     assert "waiting" in lines[3]
 
 
+def test_listing_in_a_pipe_has_whole_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    row = listed(prompt="[bold]1 + 1 =[/bold] " * 30)
+    assert show(Report({}, [listing([row])]), as_json=False) == 0
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert row["prompt"].strip() in line
+    assert line.endswith("2 " * 99 + "2")
+
+
 LABELS = ("run", "state", "steps", "reason")
 LONG_NAME = "a-run-with-a-long-name-20260101-120000"
-ROWS = [(LONG_NAME, "failed", "12", "the disk is full: " * 9), ("b", "finished", "1,200", "")]
+ROWS = [
+    {"run": LONG_NAME, "state": "failed", "steps": "12", "reason": "the disk is full: " * 9},
+    {"run": "b", "state": "finished", "steps": "1,200", "reason": ""},
+]
 
 
-def printed(width: int, *, terminal: bool, prose: tuple[str, ...] = ("reason",)) -> list[str]:
-    console = Console(width=width, file=StringIO(), force_terminal=terminal, color_system=None)
-    print_table(console, LABELS, ROWS, prose=prose)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    assert LONG_NAME in text
-    assert "the disk is" in text
-    return text.splitlines()
+def printed_table(width: int, *, terminal: bool = True, prose: bool = True) -> list[str]:
+    table = Table(ROWS, prose=("reason",) if prose else ())
+    lines = printed(table, width=width, terminal=terminal)
+    assert LONG_NAME in "\n".join(lines)
+    assert "the disk is" in "\n".join(lines)
+    return lines
 
 
-def test_table_in_a_pipe_is_a_line_a_row_however_long() -> None:
-    lines = printed(80, terminal=False)
+def test_table_in_a_pipe_is_a_line_a_row_however_long(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report({"runs": ROWS}, [Table(ROWS, prose=("reason",))], code=1)
+    assert show(report, as_json=False) == 1
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[1].endswith("the disk is full:")
     assert lines[1].index("   12  ") + 5 == lines[2].index("1,200") + 5
+    assert show(report, as_json=True) == 1
+    assert json.loads(capsys.readouterr().out) == {"runs": ROWS}
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_table_on_a_terminal_folds_prose_and_cuts_no_name(width: int) -> None:
-    lines = printed(width, terminal=True)
+    lines = printed_table(width)
     assert all(len(line) <= width for line in lines)
     assert lines[0].split() == list(LABELS)
     assert len(lines) > 3
 
 
 def test_table_that_does_not_fit_is_shown_row_by_row() -> None:
-    lines = printed(50, terminal=True)
+    lines = printed_table(50)
     assert all(len(line) <= 50 for line in lines)
     assert lines[:3] == [f"run     {LONG_NAME}", "state   failed", "steps   12"]
     assert "state   finished" in lines
-    wide = printed(100, terminal=True, prose=())
+    wide = printed_table(100, prose=False)
     assert wide[0].split() == ["run", LONG_NAME]
+
+
+def test_what_there_is_not_is_a_dash() -> None:
+    table = Table([{"rate": 0.5, "of": "[bold]"}, {"rate": None, "of": None}])
+    assert printed(table, width=80) == ["rate  of", " 0.5  [bold]", "   -  -"]
 
 
 def shown(*tokens: ShownToken) -> ShownTrajectory:
@@ -251,28 +278,29 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
     )
 
 
+def printed_page(*tokens: ShownToken) -> str:
+    report = report_trajectory(shown(*tokens), by_token=True)
+    return "\n".join(printed(*report.parts, width=100, terminal=False))
+
+
 def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
-    console = Console(width=100, file=StringIO())
-    tokens = (
+    page = printed_page(
         ShownToken(" 1", 11, 2, -0.5, 3, False, True),
         ShownToken(" 2", 12, 4, -0.1, 1, True, True),
         ShownToken(" 3", 13, 4, 0.0, 1, False, False),
     )
-    print_page(console, shown(*tokens), by_token=True)
-    page = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in page
     assert "⟨v2⟩ 1⟨v4⟩ 2 3" in page
     assert "version 2: 1 token, staleness 3, 1 masked" in page
     assert "masked: too old" in page
     assert "masked: not the policy's choice" in page
     assert "+0.75 on each trained token (dr_grpo, over the 32 trajectories" in page
+    assert "right, answered '2', expected '2'" in page
     assert "rewards [1] -" in page
 
 
 def test_page_of_an_empty_completion_can_be_printed() -> None:
-    console = Console(width=100, file=StringIO())
-    print_page(console, shown(), by_token=True)
-    assert "the completion is empty" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "the completion is empty" in printed_page()
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
@@ -293,9 +321,17 @@ def test_half_written_file_has_another_name_and_goes(tmp_path: Path, ending: str
         assert pq.read_table(tmp_path / "x.parquet").num_rows == 4
 
 
+def sampled(version: int, trained: int, masked: int) -> dict[str, int]:
+    return {
+        "version": version,
+        "num_trained_tokens": trained,
+        "num_masked_tokens": masked,
+    }
+
+
 def test_many_versions_are_summed_in_ranges_that_lose_nothing() -> None:
-    assert bucketed([(0, 5, 1), (2, 7, 0)]) == [("0", 5, 1), ("2", 7, 0)]
-    many = bucketed([(version, version, 1) for version in range(90)])
+    assert bucketed([sampled(0, 5, 1), sampled(2, 7, 0)]) == [("0", 5, 1), ("2", 7, 0)]
+    many = bucketed([sampled(version, version, 1) for version in range(90)])
     assert len(many) <= 12
     assert many[0][0] == "0 to 7"
     assert sum(trained for _, trained, _ in many) == sum(range(90))

@@ -10,20 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import LogPosition, Provenance, step_row
+from areal_flow.controller.records import Provenance, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.consumption import consumption_table
-from areal_flow.store.database import connect
+from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import StepRequest, StepResult
+from areal_flow.types import LogHead, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
 from schemas import StepRow, validate
 from tests.policies import small_policy
@@ -117,7 +116,9 @@ def ledger_table(result: StepResult) -> pa.Table:
         request("parent"),
         result,
         entries=StepEntries(),
-        position=LogPosition(4),
+        log_head=LogHead(4, 0),
+        next_submission_index=0,
+        num_waiting_tokens=0,
         provenance=Provenance(1, "", ""),
         seconds_wait=0.0,
         seconds_step=0.0,

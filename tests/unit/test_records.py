@@ -6,15 +6,15 @@ from datetime import UTC, datetime, timedelta
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.records import (
-    LogPosition,
     Provenance,
     batch_digest,
     genesis_row,
+    group_seeds,
+    member_seed,
     step_row,
 )
-from areal_flow.controller.seeds import group_seeds, member_seed
-from areal_flow.recovery.comparison import result_from_row
-from areal_flow.types import Discard, PolicyHashes, StepRequest
+from areal_flow.recovery.restore import result_from_row
+from areal_flow.types import Discard, LogHead, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")
 GENESIS = genesis_row(
@@ -81,7 +81,9 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         request,
         result_from_row(GENESIS),
         entries=entries,
-        position=LogPosition(40, 5, 12, 33),
+        log_head=LogHead(40, 5),
+        next_submission_index=12,
+        num_waiting_tokens=33,
         provenance=PROVENANCE,
         seconds_wait=0.25,
         seconds_step=2.5,

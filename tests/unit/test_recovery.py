@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow import Flow
-from areal_flow.controller.flow_setup import FlowBackends, FlowConfig, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.recovery.plan import (
-    CommittedGroups,
-    choose_checkpoint,
-    plan_initial_state,
-    request_from_row,
-)
+from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
+from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.types import (
     Discard,
     Episode,
@@ -31,7 +27,7 @@ from areal_flow.types import (
     submission_index_of,
     trajectory_id,
 )
-from tests.flow_fakes import FakeCluster, FakePrompts, MemoryLog
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 PROVENANCE = Provenance(1, "", "")
@@ -45,18 +41,16 @@ def make_flow(
     num_steps: int,
     max_attempts: int = 3,
 ) -> Flow:
-    config = FlowConfig(
+    recipe = flow_recipe(
+        num_steps=num_steps,
         batch_size=8,
         group_size=2,
         max_staleness=2,
-        max_running=40,
-        num_steps=num_steps,
-        run_seed=0,
         max_attempts=max_attempts,
         max_consecutive_failures=99,
     )
-    backends = FlowBackends(FakePrompts(), cluster, log, log, cluster, cluster, log)
-    return Flow(config, backends, initial, PROVENANCE)
+    backends = FlowBackends(cluster, log, cluster, cluster, prompt_at, log.on_step)
+    return Flow(recipe, backends, initial, PROVENANCE, max_running=40)
 
 
 def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialState:
@@ -192,21 +186,14 @@ def test_resumed_run_gives_up_each_submission_once() -> None:
     assert committed.isdisjoint(failed)
 
 
-def test_checkpoint_must_match_its_row() -> None:
-    ledger = [{"weights_hash": f"w{step}"} for step in range(6)]
-    assert choose_checkpoint({0: "w0", 3: "w3", 5: "other", 9: "w9"}, ledger) == 3
-    assert choose_checkpoint({4: "w3"}, ledger) is None
-    assert choose_checkpoint({}, ledger) is None
-
-
 def test_replayed_request_is_the_one_that_was_made() -> None:
     log = MemoryLog(rows=[GENESIS])
     cluster = FakeCluster(random.Random(0))
     start = plan(log)
     run_in_virtual_time(run_to_end(make_flow(cluster, log, start, num_steps=3)))
     replayed = [
-        request_from_row(row, parent_hash=row["parent_hash"], max_staleness=2)
-        for row in log.rows[1:]
+        LedgerReplay(cluster, log.rows[step:], PolicyHashes(row["parent_hash"], ""), 2).next_request
+        for step, row in enumerate(log.rows[1:])
     ]
     assert replayed == cluster.requests
 
@@ -299,10 +286,3 @@ def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
         discarded=5,
         entries=StepEntries(num_generated_tokens=20),
     )
-
-
-def test_newest_checkpoint_that_matches_is_chosen() -> None:
-    ledger = [{"weights_hash": f"w{step}"} for step in range(3)]
-    assert choose_checkpoint({2: "w2", 0: "w0", 1: "w1"}, ledger) == 2
-    assert choose_checkpoint({3: "w2", 2: "w1", 0: "w0"}, ledger) == 0
-    assert choose_checkpoint({0: "w0"}, []) is None

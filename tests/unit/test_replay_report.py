@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.comparison import ComparedStep
 from areal_flow.recovery.replay import Replayed
+from areal_flow.recovery.restore import ComparedStep
 from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
 from areal_flow.types import StepResult
 from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
-from pipelines.cli.replay_report import most_different, print_report
+from pipelines.cli.replay_report import most_different, report_replay
+from pipelines.cli.tables import show
 from tests.unit.test_comparison import result
 
 
@@ -42,7 +43,8 @@ def test_tokens_are_neither_markup_nor_control_characters(
     layout = RunLayout(tmp_path)
     write_tiny_model(layout.model, max_model_len=32)
     replayed = replayed_with("[bold][/b]\x1b[2J")
-    print_report(layout, replayed, num_trajectories=1, tokens_of="t-1")
+    report = report_replay(layout, replayed, num_trajectories=1, tokens_of="t-1")
+    assert show(report, as_json=False) == 0
     output = capsys.readouterr().out
     tokens = [line.split("'")[1] for line in output.splitlines() if line.count("'") == 2]
     assert "".join(tokens) == "[bold][/b]\\x1b[2J"
@@ -62,7 +64,8 @@ def test_step_of_another_algorithm_is_shown_with_the_metrics_that_each_has(
 
     compared = ComparedStep(step(clip_fraction=0.25), step(clip_fraction=0.25))
     changed = replace(replayed_with("12"), compared=compared, changed=step(sequence_ratio_mean=1.5))
-    print_report(RunLayout(tmp_path), changed, num_trajectories=0, tokens_of=None)
+    report = report_replay(RunLayout(tmp_path), changed, num_trajectories=0, tokens_of=None)
+    show(report, as_json=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["clip", "fraction", "0.25", "0.25", "yes", "-"] in rows
-    assert ["sequence", "ratio", "mean", "-", "-", "yes", "1.5"] in rows
+    assert ["sequence", "ratio", "mean", "-", "-", "-", "1.5"] in rows

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import (
-    LogPosition,
     Provenance,
     batch_digest,
     genesis_row,
@@ -29,7 +28,7 @@ from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import StepRequest
+from areal_flow.types import LogHead, StepRequest
 from areal_flow.weights.channel import HashingWriter
 from tests.policies import write_model_directory
 from tests.rows import written_group
@@ -71,7 +70,9 @@ def layout(tmp_path: Path) -> RunLayout:
                 request,
                 result,
                 entries=StepEntries(),
-                position=LogPosition(8),
+                log_head=LogHead(8, 0),
+                next_submission_index=0,
+                num_waiting_tokens=0,
                 provenance=PROVENANCE,
                 seconds_wait=0.0,
                 seconds_step=0.0,

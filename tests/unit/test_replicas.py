@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
-from areal_flow.algorithms.gspo import GSPO
-from areal_flow.algorithms.ppo import PPO
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.protocol import Algorithm
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
+from areal_flow.controller.records import Provenance, genesis_row, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.recovery.restore import LedgerReplay, restore_newest
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import NOTHING_TRAINED, LogHead, PolicyHashes, StepRequest, StepResult
 
 CPU = '{"device": "cpu"}'
 PROVENANCE = Provenance(1, "config", "code")
@@ -62,7 +62,9 @@ class Rows:
                     request,
                     result,
                     entries=StepEntries(),
-                    position=LogPosition(),
+                    log_head=LogHead(),
+                    next_submission_index=0,
+                    num_waiting_tokens=0,
                     provenance=PROVENANCE,
                     seconds_wait=0.0,
                     seconds_step=0.0,
@@ -106,6 +108,25 @@ async def test_rows_after_the_newest_checkpoint_are_trained_again_in_order() -> 
     assert [request.trajectory_ids for request in trainer.requests] == [("t3",), ("t4",)]
     assert [request.max_staleness for request in trainer.requests] == [2, 2]
     assert replay.hashes.weights_hash == ledger.all[4]["weights_hash"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "chosen"),
+    [
+        ({0: "w0", 3: "w0+1+2+3", 4: "other", 9: "w9"}, 3),
+        ({2: "w0+1+2", 0: "w0", 1: "w0+1"}, 2),
+        ({3: "w0+1+2", 2: "w0+1", 0: "w0"}, 0),
+        ({4: "w0+1+2+3"}, None),
+        ({}, None),
+    ],
+)
+async def test_newest_checkpoint_whose_weights_are_its_rows_is_chosen(
+    checkpoints: dict[int, str], chosen: int | None
+) -> None:
+    replay = await restore_newest(
+        FakeTrainer(), Rows(), checkpoints, at_most=4, max_staleness=2, on_damaged=pytest.fail
+    )
+    assert (replay and replay.checkpoint) == chosen
 
 
 async def test_checkpoint_beyond_the_wanted_step_is_not_used() -> None:

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from areal_flow.generation.scheduler import Member, SlotScheduler
+import pytest
+
+from areal_flow.errors import EngineError
+from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
+from areal_flow.types import Completion, GroupRequest, Sampling
+
+
+def add(scheduler: SlotScheduler, name: str, num_members: int) -> None:
+    """Queue a group whose members end with token 0, or with their second token."""
+    sampling = Sampling(max_new_tokens=2, stop_token_ids=(0,))
+    scheduler.add(GroupRequest(name, (1,), tuple(range(num_members)), sampling))
+
+
+def end(scheduler: SlotScheduler, *slots: int) -> list[tuple[str, list[Completion]]]:
+    """Let the members in these slots sample a stop token."""
+    for slot in slots:
+        scheduler.running[slot].append(0, -1.0, 3)
+    return scheduler.finish()
+
+
+def running(scheduler: SlotScheduler) -> dict[int, tuple[str, int]]:
+    return {slot: (m.request.request_id, m.index) for slot, m in scheduler.running.items()}
 
 
 def admitted(scheduler: SlotScheduler) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -15,40 +36,37 @@ def admitted(scheduler: SlotScheduler) -> list[tuple[str, list[tuple[int, int]]]
 
 def test_members_take_slots_in_order_grouped_by_request() -> None:
     scheduler = SlotScheduler(4)
-    scheduler.add("a", 3)
-    scheduler.add("b", 2)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 2)
     assert scheduler.admit() == [("a", [0, 1, 2]), ("b", [3])]
-    assert scheduler.running == {
-        **{slot: Member("a", slot) for slot in range(3)},
-        3: Member("b", 0),
-    }
+    assert running(scheduler) == {0: ("a", 0), 1: ("a", 1), 2: ("a", 2), 3: ("b", 0)}
     assert admitted(scheduler) == []
 
 
 def test_next_member_takes_the_slot_that_was_freed() -> None:
     scheduler = SlotScheduler(2)
-    scheduler.add("a", 4)
+    add(scheduler, "a", 4)
     assert admitted(scheduler) == [("a", [(0, 0), (1, 1)])]
-    scheduler.finish(0)
-    assert scheduler.running == {1: Member("a", 1)}
+    end(scheduler, 0)
+    assert running(scheduler) == {1: ("a", 1)}
     assert admitted(scheduler) == [("a", [(0, 2)])]
-    scheduler.finish(1)
-    scheduler.finish(0)
+    end(scheduler, 1)
+    end(scheduler, 0)
     assert admitted(scheduler) == [("a", [(0, 3)])]
 
 
 def test_group_waits_until_its_last_member_has_started() -> None:
     scheduler = SlotScheduler(2)
-    scheduler.add("a", 2)
-    scheduler.add("b", 2)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 2)
     assert scheduler.still_waiting("a")
     scheduler.admit()
     assert not scheduler.still_waiting("a")
     assert scheduler.still_waiting("b")
-    scheduler.finish(1)
+    end(scheduler, 1)
     scheduler.admit()
     assert scheduler.still_waiting("b")
-    scheduler.finish(0)
+    end(scheduler, 0)
     scheduler.admit()
     assert not scheduler.still_waiting("b")
 
@@ -56,23 +74,65 @@ def test_group_waits_until_its_last_member_has_started() -> None:
 def test_there_is_work_while_a_member_waits_or_runs() -> None:
     scheduler = SlotScheduler(1)
     assert not scheduler.has_work()
-    scheduler.add("a", 1)
+    add(scheduler, "a", 1)
     assert scheduler.has_work()
     scheduler.admit()
     assert scheduler.has_work()
-    scheduler.finish(0)
+    end(scheduler, 0)
     assert not scheduler.has_work()
 
 
 def test_cancelled_group_leaves_queue_and_slots_and_no_other_does() -> None:
     scheduler = SlotScheduler(3)
-    scheduler.add("a", 2)
-    scheduler.add("b", 3)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 3)
     scheduler.admit()
     scheduler.cancel("b")
-    assert scheduler.running == {0: Member("a", 0), 1: Member("a", 1)}
+    assert running(scheduler) == {0: ("a", 0), 1: ("a", 1)}
     assert not scheduler.still_waiting("b")
-    scheduler.add("c", 2)
+    add(scheduler, "c", 2)
     scheduler.cancel("a")
     assert [request for request, _ in admitted(scheduler)] == ["c"]
     assert sorted(member.index for member in scheduler.running.values()) == [0, 1]
+
+
+def test_group_is_complete_when_its_last_member_has_ended() -> None:
+    scheduler = SlotScheduler(2)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 1)
+    scheduler.admit()
+    assert scheduler.finish() == []
+    assert end(scheduler, 1) == []
+    scheduler.admit()
+    ((name, (only,)),) = end(scheduler, 1)
+    assert (name, only) == ("b", Completion((0,), (-1.0,), ((3, 1),), "stop"))
+    scheduler.running[0].append(7, -2.0, 3)
+    assert scheduler.finish() == []
+    scheduler.running[0].append(7, -3.0, 4)
+    ((name, members),) = scheduler.finish()
+    assert name == "a"
+    assert members == [
+        Completion((7, 7), (-2.0, -3.0), ((3, 1), (4, 1)), "length"),
+        Completion((0,), (-1.0,), ((3, 1),), "stop"),
+    ]
+    assert not scheduler.has_work()
+
+
+def test_request_that_cannot_start_is_refused() -> None:
+    scheduler = SlotScheduler(1)
+    add(scheduler, "a", 1)
+    with pytest.raises(EngineError, match="request a is running already"):
+        add(scheduler, "a", 1)
+    with pytest.raises(EngineError, match="request b has an empty prompt"):
+        scheduler.add(GroupRequest("b", (), (1,), Sampling(4)))
+    scheduler.cancel("a")
+    assert not scheduler.has_work()
+    add(scheduler, "a", 1)
+
+
+def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:
+    sequence = SampledSequence(GroupRequest("a", (4, 5, 6), (1,), Sampling(4)), 0)
+    sequence.append(7, -1.0, 0)
+    assert (sequence.num_cached, sequence.finish_reason) == (3, None)
+    sequence.append(8, -1.0, 0)
+    assert sequence.num_cached == 4

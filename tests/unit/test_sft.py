@@ -17,12 +17,11 @@ from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, PromptError, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.prompts.completions import tokenise_completions
+from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.sft import CompletionRows, SftTrainer
-from pipelines.arithmetic.curriculum import curriculum
-from pipelines.arithmetic.sums import arithmetic_questions, running_sums
+from pipelines.arithmetic.sums import arithmetic_questions, curriculum, running_sums
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.built_in import with_files
 from tests.policies import small_policy
@@ -173,7 +172,7 @@ def test_bad_row_is_named(tmp_path: Path, bad: dict[str, Any], expected: str) ->
 
 def test_curriculum_reasons_first_and_answers_directly_late_rare_sums_more_often() -> None:
     questions = [
-        question.text
+        question["question"]
         for question in arithmetic_questions(size=40, seed=0, min_terms=3, max_terms=7, stream=1)
     ]
     num_steps, batch_size = 400, 64

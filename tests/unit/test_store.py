@@ -20,7 +20,7 @@ from lance.optimize import Compaction
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import LogPosition, Provenance, genesis_row, step_row
+from areal_flow.controller.records import Provenance, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
@@ -29,12 +29,12 @@ from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.trajectories import (
+    TrainingRows,
     TrajectoryCommitter,
-    TrajectoryReader,
     create_trajectories,
     validate_groups,
 )
-from areal_flow.types import Discard, PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import Discard, LogHead, PolicyHashes, StepMetrics, StepRequest, StepResult
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 
@@ -72,7 +72,9 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         request,
         StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
         entries=entries,
-        position=LogPosition(10, 2, 5, 0),
+        log_head=LogHead(10, 2),
+        next_submission_index=5,
+        num_waiting_tokens=0,
         provenance=PROVENANCE,
         seconds_wait=0.1,
         seconds_step=0.5,
@@ -116,24 +118,23 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Pa
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
     assert committer.commit(again).trajectory_watermark == 8
     assert committer.commit(again) == committer.head == committer.commit([])
-    found = TrajectoryReader(path, NOBODY).read(
-        ["00000000-0000-00", "00000000-0001-00"], ["reward"]
-    )
-    assert found["reward"].to_pylist() == [1.0, 0.0]
+    found = TrainingRows(path, NOBODY)(["00000000-0000-00", "00000000-0001-00"])
+    assert [row["reward"] for row in found] == [1.0, 0.0]
 
 
 def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
     committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])
-    reader = TrajectoryReader(path, NOBODY)
+    read_rows = TrainingRows(path, NOBODY)
+    assert read_rows(["00000000-0000-00"])
     committer.commit([written_group(path, index) for index in range(6, 9)])
     wanted = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
     random.Random(0).shuffle(wanted)
-    found = reader.read(wanted, ["reward", "output_tokens"])
-    assert found["trajectory_id"].to_pylist() == wanted
-    assert found["reward"].to_pylist() == [0.0 if w.endswith("1-00") else 1.0 for w in wanted]
+    found = read_rows(wanted)
+    assert [row["trajectory_id"] for row in found] == wanted
+    assert [row["reward"] for row in found] == [0.0 if w.endswith("1-00") else 1.0 for w in wanted]
     with pytest.raises(StorageError, match="1 are missing, the first is 00000042-0000-00"):
-        reader.read([*wanted, "00000042-0000-00"], ["reward"])
+        read_rows([*wanted, "00000042-0000-00"])
 
 
 def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: Path) -> None:
@@ -168,14 +169,15 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
 
 def test_reading_survives_compaction(path: Path) -> None:
     committer = TrajectoryCommitter(path, WRITER)
-    reader = TrajectoryReader(path, NOBODY)
+    read_rows = TrainingRows(path, NOBODY)
     for index in range(20):
         committer.commit([written_group(path, index)])
+        assert len(read_rows(["00000000-0000-00"])) == 1
     committer.maintenance.run()
     committer.commit([written_group(path, 20)])
     assert len(open_dataset(path).get_fragments()) <= 2
     wanted = ["00000020-0000-00", "00000003-0001-00"]
-    assert reader.read(wanted, ["reward"])["trajectory_id"].to_pylist() == wanted
+    assert [row["trajectory_id"] for row in read_rows(wanted)] == wanted
     assert committer.head.trajectory_watermark == 42
 
 

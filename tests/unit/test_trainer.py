@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.algorithms.decoupled_ppo import DecoupledPPO
+from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import StepSettings
-from areal_flow.trainer.checkpoint import read_checkpoint, take_snapshot, write_checkpoint
+from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -26,7 +26,6 @@ from areal_flow.trainer.sequences import (
 )
 from areal_flow.trainer.step import (
     compute_advantages,
-    micro_batch_logprobs,
     train_step,
 )
 from tests.policies import small_policy
@@ -67,11 +66,13 @@ def state(seed: int = 0, **trainer: Any) -> ReplicatedBackend:
 
 def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
     """Against a forward pass of each sequence alone, indexed by hand."""
-    policy = small_policy()
+    backend = state()
+    policy = backend.policy
     sequences = make_sequences(5)
     advantages = [float(index) for index in range(5)]
-    micro = pack_sequences(sequences, advantages)
-    found = micro_batch_logprobs(policy, micro, temperature=1.0)
+    weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
+    micro = pack_sequences(weighted)
+    (found,) = backend.logprobs([micro], temperature=1.0)
     policy.set_attn_implementation("eager")
     at = 0
     for sequence, advantage in zip(sequences, advantages, strict=True):
@@ -93,10 +94,12 @@ def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
 
 def test_golden_micro_batch_of_two_sequences() -> None:
     sequences = [
-        TrainingSequence([1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0),
-        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0),
+        TrainingSequence(
+            [1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0, advantage=0.25
+        ),
+        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0, advantage=-2.0),
     ]
-    micro = pack_sequences(sequences, [0.25, -2.0])
+    micro = pack_sequences(sequences)
     assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     assert micro.predicting_M.tolist() == [1, 3, 8]
     assert micro.targets_M.tolist() == [3, 5, 10]
@@ -111,7 +114,7 @@ def test_golden_micro_batch_of_two_sequences() -> None:
 
 
 def test_sequence_without_a_trained_token_is_packed_as_context() -> None:
-    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)], [1.0])
+    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)])
     assert micro.input_ids_1T.tolist() == [[1, 2, 3]]
     assert (micro.predicting_M.shape, micro.predicting_M.dtype) == ((0,), torch.int64)
     assert (micro.targets_M.shape, micro.targets_M.dtype) == ((0,), torch.int64)
@@ -208,11 +211,11 @@ def test_training_raises_the_probability_of_what_was_rewarded() -> None:
         TrainingSequence([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, float(token == 5), 0)
         for token in (5, 6, 7, 8)
     ]
-    micro = pack_sequences(sequences[:1], [0.0])
-    before = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    micro = pack_sequences(sequences[:1])
+    before = trained.logprobs([micro], temperature=1.0)[0].sum().item()
     for step in range(1, 6):
         train_step(trained, sequences, step=step, settings=settings(num_minibatches=1))
-    after = micro_batch_logprobs(trained.policy, micro, temperature=1.0).sum().item()
+    after = trained.logprobs([micro], temperature=1.0)[0].sum().item()
     assert after > before + 0.5
 
 
@@ -253,7 +256,7 @@ def test_checkpoint_continues_to_the_bit(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     straight = state()
     train_step(straight, make_sequences(seed=1), step=1, settings=settings())
-    snapshot = take_snapshot(straight, description(straight, 1))
+    snapshot = Snapshot(straight.save(), description(straight, 1))
     train_step(straight, make_sequences(seed=2), step=2, settings=settings())
     path = write_checkpoint(tmp_path / "checkpoints", model, snapshot, WRITER)
     restored = state(seed=5)
@@ -267,7 +270,7 @@ def test_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     trained = state()
     wrong = CheckpointState(0, "0" * 32, 0, "")
-    snapshot = take_snapshot(trained, wrong)
+    snapshot = Snapshot(trained.save(), wrong)
     path = write_checkpoint(tmp_path / "checkpoints", tmp_path / "model", snapshot, WRITER)
     with pytest.raises(TrainingError, match="hashes differ"):
         read_checkpoint(path, state())
@@ -277,11 +280,11 @@ def test_failed_checkpoint_leaves_the_older_ones(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     root = tmp_path / "checkpoints"
     trained = state()
-    snapshot = take_snapshot(trained, description(trained, 0))
+    snapshot = Snapshot(trained.save(), description(trained, 0))
     write_checkpoint(root, tmp_path / "model", snapshot, WRITER)
     with pytest.raises(StorageError, match="Older checkpoints are intact"):
         write_checkpoint(
-            root, tmp_path / "absent", take_snapshot(trained, description(trained, 1)), WRITER
+            root, tmp_path / "absent", Snapshot(trained.save(), description(trained, 1)), WRITER
         )
     assert list_checkpoints(root) == [0]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from areal_flow.cluster import worker_roles
-from areal_flow.cluster.worker_context import RunPlugin
-from areal_flow.cluster.worker_roles import GeneratorRole
+from areal_flow.cluster import generator_tasks
+from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.types import EngineStats, GroupRequest
@@ -49,7 +52,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
         made.append(FakeEngine())
         return made[-1]
 
-    monkeypatch.setattr(worker_roles, "engine_factory", lambda name: start)
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    monkeypatch.setattr(generator_tasks, "engine_factory", lambda name: start)
     return made
 
 
@@ -66,7 +70,7 @@ def test_broken_engine_is_closed_before_it_is_replaced(
     run_directory: Path, engines: list[FakeEngine]
 ) -> None:
     async def serve() -> None:
-        role = GeneratorRole(run_directory, 0, "generator-0")
+        role = GeneratorRole(WorkerContext(run_directory, 0))
         first = await role.serve(0)
         assert await role.serve(0) is first
         engines[0].broken = True
@@ -94,19 +98,41 @@ def test_teardown_closes_every_part_that_can_be_closed(
 ) -> None:
     async def live() -> Slow:
         worker: Any = SimpleNamespace(name="generator-0", metrics={})
-        plugin = RunPlugin(run_directory, 0)
-        plugin.setup(worker)
-        assert plugin.holder is not None
-        plugin.holder.ensure(Stubborn, Stubborn)
-        plugin.holder.ensure(dict, dict)
-        slow = plugin.holder.ensure(Slow, Slow)
-        make = plugin.holder.ensure(GeneratorRole, lambda: GeneratorRole(run_directory, 0, "g"))
-        await make.serve(0)
-        await plugin.teardown(worker)
-        await plugin.teardown(worker)
+        context = WorkerContext(run_directory, 0)
+        context.setup(worker)
+        context.ensure(Stubborn, Stubborn)
+        context.ensure(dict, dict)
+        slow = context.ensure(Slow, Slow)
+        role = context.ensure(GeneratorRole, lambda: GeneratorRole(context))
+        await role.serve(0)
+        await context.teardown(worker)
+        await context.teardown(worker)
         assert worker.metrics == {}
         return slow
 
     assert asyncio.run(live()).closed
     assert [engine.num_closed for engine in engines] == [1]
     assert "Stubborn could not be closed" in caplog.text
+
+
+RECEIVE = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+import pyarrow as pa
+from distributed.protocol import deserialize, serialize
+from areal_flow.cluster.worker_context import WorkerContext
+
+os.setpgrp = lambda: None
+WorkerContext(Path("."), 0).setup(SimpleNamespace(name="reward-0", metrics={}))
+header, (frame,) = serialize(pa.table({"numbers": pa.array(range(9), pa.int64())}))
+for offset in range(8):
+    moved = memoryview(bytearray(offset) + bytes(frame))[offset:]
+    column = deserialize(header, [moved])["numbers"].chunk(0)
+    assert column.to_pylist() == list(range(9))
+    assert column.buffers()[1].address % 8 == 0
+"""
+
+
+def test_tables_are_aligned_wherever_their_bytes_arrive() -> None:
+    subprocess.run([sys.executable, "-c", RECEIVE], check=True)

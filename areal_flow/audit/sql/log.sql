@@ -3,7 +3,7 @@
 
 -- rule unknown-trajectory: both
 SELECT place || ', ' || trajectory_id, 'a trajectory of the log', 'none of that id'
-FROM consumed ANTI JOIN trajectories USING (trajectory_id);
+FROM placed ANTI JOIN trajectories USING (trajectory_id);
 
 -- rule consumed-before-commit: both
 SELECT row_place, 'committed before the row: below watermark ' || trajectory_watermark,

@@ -8,7 +8,7 @@ FROM log QUALIFY row_number() OVER (PARTITION BY trajectory_id ORDER BY commit_o
 
 CREATE VIEW consumed_trajectories AS
 SELECT *, place || ', ' || trajectory_id AS row_place
-FROM consumed JOIN trajectories USING (trajectory_id);
+FROM placed JOIN trajectories USING (trajectory_id);
 
 CREATE TABLE recounted AS
 WITH so_far AS (

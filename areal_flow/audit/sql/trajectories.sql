@@ -22,3 +22,16 @@ WHERE member >= group_size;
 SELECT trajectory_id, 'versions that never decrease', versions
 FROM (SELECT *, list_transform(spans, lambda span: span.version) AS versions FROM log)
 WHERE versions <> list_sort(versions);
+
+-- rule content-hash: log
+SELECT trajectory_id, other_content[1], other_content[2] FROM log WHERE other_content IS NOT NULL;
+
+-- rule seed: log
+SELECT trajectory_id, right_seed, seed
+FROM (SELECT trajectory_id, log.seed, seed_of(recipe.seed, submission_index, member) AS right_seed
+      FROM log, recipe)
+WHERE seed <> right_seed;
+
+-- rule prompt: log
+SELECT trajectory_id, unnest(other_prompt) || ' of the prompt table at its submission', 'another'
+FROM log;

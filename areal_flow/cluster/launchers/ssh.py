@@ -6,16 +6,16 @@ connection closes, so that nothing outlives the driver or the network between th
 
 from __future__ import annotations
 
-import os
+import asyncio
 import shlex
 import sys
 from pathlib import Path
 
-from areal_flow.cluster.launchers.children import Child, ChildLauncher
+from areal_flow.cluster.launchers.local import Child, LocalLauncher
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
 from areal_flow.cluster.worker_process import worker_arguments
-from areal_flow.config import ClusterSettings
 from areal_flow.errors import ConfigError
 
 OPTIONS = {
@@ -27,7 +27,7 @@ OPTIONS = {
 CONNECTION_ENDED = 255
 
 
-class SshLauncher(ChildLauncher):
+class SshLauncher(LocalLauncher):
     """Workers on the hosts of `cluster.remote`; their placements name which."""
 
     grace_s = GRACE_S + 3.0
@@ -42,19 +42,22 @@ class SshLauncher(ChildLauncher):
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"
             )
-        super().__init__()
-        self._scheduler = scheduler
-        self._network = settings.network
+        super().__init__(scheduler, settings)
         self._remote = settings.remote
 
     def command(self, placement: WorkerPlacement) -> list[str]:
         options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
         # Of two equal options ssh takes the first.
         ssh = ["ssh", "-T", *self._remote.ssh_options, *options, placement.host]
-        return [*ssh, self._on_host(placement)]
-
-    def environment(self, placement: WorkerPlacement) -> dict[str, str]:
-        return dict(os.environ)
+        # `env` because glibc reads its variables before Python starts.
+        variables = PROCESS_ENVIRONMENT | placement.environment
+        supervised = [
+            *("env", *(f"{name}={value}" for name, value in variables.items())),
+            *(self._remote.python or sys.executable, "-m", "areal_flow.cluster.supervisor"),
+            *worker_arguments(placement, self._scheduler, self._network),
+        ]
+        directory = shlex.quote(self._remote.directory or str(Path.cwd()))
+        return [*ssh, f"cd {directory} && exec {shlex.join(supervised)}"]
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:
@@ -62,23 +65,16 @@ class SshLauncher(ChildLauncher):
         return super().describe(128 - exit_code if exit_code > 128 else exit_code)
 
     def request_end(self, child: Child) -> None:
-        child.input.close()
+        _input(child).close()
 
     def request_kill(self, child: Child) -> None:
-        child.input.write(KILL)
+        _input(child).write(KILL)
 
     def pid(self, name: str) -> int | None:
         return None  # the child is `ssh`; the worker is elsewhere
 
-    def _on_host(self, placement: WorkerPlacement) -> str:
-        """Return the shell command that supervises a worker; `env` because glibc reads it early."""
-        variables = PROCESS_ENVIRONMENT | placement.environment
-        worker = worker_arguments(placement, self._scheduler, self._network)
-        supervised = shlex.join(
-            [
-                *("env", *(f"{name}={value}" for name, value in variables.items())),
-                *(self._remote.python or sys.executable, "-m", "areal_flow.cluster.supervisor"),
-                *worker,
-            ]
-        )
-        return f"cd {shlex.quote(self._remote.directory or str(Path.cwd()))} && exec {supervised}"
+
+def _input(child: Child) -> asyncio.WriteTransport:
+    pipe = child.transport.get_pipe_transport(0)
+    assert isinstance(pipe, asyncio.WriteTransport)
+    return pipe

@@ -1,0 +1,15 @@
+-- Each trajectory that a step trained or discarded, as often as a row says so, and where it does.
+
+CREATE VIEW placed AS
+SELECT consumed.*, steps.place, steps.trajectory_watermark FROM consumed JOIN steps USING (step);
+
+CREATE VIEW repeated AS
+WITH said AS (
+    SELECT place, step, status, trajectory_id AS what FROM placed
+    UNION ALL
+    SELECT place, step, 'given up', 'group ' || unnest(failed_submissions) FROM steps
+)
+SELECT status, place || ', ' || what AS place,
+       first_value(place) OVER (PARTITION BY status, what ORDER BY step) AS earlier
+FROM said
+QUALIFY row_number() OVER (PARTITION BY status, what ORDER BY step) > 1;

@@ -1,0 +1,165 @@
+"""What generators do, as Dask tasks: they run episodes, and load weights in between.
+
+A worker that starts late or again finds everything in the run directory: recipe, model, newest
+weights. Groups' rows are an Arrow table from here to the log; see `areal_flow.store.codec`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+from distributed import Worker
+
+from areal_flow.cluster.reward_tasks import call_tool, on_reward_worker, score_completions
+from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.errors import ArealFlowError
+from areal_flow.generation.protocol import Engine
+from areal_flow.generation.registry import engine_factory
+from areal_flow.models.directory import stop_token_ids
+from areal_flow.store.codec import rollout_table
+from areal_flow.types import Completion, EngineStats, Episode, GroupRequest, Prompt, Sampling, Score
+from areal_flow.weights.directory import DirectoryReader
+from areal_flow.workflows.group import all_of, run_group
+from areal_flow.workflows.registry import load_workflow
+
+
+class GeneratorRole:
+    """A generator's engine and workflow, and the `EpisodeServices` of its episodes.
+
+    The engine is made on first use and brought to the newest weights on demand.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        generation = context.recipe.generation
+        self.workflow = load_workflow(context.recipe.workflow)
+        self.max_model_len = generation.max_model_len
+        self.sampling = Sampling(
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            stop_token_ids=stop_token_ids(context.layout.model),
+        )
+        self._context = context
+        self._reader = DirectoryReader(context.layout.weights_of(context.writer_epoch))
+        self._loading = asyncio.Lock()
+        self._engine: Engine | None = None
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._engine.version if self._engine else None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine; one that is being made will load what is newest then."""
+        return self._engine is not None and not self._engine.broken
+
+    async def serve(self, version: int) -> Engine:
+        """Return the engine once it serves `version` or a later one; a new one, the newest.
+
+        Raises:
+            WeightsError: the published weights are not what was published.
+        """
+        async with self._loading:
+            if self._engine is None or self._engine.broken:
+                self.close()
+                generation = self._context.recipe.generation
+                start = await asyncio.to_thread(engine_factory, generation.engine)
+                self._engine = await start(self._context.layout.model, generation, self._reader)
+                version = max(version, self._reader.newest())
+            if self._engine.version < version:
+                await self._engine.load_weights(self._reader.newest(), self._reader)
+            return self._engine
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats() if self._engine else EngineStats()
+
+    def close(self) -> None:
+        """Close the engine, if there is one: a broken one before it is replaced, any at the end."""
+        if self._engine:
+            self._engine.close()
+            self._engine = None
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        engine = await self.serve(0)
+        return await engine.generate(request)
+
+    async def score(
+        self, prompt: Prompt, completions: Sequence[tuple[int, ...]]
+    ) -> Sequence[Score]:
+        scores: Sequence[Score] = await on_reward_worker(score_completions, prompt, completions)
+        return scores
+
+    async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
+        return await on_reward_worker(call_tool, path, arguments)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._context.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        return self._context.tokenizer.decode(list(tokens))
+
+
+async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
+    """Run the workflow for some groups, side by side, with weights of `version` or later.
+
+    What no workflow scored lacks its score.
+
+    Raises:
+        EngineError, WeightsError: the generator cannot serve.
+        ArealFlowError: no member of any group has a trajectory; the message is the last cause.
+    """
+    context = worker_context()
+    role = _role(context)
+    started_at = datetime.now(UTC)
+    await role.serve(version)
+    groups = await all_of(run_group(role.workflow, episode, role) for episode in episodes)
+    if not any(group.drafts for group in groups):
+        raise ArealFlowError(groups[-1].errors[-1])
+    return rollout_table(
+        list(zip(episodes, groups, strict=True)),
+        generator=context.worker_name,
+        started_at=started_at,
+        engine_stats=role.stats(),
+    )
+
+
+async def load_weights(version: int, dask_worker: Worker) -> None:
+    """Bring this generator to `version`; an engine that is yet to be made loads the newest itself.
+
+    To make one takes half a minute on a busy machine, which nobody should wait for.
+
+    For `client.run`, which goes past the queue of rollouts.
+    """
+    role = worker_context(dask_worker).get(GeneratorRole)
+    if role is not None and role.is_serving:
+        await role.serve(version)
+
+
+async def import_engine(dask_worker: Worker) -> None:
+    """Import what the engine needs, while there are no weights to load yet; for `client.run`.
+
+    In a thread: on the event loop it would silence a healthy worker for as long as it takes, which
+    was more than a minute on a machine with four busy processes a core.
+    """
+    recipe = worker_context(dask_worker).recipe
+    await asyncio.to_thread(engine_factory, recipe.generation.engine)
+
+
+async def prepare_generator(dask_worker: Worker) -> None:
+    """Load the engine now rather than at the first rollout; for `client.run`."""
+    await _role(worker_context(dask_worker)).serve(0)
+
+
+def engine_stats(dask_worker: Worker) -> EngineStats:
+    """Return what this generator's engine did so far; for `client.run`."""
+    role = worker_context(dask_worker).get(GeneratorRole)
+    return role.stats() if role else EngineStats()
+
+
+def _role(context: WorkerContext) -> GeneratorRole:
+    return context.ensure(GeneratorRole, lambda: GeneratorRole(context))

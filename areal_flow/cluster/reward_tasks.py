@@ -1,0 +1,135 @@
+"""What reward workers do, as Dask tasks: they score completions, call tools and write groups.
+
+| who                    | waits for                | unblocked by                           |
+|------------------------|--------------------------|----------------------------------------|
+| an episode             | completions              | its own worker's engine                |
+| an episode             | a score, a tool's result | a task on a reward worker              |
+| a reward worker's task | its resource             | the task before it, which never waits  |
+|                        |                          | for an episode: nothing can deadlock   |
+
+Such a task runs again elsewhere if its worker dies; it is forgotten if its episode's worker dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+from distributed import get_client
+
+from areal_flow.cluster.results import run_task
+from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.errors import ArealFlowError, EngineError, RewardError, SchemaError
+from areal_flow.import_path import import_function
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.store.codec import member_errors, receipts, rollout_notes, scored_table
+from areal_flow.types import Episode, GroupReceipt, Prompt, Score
+
+MID_EPISODE_PRIORITY = 10
+"""Of tasks that an episode waits for, over those that only follow one."""
+
+
+async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
+    """Score the rows of some groups, those that have no score yet."""
+    given = rollout_notes(table).scores
+    prompts = {episode.submission_index: episode.prompt for episode in episodes}
+    rows = table.select(["submission_index", "output_tokens"]).to_pylist()
+    unscored = [
+        (prompts[row["submission_index"]], row["output_tokens"])
+        for row, known in zip(rows, given, strict=True)
+        if known is None
+    ]
+    context = worker_context()
+    judged = iter(await _judge(context, unscored))
+    scores = [known or next(judged) for known in given]
+    return scored_table(table, scores, verifier=(await _rewards(context)).identity)
+
+
+async def score_completions(
+    prompt: Prompt, completions: Sequence[Sequence[int]]
+) -> Sequence[Score]:
+    """Score completions of one prompt in the middle of an episode."""
+    return await _judge(worker_context(), [(prompt, tokens) for tokens in completions])
+
+
+def call_tool(path: str, arguments: tuple[Any, ...]) -> Any:
+    """Call the function at an import path, in a thread.
+
+    Raises:
+        ArealFlowError: it cannot be imported.
+    """
+    return import_function(path, setting="a tool", error=ArealFlowError)(*arguments)
+
+
+def write(tables: list[pa.Table]) -> list[GroupReceipt | SchemaError]:
+    """Write scored groups beside the log; the driver will commit them.
+
+    Validation costs about the same for one group or fifty, so groups that are ready together are
+    validated together, and one by one only when that fails. Each is a fragment of its own, because
+    each is committed once or not at all.
+    """
+    from areal_flow.store.trajectories import validate_groups
+
+    try:
+        validate_groups(tables)
+    except SchemaError as error:
+        return [error] if len(tables) == 1 else [write([table])[0] for table in tables]
+    return [_write(table) for table in tables]
+
+
+async def on_reward_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a task for an episode; one that kills its worker again and again fails the member only.
+
+    Raises:
+        RewardError: no reward worker lives to answer.
+        ArealFlowError: as raised by the task.
+    """
+    client, priority = get_client(), MID_EPISODE_PRIORITY
+    try:
+        return await run_task(client, function, *arguments, resource="reward", priority=priority)
+    except EngineError as error:
+        raise RewardError(str(error)) from error
+
+
+def _write(table: pa.Table) -> GroupReceipt:
+    from areal_flow.store.trajectories import write_group
+
+    fragments = write_group(worker_context().layout.trajectories, table)
+    notes = rollout_notes(table)
+    return GroupReceipt(
+        submission_index=table["submission_index"][0].as_py(),
+        fragments=fragments,
+        trajectories=receipts(table),
+        engine_stats=notes.engine_stats,
+        member_errors=(*notes.errors, *member_errors(table)),
+    )
+
+
+async def _judge(
+    context: WorkerContext, completions: Sequence[tuple[Prompt, Sequence[int]]]
+) -> Sequence[Score]:
+    """Score completions, each of its prompt, decoded without special tokens."""
+    texts = context.tokenizer.decode_batch([list(tokens) for _, tokens in completions])
+    rewards = await _rewards(context)
+    return await rewards.score(
+        [
+            RewardInput(prompt.text, text, prompt.answer, prompt.metadata)
+            for (prompt, _), text in zip(completions, texts, strict=True)
+        ]
+    )
+
+
+async def _rewards(context: WorkerContext) -> WeightedRewards:
+    """Return this worker's rewards, which may take their time to be opened."""
+
+    def opened() -> WeightedRewards:
+        rewards = WeightedRewards(context.recipe.rewards, context.layout.rewards)
+        rewards.open()
+        return rewards
+
+    if (rewards := context.get(WeightedRewards)) is not None:
+        return rewards
+    return await asyncio.to_thread(context.ensure, WeightedRewards, opened)

@@ -1,0 +1,109 @@
+"""The settings of worker processes: how many, on which machines, and how they are reached.
+
+It refuses to know Dask.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from areal_flow.settings import Settings, require
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class NetworkSettings(Settings):
+    """Where the scheduler and the workers listen. Beyond this machine they do so with TLS only."""
+
+    host: str = "127.0.0.1"
+    """The address of this machine at which the scheduler listens."""
+    tls_ca: Path | None = Field(None, strict=False)
+    """The certificate of the authority that signed those of all workers, as PEM."""
+    tls_certificate: Path | None = Field(None, strict=False)
+    """The certificate that this run's processes show each other, as PEM."""
+    tls_key: Path | None = Field(None, strict=False)
+    """The private key of `tls_certificate`, as PEM without a passphrase."""
+
+    @model_validator(mode="after")
+    def _encrypted(self) -> NetworkSettings:
+        files = (self.tls_ca, self.tls_certificate, self.tls_key)
+        require(
+            all(files) or not any(files),
+            "cluster.network: tls_ca, tls_certificate and tls_key belong together; set all or none",
+        )
+        require(
+            self.has_tls or is_loopback(self.host),
+            f"cluster.network.host = {self.host!r} needs TLS: whoever reaches the scheduler's port "
+            "can run any code; set tls_ca, tls_certificate and tls_key, or host to 127.0.0.1",
+        )
+        return self
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls_ca is not None
+
+
+class RemoteSettings(Settings):
+    """Other machines for the workers; each has this project and sees the same run directory."""
+
+    hosts: tuple[str, ...] = Field((), strict=False)
+    """What `ssh` calls them, such as `me@10.0.0.7`; workers are spread over all."""
+    python: str = ""
+    """The Python program of the project's environment on each host; the driver's by default."""
+    directory: str = ""
+    """Where workers start on each host; the driver's own working directory by default."""
+    ssh_options: tuple[str, ...] = Field((), strict=False)
+    """More arguments for `ssh`, such as `-i` and a key's file."""
+
+
+class ClusterSettings(Settings):
+    """Worker processes; with one thread each, results do not depend on their number."""
+
+    num_generators: int = Field(1, ge=1)
+    """Worker processes that generate."""
+    threads_per_worker: int = Field(1, ge=1)
+    """Threads of the numbers in a generator."""
+    num_trainers: int = Field(1, ge=1)
+    """Trainer ranks, one process each."""
+    num_trainer_threads: int = Field(1, ge=1)
+    """Threads of the numbers in a trainer rank."""
+    num_gpus: int | None = Field(None, ge=0)
+    """GPUs of each machine; those of this machine are found by default."""
+    launcher: str = "local"
+    """How worker processes start: `local`, on this machine, or `ssh`, on `remote.hosts`."""
+    remote: RemoteSettings = RemoteSettings()
+    """Other machines for the workers."""
+    network: NetworkSettings = NetworkSettings()
+    """Where the scheduler and the workers listen."""
+    num_reward_workers: int = Field(1, ge=1)
+    """Worker processes that score completions and call tools."""
+    dashboard_port: int = Field(0, ge=0, le=65535)
+    """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
+    silent_after_s: float = Field(10.0, ge=1)
+    """A worker that shows no sign of life or work for so long is hung."""
+    worker_ttl_s: float = Field(60.0, gt=0)
+    """Dask gives up a worker that it has not heard of for so long."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ClusterSettings:
+        require(
+            self.launcher != "local" or not self.remote.hosts,
+            f"cluster.launcher = 'local' starts workers on this machine only, but "
+            f"cluster.remote.hosts = {list(self.remote.hosts)}; set launcher to 'ssh'",
+        )
+        far = [host for host in self.remote.hosts if not is_loopback(host.rpartition("@")[2])]
+        require(
+            not far or not is_loopback(self.network.host),
+            f"cluster.network.host = {self.network.host!r} cannot be reached from {far}; set it to "
+            "this machine's address in their network, with TLS",
+        )
+        return self

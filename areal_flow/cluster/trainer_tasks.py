@@ -1,0 +1,146 @@
+"""What trainer ranks do, as Dask tasks: steps, snapshots, and supervised fine-tuning before them.
+
+Torch is imported where it is used, since the driver imports this module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from distributed import get_worker
+
+from areal_flow.cluster.worker_context import WorkerContext, worker_context
+from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.lease import Writer
+from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
+from areal_flow.weights.directory import DirectoryWriter
+
+if TYPE_CHECKING:
+    from areal_flow.trainer.rank import TrainerRank
+    from areal_flow.trainer.sft import SftTrainer
+
+SFT_CHUNK_S = 2.0
+"""How long one task fine-tunes, in seconds: the driver is told, and may stop, in between."""
+
+
+def train_step(request: StepRequest) -> StepResult:
+    """Compute one step."""
+    return _rank().step(request)
+
+
+def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
+    """Make a pretrained policy version 0."""
+    rank = _rank()
+    rank.load_pretrained(directory)
+    return rank.genesis()
+
+
+def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
+    """Copy this trainer's state for a checkpoint, if it is the one with these weights."""
+    _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
+
+
+def write_snapshot(step: int) -> None:
+    """Write this trainer's snapshot of a step as a checkpoint, while it trains on."""
+    _rank().write_snapshot(step, _writer(worker_context()))
+
+
+def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
+    """Join the other ranks, if there are any, and load a checkpoint into this one.
+
+    Raises:
+        TrainerLost: the other ranks did not come.
+    """
+    rank = _rank()
+    rank.replicas.leave()
+    if rendezvous.num_ranks > 1:
+        from areal_flow.trainer.replicas import GlooGroup
+
+        context = worker_context()
+        point = context.layout.rendezvous_file(context.writer_epoch, rendezvous.name)
+        rank.replicas = GlooGroup(rendezvous, point, host=get_worker().ip)
+    return rank.restore(checkpoint_step)
+
+
+def sft_chunk(source: Path) -> tuple[int, float]:
+    """Fine-tune for a while; return how many steps were taken in all, and the last one's loss.
+
+    A worker that has no trainer yet goes on from the newest checkpoint. The last step's checkpoint
+    is the result; the trainer is then forgotten.
+
+    Args:
+        source: the model directory of step 0; without weights, they are drawn from the seed.
+
+    Raises:
+        TrainingError: a step could not be computed.
+    """
+    from areal_flow.trainer.sft import SftTrainer
+
+    context = worker_context()
+    settings = context.recipe.sft
+    trainer = context.ensure(SftTrainer, lambda: _make_sft_trainer(context, source))
+    num_steps = settings.num_steps if len(trainer.rows) else 0
+    began, loss = monotonic(), float("nan")
+    while trainer.step < num_steps and monotonic() - began < SFT_CHUNK_S:
+        loss = trainer.take_step()
+        if trainer.step % settings.checkpoint_every_steps == 0:
+            sft_checkpoint()
+    if trainer.step >= num_steps:
+        sft_checkpoint()
+        context.drop(SftTrainer)
+    return trainer.step, loss
+
+
+def sft_checkpoint() -> None:
+    """Write a checkpoint of where supervised fine-tuning stands, if it stands anywhere."""
+    from areal_flow.trainer.sft import SftTrainer
+
+    context = worker_context()
+    layout, trainer = context.layout, context.get(SftTrainer)
+    if trainer and trainer.step not in list_checkpoints(layout.sft_checkpoints):
+        layout.sft_checkpoints.mkdir(parents=True, exist_ok=True)
+        trainer.save(layout.sft_checkpoints, layout.model, _writer(context))
+
+
+def _rank() -> TrainerRank:
+    """Return this worker's trainer rank; it holds no policy until it is given one."""
+    from areal_flow.store.trajectories import TrainingRows
+    from areal_flow.trainer.rank import TrainerRank
+
+    context = worker_context()
+    layout = context.layout
+    return context.ensure(
+        TrainerRank,
+        lambda: TrainerRank(
+            layout,
+            context.recipe,
+            channel=DirectoryWriter(layout.weights_of(context.writer_epoch)),
+            read_rows=TrainingRows(layout.trajectories, layout.writers),
+        ),
+    )
+
+
+def _writer(context: WorkerContext) -> Writer:
+    return Writer(context.layout.writers, context.writer_epoch)
+
+
+def _make_sft_trainer(context: WorkerContext, source: Path) -> SftTrainer:
+    import torch
+
+    from areal_flow.models.policy import empty_policy, load_policy
+    from areal_flow.trainer.sft import CompletionRows, SftTrainer
+
+    layout, recipe = context.layout, context.recipe
+    torch.manual_seed(recipe.seed)
+    make = load_policy if any(source.glob("*.safetensors")) else empty_policy
+    trainer = SftTrainer(
+        make(source, device=recipe.trainer.device),
+        CompletionRows.read(layout.sft_rows),
+        recipe.sft,
+        recipe.trainer,
+        seed=recipe.seed,
+    )
+    trainer.restore(layout.sft_checkpoints)
+    return trainer

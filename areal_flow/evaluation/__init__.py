@@ -1,1 +1,0 @@
-"""How good a policy is on prompts that training never sees."""

@@ -1,0 +1,9 @@
+-- What consumed means: a row for each time that a row of `steps` names a trajectory.
+
+CREATE VIEW consumed AS
+SELECT step, policy_version, unnest(trajectory_ids) AS trajectory_id, 'trained' AS status,
+       NULL::VARCHAR AS reason
+FROM steps
+UNION ALL
+SELECT step, policy_version, discard.trajectory_id, 'discarded', discard.reason
+FROM (SELECT step, policy_version, unnest(discarded) AS discard FROM steps);

@@ -1,0 +1,40 @@
+-- What the last of `steps` was made from: trajectories that are trained, and what follows.
+
+CREATE VIEW used AS
+SELECT trajectory_id, step, policy_version, submission_index, member, branch, attempt, seed,
+       writer_epoch, prompt_id, difficulty, reward, verdict, verifier, finish_reason, generator,
+       version_spans, num_tokens, num_trained_tokens, num_masked_tokens, staleness
+FROM trajectories WHERE status = 'trained' ORDER BY step, trajectory_id;
+
+CREATE VIEW ledger_rows AS
+SELECT step, parent_hash, weights_hash, served_hash, policy_version, writer_epoch,
+       num_trained_tokens, num_masked_tokens, reward_mean, loss, trajectory_watermark,
+       lance_version, config_hash, code_version, numeric_environment, committed_at
+FROM steps ORDER BY step;
+
+CREATE VIEW weights_hashes AS
+SELECT step, parent_hash, weights_hash, served_hash,
+       parent_hash = lag(weights_hash, 1, '') OVER (ORDER BY step) AS follows
+FROM steps ORDER BY step;
+
+CREATE VIEW used_prompts AS
+SELECT prompt_id, any_value(difficulty) AS difficulty, count(*) AS num_trajectories,
+       avg(reward) AS reward_mean, min(step) AS first_step, max(step) AS last_step
+FROM trajectories WHERE status = 'trained' GROUP BY prompt_id ORDER BY prompt_id;
+
+CREATE VIEW verifiers AS
+SELECT verifier, count(*) AS num_trajectories, min(step) AS first_step, max(step) AS last_step
+FROM trajectories WHERE status = 'trained' GROUP BY verifier ORDER BY first_step, verifier;
+
+CREATE VIEW policy_versions AS
+WITH spans AS (
+    SELECT unnest(chosen_spans(version_spans, loss_mask)) AS span, policy_version
+    FROM trajectories WHERE status = 'trained'
+),
+counted AS (
+    SELECT span.version, span.length, num_trained(span, policy_version, max_staleness()) AS trained
+    FROM spans
+)
+SELECT version, sum(trained)::BIGINT AS num_trained_tokens,
+       sum(length - trained)::BIGINT AS num_masked_tokens
+FROM counted WHERE length > 0 GROUP BY version ORDER BY version;

@@ -1,0 +1,31 @@
+-- Trajectories (`stored`) with what became of them (`consumption`), and the columns that follow.
+
+CREATE VIEW trajectories AS
+WITH consumed AS (
+    SELECT
+        stored.*,
+        decode_tokens(prompt_tokens) AS prompt,
+        decode_tokens(output_tokens) AS completion,
+        status,
+        step,
+        policy_version,
+        reason,
+        reward_detail->>'verdict' AS verdict,
+        len(output_tokens) AS num_tokens,
+        flatten(
+            list_transform(
+                version_spans, lambda span: list_resize([span.version], span.length, span.version)
+            )
+        ) AS token_versions,
+        CASE WHEN status = 'trained' THEN chosen_spans(version_spans, loss_mask) END AS spans
+    FROM stored
+    JOIN consumption USING (trajectory_id, writer_epoch)
+)
+SELECT
+    * EXCLUDE (spans),
+    CASE WHEN status = 'trained' THEN trained_tokens(spans, policy_version, max_staleness()) END
+        AS num_trained_tokens,
+    num_tokens - num_trained_tokens AS num_masked_tokens,
+    staleness_sum(spans, policy_version, max_staleness()) / nullif(num_trained_tokens, 0)
+        AS staleness
+FROM consumed;

@@ -1,0 +1,142 @@
+"""An engine's thread: many callers, weights in between, cancellation, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from areal_flow.errors import EngineError, WeightsError
+from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.testing import BigramEngine
+from areal_flow.types import Completion
+from tests.engines import (
+    VOCABULARY,
+    Subject,
+    request_of,
+    versions_of,
+)
+
+
+@dataclass(frozen=True)
+class FixedReader:
+    """A `WeightsReader` of one version."""
+
+    version: int
+    tensors: Mapping[str, Any]
+
+    def newest(self) -> int:
+        return self.version
+
+    def load(self, version: int) -> Mapping[str, Any]:
+        if version != self.version:
+            raise WeightsError(f"version {version} was not published")
+        return self.tensors
+
+
+async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    try:
+        groups = await asyncio.gather(
+            *(engine.generate(request_of(f"r{i}", length=10)) for i in range(8))
+        )
+        assert [len(group) for group in groups] == [4] * 8
+        stats = engine.stats()
+        assert stats.num_tokens == 8 * 4 * 10
+        assert stats.busy_s > 0
+    finally:
+        engine.close()
+
+
+async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    try:
+        running = [
+            asyncio.create_task(engine.generate(request_of(f"r{i}", length=55))) for i in range(4)
+        ]
+        await asyncio.sleep(0.01)
+        await engine.load_weights(3, FixedReader(3, subject.weights(3)))
+        assert engine.version == 3
+        after = await engine.generate(request_of("later", length=3))
+        assert all(versions_of(completion) == [3, 3, 3] for completion in after)
+        await asyncio.gather(*running)
+    finally:
+        engine.close()
+
+
+async def test_loop_cancellation_frees_the_engine(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make(max_num_seqs=2))
+    try:
+        task = asyncio.create_task(engine.generate(request_of("long", seeds=64, length=55)))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        found = await asyncio.wait_for(engine.generate(request_of("short", length=2)), 20)
+        assert len(found) == 4
+    finally:
+        engine.close()
+
+
+async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    with pytest.raises(EngineError, match="down"):
+        await engine.load_weights(1, FixedReader(1, {"nonsense": torch.zeros(1)}))
+    with pytest.raises(EngineError, match="down"):
+        await engine.generate(request_of())
+    assert engine.broken
+
+
+async def test_closed_engine_refuses(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    waiting = asyncio.create_task(engine.generate(request_of(length=55, seeds=500)))
+    await asyncio.sleep(0)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await waiting
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(request_of())
+
+
+async def test_weights_that_cannot_be_read_leave_the_engine_as_it_was(subject: Subject) -> None:
+    engine = ThreadedEngine(subject.make())
+    try:
+        with pytest.raises(WeightsError, match="not published"):
+            await engine.load_weights(2, FixedReader(1, subject.weights(1)))
+        assert not engine.broken
+        (completion, *_) = await engine.generate(request_of())
+        assert set(versions_of(completion)) == {0}
+    finally:
+        engine.close()
+
+
+class FailingEngine(BigramEngine):
+    """Delivers one group, then raises."""
+
+    delivered = False
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        if self.delivered:
+            raise RuntimeError("out of memory, on purpose")
+        complete = super().step()
+        self.delivered = bool(complete)
+        return complete
+
+
+async def test_engine_that_dies_fails_every_caller_and_leaves_none_waiting() -> None:
+    table = [[0.0] * VOCABULARY] * VOCABULARY
+    engine = ThreadedEngine(FailingEngine(table, max_num_seqs=64))
+    requests = [request_of("r0", length=1), *(request_of(f"r{i}", length=9) for i in range(1, 8))]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # keep the event loop busy while the thread delivers one and dies
+    _, waiting = await asyncio.wait(tasks, timeout=5)
+    assert not waiting
+    assert len(tasks[0].result()) == 4
+    assert all(isinstance(task.exception(), EngineError) for task in tasks[1:])

@@ -1,0 +1,121 @@
+"""A small flow whose backends do what a test tells them, stage by stage."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_flow.controller.accounting import TokenAccounting
+from areal_flow.controller.flow import Flow
+from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.records import Provenance
+from areal_flow.types import (
+    Episode,
+    GroupReceipt,
+    TrajectoryReceipt,
+    VersionSpan,
+    trajectory_id,
+)
+from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
+from tests.unit.virtual_time import run_in_virtual_time
+
+
+def group(index: int, *, version: int = 0, scored: bool = True, **receipt: Any) -> GroupReceipt:
+    """Return a written group of two members with four tokens each."""
+    members = tuple(
+        TrajectoryReceipt(
+            trajectory_id(index, member),
+            (VersionSpan(version, 4),),
+            float(member) if scored else None,
+            "stop",
+        )
+        for member in (0, 1)
+    )
+    return GroupReceipt(index, (f"fragment-{index}",), members, **receipt)
+
+
+@dataclass
+class Rollouts:
+    """Answers episodes with what `outcomes` holds, in order; without one, at once and well."""
+
+    outcomes: list[GroupReceipt | BaseException] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    started_at: list[float] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    async def run(self, episode: Episode) -> GroupReceipt:
+        self.episodes.append(episode)
+        self.started_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.duration_s)
+        outcome = self.outcomes.pop(0) if self.outcomes else group(episode.submission_index)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+@dataclass
+class Parts:
+    """A flow of two trajectories a step, and the backends that it was made with."""
+
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    log: MemoryLog = field(default_factory=MemoryLog)
+    cluster: FakeCluster = field(default_factory=lambda: FakeCluster(random.Random(0)))
+
+    def flow(
+        self, initial: InitialState | None = None, *, max_running: int = 64, **numbers: Any
+    ) -> Flow:
+        defaults = {
+            "batch_size": 2,
+            "group_size": 2,
+            "max_staleness": 0,
+            "num_steps": 9,
+            "seed": 5,
+        }
+        initial = initial or InitialState()
+        for receipt in initial.waiting:
+            self.cluster.spans |= {t.trajectory_id: t.version_spans for t in receipt.trajectories}
+        return Flow(
+            flow_recipe(**{**defaults, **numbers}),
+            FlowBackends(
+                rollouts=self.rollouts,
+                logs=self.log,
+                trainer=self.cluster,
+                weights=self.cluster,
+                prompt_at=prompt_at,
+                on_step=self.log.on_step,
+            ),
+            initial,
+            Provenance(6, "config", "code"),
+            max_running=max_running,
+        )
+
+
+def waiting(*indices: int, **initial: Any) -> InitialState:
+    """Return the state of a run that was resumed with these groups in the log."""
+    return InitialState(
+        waiting=tuple(group(index) for index in indices),
+        accounting=TokenAccounting(committed=8 * len(indices)),
+        next_submission_index=max(indices) + 1,
+        **initial,
+    )
+
+
+async def train_once(flow: Flow) -> None:
+    batch = await flow.wait_for_batch()
+    assert batch is not None
+    await flow.train(batch, seconds_wait=1.25)
+
+
+async def roll_out(flow: Flow, num_groups: int = 1) -> None:
+    """Submit so many groups, one after another, and commit what they give."""
+    for _ in range(num_groups):
+        flow.submit()
+        await asyncio.sleep(60)
+        await flow.commit_written()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return run_in_virtual_time(coroutine)

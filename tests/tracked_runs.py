@@ -1,0 +1,53 @@
+"""Runs with a few ledger rows, for sinks to show."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer, hold_lease
+from areal_flow.recovery.run_directory import create_run
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.types import PolicyHashes
+
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def make_run(root: Path) -> RunLayout:
+    """Make a run with the steps 0 to 3."""
+    made = RunLayout(root)
+    create_run(made, Recipe(seed=3))
+    create_ledger(made.steps)
+    append_steps(made, 0, 1, 2, 3)
+    return made
+
+
+def step_row(step: int, **columns: Any) -> dict[str, Any]:
+    hashes = {field.name: "h" for field in fields(PolicyHashes)}
+    genesis = genesis_row(
+        PolicyHashes(**{**hashes, "weights_hash": f"w{step}"}),
+        provenance=Provenance(1, "config", "code"),
+        numeric_environment="{}",
+    )
+    return {
+        **genesis,
+        "step": step,
+        "loss": 1 / max(1, step),
+        "reward_mean": 0.1 * step,
+        "lance_version": 10 + step,
+        "trajectory_watermark": 100 * step,
+        "committed_at": BEGAN + timedelta(seconds=step),
+        **columns,
+    }
+
+
+def append_steps(layout: RunLayout, *steps: int) -> None:
+    with hold_lease(layout.writers) as writer:
+        ledger = Ledger(layout.steps, Writer(layout.writers, writer.writer_epoch))
+        for step in steps:
+            ledger.append(step_row(step))

@@ -1,0 +1,131 @@
+"""The thread that keeps a sink up to date: it blocks nobody, and a sink may be away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from areal_flow.config import Recipe, TrackingSettings
+from areal_flow.layout import RunLayout
+from areal_flow.testing import MemoryTracker
+from areal_flow.tracking import background
+from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.registry import start_tracking
+from tests.checkpoints import write_fake_checkpoint
+from tests.tracked_runs import append_steps, make_run
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return make_run(tmp_path / "r")
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = monotonic() + 30
+    while not happened():
+        assert monotonic() < until
+        sleep(0.02)
+
+
+def test_thread_delivers_each_step_when_it_is_woken(layout: RunLayout) -> None:
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    for step in (4, 5):
+        append_steps(layout, step)
+        tracking.wake()
+        wait_until(lambda step=step: sink.delivered == step)  # type: ignore[misc]
+    tracking.close("FINISHED")
+    assert sink.status == "FINISHED"
+
+
+def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "RETRY_EVERY_S", 0.05)
+    sink = MemoryTracker()
+    sink.away = True
+    tracking = RunTracking(layout, sink)
+    began = monotonic()
+    for _ in range(50):
+        tracking.wake()
+    wait_until(lambda: "the tracker is away" in caplog.text)
+    tracking.protected()
+    assert monotonic() - began < background.ANSWER_TIMEOUT_S
+    append_steps(layout, 4)
+    sink.away = False
+    wait_until(lambda: sink.delivered == 4)
+    tracking.close("FINISHED")
+    assert list(sink.metrics["train/loss"]) == [1, 2, 3, 4]
+    assert caplog.text.count("the tracker is away") == 1, "it does not say so at every attempt"
+
+
+class Counting(MemoryTracker):
+    """A sink that is away and counts how often it is asked."""
+
+    num_asked = 0
+
+    def begin(self) -> int:
+        self.num_asked += 1
+        raise ConnectionError("away")
+
+
+def test_sink_that_is_away_is_asked_seldom(layout: RunLayout) -> None:
+    sink = Counting()
+    tracking = RunTracking(layout, sink)
+    for _ in range(50):
+        tracking.wake()
+        sleep(0.01)
+    assert sink.num_asked <= 2
+    tracking.close("FAILED")
+
+
+class Hanging(MemoryTracker):
+    """A sink that answers after the run has ended."""
+
+    def begin(self) -> int:
+        sleep(5)
+        return 0
+
+
+def test_end_waits_for_a_slow_sink_no_longer_than_its_limit(layout: RunLayout) -> None:
+    tracking = RunTracking(layout, Hanging())
+    began = monotonic()
+    tracking.close("FINISHED", timeout_s=0.2)
+    assert monotonic() - began < 2
+
+
+def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    wait_until(lambda: sink.delivered == 3)
+    tracking.close(None)
+    assert sink.status == "RUNNING"
+
+
+def test_protected_checkpoints_are_asked_for_and_remembered(layout: RunLayout) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    path = layout.checkpoints / "00000002"
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    assert tracking.protected() == frozenset()
+    sink.aliases["champion"] = path
+    assert tracking.protected() == {path}
+    tracking.close("KILLED")
+    away = MemoryTracker()
+    away.away = True
+    later = RunTracking(layout, away)
+    assert later.protected() == {path}, "a driver that cannot ask must not prune it"
+    later.close("FINISHED")
+
+
+def test_run_without_tracking_makes_no_thread_and_no_file(layout: RunLayout) -> None:
+    before = set(layout.root.rglob("*"))
+    tracking = start_tracking(layout, Recipe(tracking=TrackingSettings(enabled=False)))
+    tracking.wake()
+    assert tracking.protected() == frozenset()
+    tracking.close("FINISHED")
+    assert tracking.model_version is None
+    assert set(layout.root.rglob("*")) == before

@@ -1,0 +1,181 @@
+"""Groups on their way into the log: attempts, failures, commits, and what the end leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from areal_flow.controller.flow import RETRY_DELAY_S, Flow
+from areal_flow.controller.flow_setup import InitialState
+from areal_flow.controller.records import group_seeds
+from areal_flow.errors import ArealFlowError, EngineError
+from areal_flow.types import (
+    EngineStats,
+    GroupReceipt,
+    submission_index_of,
+)
+from tests.flow_fakes import MemoryLog
+from tests.flow_parts import Parts, Rollouts, group, roll_out, run
+
+# Episodes
+
+
+def test_attempts_are_the_same_episode_later_each_time() -> None:
+    parts = Parts(Rollouts([EngineError("died"), EngineError("died")]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(InitialState(next_submission_index=12), max_attempts=3)
+        flow.submit()
+        assert (flow.num_pending_groups, flow.gate.outstanding) == (1, 2)
+        await asyncio.sleep(60)
+        assert (flow.num_pending_groups, flow.num_ready) == (1, 0)
+        await flow.commit_written()
+        assert (flow.num_pending_groups, flow.num_ready) == (0, 2)
+        return flow
+
+    flow = run(scenario())
+    assert [episode.attempt for episode in parts.rollouts.episodes] == [0, 1, 2]
+    assert parts.rollouts.started_at == [0.0, RETRY_DELAY_S, 3 * RETRY_DELAY_S]
+    assert {episode.seeds for episode in parts.rollouts.episodes} == {group_seeds(5, 12, 2)}
+    assert {episode.writer_epoch for episode in parts.rollouts.episodes} == {6}
+    assert len({episode.submitted_at for episode in parts.rollouts.episodes}) == 1
+    assert flow.accounting.entries.failed_submissions == []
+
+
+def test_group_is_given_up_after_its_last_attempt() -> None:
+    parts = Parts(Rollouts([EngineError("died"), EngineError("died")]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_attempts=2)
+        flow.submit()
+        await asyncio.sleep(60)
+        return flow
+
+    flow = run(scenario())
+    assert len(parts.rollouts.episodes) == 2
+    assert flow.accounting.entries.failed_submissions == [0]
+    assert (flow.gate.running, flow.gate.outstanding) == (0, 0)
+
+
+def fails(*outcomes: str) -> None:
+    """Run groups of these outcomes, then wait for a change: raises what ended the run."""
+    told: dict[str, GroupReceipt | BaseException] = {
+        "dead": EngineError("died"),
+        "unscored": group(0, scored=False, member_errors=("first", "verifier raised")),
+        "empty": GroupReceipt(0, (), ()),
+    }
+    script = [
+        group(i) if outcome == "good" else told[outcome] for i, outcome in enumerate(outcomes)
+    ]
+    parts = Parts(Rollouts(script))
+
+    async def scenario() -> None:
+        flow = parts.flow(max_attempts=1, max_consecutive_failures=2, max_staleness=9)
+        await roll_out(flow, len(outcomes))
+        flow.notify()
+        await flow.wait_for_change(flow.num_changes - 1)
+
+    run(scenario())
+
+
+def test_failures_count_in_a_row_only() -> None:
+    fails("dead", "good", "dead", "good", "unscored", "good", "dead")
+    with pytest.raises(EngineError, match="2 groups in a row failed; the last one: died"):
+        fails("good", "dead", "dead")
+    with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: verifier raised"):
+        fails("dead", "unscored")
+    with pytest.raises(ArealFlowError, match=r"2 groups in a row failed.*: no member was scored"):
+        fails("dead", "empty")
+
+
+def test_error_that_nobody_expected_ends_the_run() -> None:
+    parts = Parts(Rollouts([KeyError("prompt")]))
+
+    async def scenario() -> None:
+        flow = parts.flow()
+        flow.submit()
+        await flow.wait_for_change(flow.num_changes)
+
+    with pytest.raises(ArealFlowError, match=r"an episode ended unexpectedly: KeyError\('prompt'"):
+        run(scenario())
+
+
+# Commit
+
+
+def test_group_without_a_score_is_discarded_and_its_slot_is_free() -> None:
+    parts = Parts(Rollouts([group(0, scored=False, member_errors=("a", "b"))]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow()
+        await roll_out(flow)
+        return flow
+
+    flow = run(scenario())
+    assert (flow.gate.running, flow.gate.outstanding, len(flow.buffer)) == (0, 0, 0)
+    assert flow.accounting.entries.num_member_errors == 2
+    assert (flow.accounting.committed, flow.accounting.discarded, flow.imbalance()) == (8, 8, 0)
+
+
+def test_engine_time_is_counted_once_for_each_engine() -> None:
+    busy = [("a", 3.0), ("a", 2.0), ("b", 0.5), ("a", 3.25), ("b", 0.5)]
+    stats = [EngineStats(name, busy_s=seconds) for name, seconds in busy]
+    parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(
+            InitialState(engine_totals=(EngineStats("a", busy_s=1.0),)), max_staleness=9
+        )
+        await roll_out(flow, len(busy))
+        return flow
+
+    assert run(scenario()).accounting.entries.seconds_generate == 2.0 + 0.5 + 0.25
+
+
+def test_groups_that_are_written_during_a_commit_are_in_the_next() -> None:
+    parts = Parts(log=MemoryLog(acknowledge_s=10.0))
+
+    async def scenario() -> None:
+        flow = parts.flow(max_staleness=9)
+        flow.submit()
+        await asyncio.sleep(1)
+        first = asyncio.create_task(flow.commit_written())
+        await asyncio.sleep(1)
+        flow.submit()
+        await asyncio.sleep(1)
+        first.cancel()
+        await asyncio.sleep(1)
+        assert flow.log_head.trajectory_watermark == 0, "nothing is claimed before it is known"
+        await flow.commit_written()
+        assert (flow.log_head.trajectory_watermark, flow.log_head.lance_version) == (2, 1)
+        assert len(flow.buffer) == 1
+        await flow.commit_written()
+        assert (flow.log_head.trajectory_watermark, flow.log_head.lance_version) == (4, 2)
+        assert len(flow.buffer) == 2
+        await flow.commit_written()
+        assert flow.log_head.lance_version == 2, "there was nothing to commit"
+
+    run(scenario())
+
+
+def test_close_commits_what_is_written_and_drops_what_is_not() -> None:
+    parts = Parts(log=MemoryLog(acknowledge_s=10.0))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_staleness=9)
+        flow.submit()
+        await asyncio.sleep(1)
+        committing = asyncio.create_task(flow.commit_written())
+        flow.submit()
+        await asyncio.sleep(1)
+        parts.rollouts.duration_s = 1000.0
+        flow.submit()
+        await asyncio.sleep(1)
+        committing.cancel()
+        await flow.close()
+        return flow
+
+    flow = run(scenario())
+    assert {submission_index_of(t.trajectory_id) for t in parts.log.committed} == {0, 1}
+    assert (len(flow.buffer), flow.accounting.committed, flow.imbalance()) == (2, 16, 0)

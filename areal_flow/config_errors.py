@@ -82,19 +82,13 @@ def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from setting_names(section, f"{prefix}{name}.")
 
 
-def sections(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Return the models that a field holds one of; a field that holds a plain value has none."""
+def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """Return the models that a field holds one or several of; one with a plain value has none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        return tuple(model for part in get_args(annotation) for model in sections(part))
+    if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
+        return tuple(model for part in get_args(annotation) for model in _models(part))
     return ()
-
-
-def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """Return the models of a section, or of each table of an array of tables."""
-    is_array = get_origin(annotation) is tuple
-    return sections(get_args(annotation)[0] if is_array else annotation)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

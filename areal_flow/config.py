@@ -16,14 +16,15 @@ import tomlkit
 from pydantic import Field, ValidationError, model_validator
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.registry import ALGORITHMS, AlgorithmSettings
+from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.rewards.protocol import RewardSettings
-from areal_flow.settings import Settings, merge, require
-from areal_flow.workflows.registry import WORKFLOWS, WorkflowSettings
+from areal_flow.settings import Settings, flatten, merge, require
+from areal_flow.workflows.registry import WorkflowSettings
 from areal_flow.workflows.single_turn import SingleTurn
 
 
@@ -205,8 +206,13 @@ class Recipe(Settings):
         return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
-def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+def load_recipe(
+    path: Path, overrides: dict[str, Any] | None = None, *, spelling: str = "{}"
+) -> Recipe:
     """Read a TOML recipe and apply overrides, a nested table.
+
+    Args:
+        spelling: how the overrides were given, for messages: see `config_errors`.
 
     Raises:
         ConfigError: naming every field that is wrong, its value and the rule.
@@ -222,32 +228,35 @@ def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
         chosen = overrides.get(section, {}).get("name")
         if chosen not in (None, table.get(section, {}).get("name", default)):
             table.pop(section, None)  # the settings of another one
-    return build_recipe(merge(table, overrides), source=str(path))
+    return build_recipe(table, overrides, source=str(path), spelling=spelling)
 
 
-def build_recipe(table: dict[str, Any], *, source: str) -> Recipe:
-    """Validate a nested table; see `load_recipe`."""
+def build_recipe(
+    table: dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    *,
+    source: str,
+    spelling: str = "{}",
+) -> Recipe:
+    """Validate a nested table with overrides; see `load_recipe`."""
+    given = overrides or {}
     try:
-        return Recipe.model_validate(table)
+        return Recipe.model_validate(merge(table, given))
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        if given and _is_recipe(table):
+            source = ""  # without the overrides all would be well
+        message = explain(error, Recipe, source=source, given=flatten(given), spelling=spelling)
+        raise ConfigError(message) from None
+
+
+def _is_recipe(table: dict[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(table)
+    except ValidationError:
+        return False
+    return True
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the whole recipe as TOML, defaults written out."""
     return tomlkit.dumps(recipe.model_dump(mode="json", exclude_none=True))
-
-
-def _explain(error: ValidationError, source: str) -> str:
-    lines = [f"{source}: {error.error_count()} setting(s) are wrong; nothing was started"]
-    for detail in error.errors():
-        chosen = {*ALGORITHMS, *WORKFLOWS}  # the tag of a union is no part of a name
-        field = ".".join(str(part) for part in detail["loc"] if part not in chosen)
-        rule = detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "extra_forbidden":
-            lines.append(f"  {field}: there is no such setting")
-        elif detail["type"] == "value_error":
-            lines.append(f"  {rule}")
-        else:
-            lines.append(f"  {field} = {detail['input']!r}: {rule}")
-    return "\n".join(lines)

@@ -80,12 +80,13 @@ def evaluate(
         ModelError: there is no such model, or nothing says which prompts to use.
     """
     if isinstance(model, Run):
-        directory = newest_checkpoint(model.layout)
+        title, directory = model.layout.name, newest_checkpoint(model.layout)
     else:
+        title = str(model)
         directory = find_model(Path(runs), str(model), registry=registry)
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
         path = None if prompts is None else file_of(prompts, Path(scratch) / "given.jsonl")
-        return evaluate_model(directory, prompts=path, limit=num_prompts)
+        return evaluate_model(directory, prompts=path, limit=num_prompts, title=title)
 
 
 def sft(
@@ -137,7 +138,7 @@ def _start(
         stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
     else:
         table = recipe.model_dump(mode="json") if recipe else {}
-        stem, chosen = "python", build_recipe(merge(table, over), source="the settings given")
+        stem, chosen = "python", build_recipe(table, over, source="the recipe given")
 
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")

@@ -7,10 +7,14 @@ occasion, with the model's weights published as version 0 and nothing that a log
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
@@ -27,9 +31,10 @@ from areal_flow.models.directory import (
 )
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
-from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.types import Episode, EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.models import run_of_checkpoint
+from pipelines.preflight import check_devices
 from pipelines.stop_signals import wait_for
 
 NO_WRITER = 0
@@ -45,14 +50,15 @@ class EvaluationResult:
 
 
 def evaluate_model(
-    directory: Path, *, prompts: Path | None = None, limit: int | None = None
+    directory: Path, *, prompts: Path | None = None, limit: int | None = None, title: str = ""
 ) -> EvaluationResult:
-    """Answer held-out prompts once each with a model.
+    """Answer held-out prompts once each with a model; how far it is goes to standard error.
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
         prompts: a file, instead of the run's own held-out prompts.
         limit: answer only the first ones.
+        title: what the model is called; its directory by default.
 
     Raises:
         ModelError: the directory is not a model's, or nothing says which prompts to use.
@@ -65,6 +71,7 @@ def evaluate_model(
     if prompts is not None:
         given["prompts"] = {"source": "file", "path": str(prompts.resolve())}
     recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
+    check_devices(recipe)
     with tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-") as scratch:
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))
@@ -78,17 +85,32 @@ def evaluate_model(
         elif run is not None:
             held_out = run.held_out_prompts
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
+        _tell(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
         answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
     return EvaluationResult(tabulate(answers), answers)
+
+
+def _tell(text: str) -> None:
+    """Print beside the result, which programs read from standard output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
-        reader = DirectoryReader(layout.weights_of(NO_WRITER))
+        rollouts = DaskRollouts(cluster.client, DirectoryReader(layout.weights_of(NO_WRITER)))
+        num_answered = 0
+
+        async def answer(episodes: Sequence[Episode], *, name: str) -> pa.Table:
+            nonlocal num_answered
+            table = await rollouts.answer(episodes, name=name)
+            num_answered += len(episodes)
+            _tell(f"  {num_answered}/{len(prompts)} answered")
+            return table
+
         answers = answer_held_out(
-            DaskRollouts(cluster.client, reader).answer,
+            answer,
             prompts,
             name="evaluate",
             seed=recipe.seed,

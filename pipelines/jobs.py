@@ -20,6 +20,7 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from pipelines.preflight import check_devices, try_verifiers
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import prepare_run, run_training
@@ -37,7 +38,11 @@ class Job:
     """The last thing that a preparation writes."""
 
 
-TRAINING = Job("train", prepare_run, run_training, lambda layout: layout.steps)
+def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
+    return "\n  ".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
+
+
+TRAINING = Job("train", _prepare_training, run_training, lambda layout: layout.steps)
 SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows)
 
 
@@ -62,6 +67,7 @@ def start(
         RunError: the name is taken.
         ArealFlowError: the run ended with it, and its directory says so.
     """
+    check_devices(recipe)
     create_run(layout, recipe)
     with hold_run(layout) as writer:
         try:
@@ -92,6 +98,7 @@ def resume(
             f"expected a run that `areal-flow {job.command}` prepared in {layout.root}, found none "
             f"of its files: start a new one, or resume it with the command that made it"
         )
+    check_devices(recipe)
     with hold_run(layout, take_over=take_over) as writer:
         print(f"Run {layout.name} in {layout.root}", flush=True)
         return _drive(job, layout, recipe, writer, resume=True, began=began)

@@ -65,7 +65,11 @@ def export(source: Path, directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise ModelError(f"{directory} is not empty; give a new directory")
     shutil.copytree(
-        source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_TRAINING_ONLY)
+        source,
+        directory,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns(*_TRAINING_ONLY),
+        copy_function=shutil.copyfile,  # safetensors writes files that their owner alone can read
     )
     print(f"Exported {source} to {directory}. Load it with:")
     print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
@@ -87,6 +91,15 @@ def run_of_checkpoint(directory: Path) -> RunLayout | None:
     """Return the run that a checkpoint lies in, if it lies in one."""
     root = directory.parent.parent
     return RunLayout(root) if (root / "config.toml").is_file() else None
+
+
+def title_of(reference: str, directory: Path) -> str:
+    """Return what a model was asked for by, and which step of which run that is."""
+    run = run_of_checkpoint(directory)
+    if run is None:
+        return reference
+    kind = "fine-tuning step" if directory.parent == run.sft_checkpoints else "step"
+    return f"{reference} ({kind} {int(directory.name)} of run {run.name})"
 
 
 def trace_model(

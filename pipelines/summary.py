@@ -74,13 +74,17 @@ def print_summary(
 ) -> None:
     """Show what the run did and what to type next."""
     said = (
-        "{num_steps} steps in {seconds_training:.0f} s (first policy {seconds_first_policy:.0f} s, "
-        "all {seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
+        "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
+        "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
         "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
         "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
+    seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
+    stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
     rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
-    print_parts(make_console(), *rates, said.format_map(summary), *next_commands(layout, model))
+    print_parts(
+        make_console(), *rates, said.format(**summary, **stages), *next_commands(layout, model)
+    )
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:

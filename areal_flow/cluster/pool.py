@@ -54,6 +54,8 @@ class WorkerPool(SchedulerPlugin):
         self._launcher = launcher
         self.machines = machines
         self._joining: dict[str, asyncio.Future[None]] = {}
+        self._killed: dict[str, str] = {}
+        """Why, by name, of workers that were killed and whose end is not reported yet."""
         self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -219,6 +221,7 @@ class WorkerPool(SchedulerPlugin):
     async def kill(self, record: WorkerRecord, *, why: str) -> None:
         """Kill a worker that hangs, also while it starts; its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
+        self._killed[record.name] = why
         if not (record.is_ours and self._launcher.kill(record.name)):
             await self._end_elsewhere(record, "kill")
 
@@ -236,6 +239,7 @@ class WorkerPool(SchedulerPlugin):
             await self._launcher.stop(record.name)
 
     def _died(self, record: WorkerRecord, cause: str) -> None:
+        cause = self._killed.pop(record.name, cause)
         if self._closing or not record.is_wanted:
             return
         joining = self._joining.get(record.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
 
 NUM_EARLY_DEATHS = 3
@@ -86,8 +87,8 @@ class WorkerRecord:
         lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
         return (
             f"{self.name} is quarantined: this {self.title} died {len(latest)} times in a row, "
-            f"{lives} s after it joined ({latest[-1].cause}). Look at what its process said last, "
-            "and at this machine's memory"
+            f"{lives} s after it joined ({latest[-1].cause}). "
+            f"{advice(self.title, latest[-1].cause)}"
         )
 
 

@@ -44,7 +44,8 @@ async def result_of(future: Future) -> Any:
     except ArealFlowError:
         raise
     except KilledWorker as error:
-        raise EngineError(f"its worker died again and again: {error}") from error
+        num_deaths = error.allowed_failures + 1
+        raise EngineError(f"{num_deaths} workers died while they ran {error.task}") from error
     except asyncio.CancelledError:
         if future.cancelled():
             raise EngineError("the task was cancelled on the cluster") from None

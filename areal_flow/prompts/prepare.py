@@ -24,6 +24,7 @@ from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
+from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.files import Row, read_prompts, read_rows
 from areal_flow.rewards.numeric import final_answer, parse_number
 from schemas import PromptRow, arrow_schema, validate
@@ -48,7 +49,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables from two files, or from one whose fifth at most is held out.
 
     Raises:
-        PromptError: naming file, line and field of the first bad row, or what else is missing.
+        PromptError: naming file, line and field of the first bad rows, or what else is missing.
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
@@ -67,6 +68,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         held_out.setdefault(row["prompt"], row)
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
+    _refuse(bad_rows, recipe)
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
@@ -80,7 +82,9 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
         PromptError: as `prepare_prompts`.
     """
     assert recipe.prompts.path is not None
-    _write(layout.held_out_prompts, _reader(recipe, layout, {})(recipe.prompts.path))
+    bad_rows: dict[str, None] = {}
+    _write(layout.held_out_prompts, _reader(recipe, layout, bad_rows)(recipe.prompts.path))
+    _refuse(bad_rows, recipe)
 
 
 def tokenise_completions(
@@ -95,7 +99,7 @@ def tokenise_completions(
         max_tokens: the longest row that training can pack.
 
     Raises:
-        PromptError: naming file, line and field of the first bad row.
+        PromptError: naming file, line and field of the first bad rows.
     """
 
     @cache  # a curriculum shows its prompts again and again
@@ -112,7 +116,10 @@ def tokenise_completions(
             )
         return prompt, completion
 
-    rows = [*read_prompts(path, tokenised, question_field="prompt", answer_field="completion")]
+    bad: list[PromptError] = []
+    read = partial(read_prompts, question_field="prompt", answer_field="completion")
+    rows = [*read(path, tokenised, on_bad=bad.append)]
+    refuse_bad_rows(map(str, bad))
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         target,
@@ -126,20 +133,21 @@ def tokenise_completions(
 def _reader(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[str, None]
 ) -> Callable[..., Iterator[Row]]:
-    """Return what makes rows of a prompt table from a file; it lists bad ones that are skipped."""
-
-    def skip(error: PromptError) -> None:
-        if not recipe.prompts.skip_bad_rows:
-            raise PromptError(f"{error}. Mend it, or use --skip-bad-rows")
-        bad_rows[str(error)] = None
+    """Return what makes rows of a prompt table from a file; it lists bad ones."""
 
     return partial(
         read_prompts,
         make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
         question_field=recipe.prompts.question_field,
         answer_field=recipe.prompts.answer_field,
-        on_bad=skip,
+        on_bad=lambda error: bad_rows.update({str(error): None}),
     )
+
+
+def _refuse(bad_rows: dict[str, None], recipe: Recipe) -> None:
+    """End the preparation if there are bad rows that are not to be skipped."""
+    if not recipe.prompts.skip_bad_rows:
+        refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")
 
 
 def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, TrainerSettings, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.settings import flatten, parse_overrides
+
+if TYPE_CHECKING:
+    from areal_flow.algorithms.protocol import TokenLoss
 
 WITHOUT_INFLUENCE = frozenset(
     {"trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"}
@@ -46,7 +46,7 @@ def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
     Raises:
         ConfigError: a setting does not exist, has a wrong value or cannot change a step.
     """
-    recipe = load_recipe(config, dict(changes))
+    recipe = load_recipe(config, dict(changes), spelling="--set {}")
     allowed = settings_of_a_step()
     idle = [name for name in flatten(changes) if name not in allowed]
     if idle:
@@ -77,7 +77,11 @@ def describe_changes(
 
 def device_is_here(device: str) -> bool:
     """Return whether a trainer could use this device."""
-    return not device.startswith("cuda") or torch.cuda.is_available()
+    if not device.startswith("cuda"):
+        return True
+    import torch  # seconds, which a setting that does not exist need not take
+
+    return torch.cuda.is_available()
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:

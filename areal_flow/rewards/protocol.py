@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from areal_flow.errors import root_cause
+from pydantic import Field
+
+from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop, cause_of
 from areal_flow.settings import Settings
 from areal_flow.types import Score
-
-logger = logging.getLogger(__name__)
 
 
 class RewardSettings(Settings):
@@ -27,6 +26,8 @@ class RewardSettings(Settings):
     """A name of the registry, an import path `package.module:function`, or a shipped function."""
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
+    timeout_s: float = Field(60.0, gt=0)
+    """A verifier function that takes longer over one completion hangs, and has failed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,10 @@ class FunctionReward:
     Each completion is judged alone, and fails alone.
     """
 
-    def __init__(self, function: RewardFunction) -> None:
-        self.function = function
+    def __init__(self, function: RewardFunction, *, timeout_s: float = 60.0) -> None:
+        """Take a function, and how long it may take over one completion."""
+        self.function: Callable[..., Any] = function
+        self.timeout_s = timeout_s
         parameters = inspect.signature(function).parameters.values()
         self._names = {parameter.name for parameter in parameters}
         self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -88,20 +91,17 @@ class FunctionReward:
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         if inspect.iscoroutinefunction(self.function):
-            calls = map(self._awaited, inputs)
-            returned = await asyncio.gather(*calls, return_exceptions=True)
-        else:
-            returned = await asyncio.to_thread(lambda: [*map(self._called, inputs)])
-        return [*map(judged, returned)]
+            return await asyncio.gather(*map(self._score_one, inputs))
+        return [await self._score_one(given) for given in inputs]
 
-    async def _awaited(self, given: RewardInput) -> Any:
-        return await self.function(**self._arguments(given))  # type: ignore[misc]
-
-    def _called(self, given: RewardInput) -> Any:
+    async def _score_one(self, given: RewardInput) -> Score:
+        arguments = self._arguments(given)
+        call = call_on_loop if inspect.iscoroutinefunction(self.function) else call_in_thread
         try:
-            return self.function(**self._arguments(given))
-        except Exception as error:  # noqa: BLE001 - `judged` does
-            return error
+            returned = await call(lambda: self.function(**arguments), limit_s=self.timeout_s)
+        except Exception as error:  # noqa: BLE001 - `judged` counts it
+            returned = error
+        return judged(returned)
 
     def _arguments(self, given: RewardInput) -> dict[str, Any]:
         own = {field.name: getattr(given, field.name) for field in fields(given)}
@@ -121,11 +121,20 @@ def judged(returned: Any) -> Score:
             raise returned
         score = returned
         if not isinstance(score, Score):
-            reward = float(returned)
+            reward = _as_number(returned)
             score = Score(reward, "right" if reward > 0 else "wrong")
         if score.reward is not None and not math.isfinite(score.reward):
             raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
         return score
-    except Exception as error:
-        logger.exception("a verifier failed")
-        return Score(None, "error", error=root_cause(error))
+    except Exception as error:  # noqa: BLE001 - counted, and stored with its completion
+        FAILURES.note(error)
+        return Score(None, "error", error=cause_of(error))
+
+
+def _as_number(returned: Any) -> float:
+    try:
+        return float(returned)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the verifier returned {returned!r:.80}, expected a number or a Score"
+        ) from None

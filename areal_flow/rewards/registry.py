@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.import_path import import_function
+from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     FunctionReward,
@@ -43,24 +44,27 @@ class NamedReward:
     reward: Reward
 
 
-def load_reward(name: str, directory: Path) -> NamedReward:
+def load_reward(name: str, directory: Path, *, timeout_s: float = 60.0) -> NamedReward:
     """Return a reward of the registry, a shipped one, or the one at `package.module:name`.
 
     An import path leads to what `REWARDS` may hold.
 
     Args:
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
+        timeout_s: how long a function may take over one completion.
 
     Raises:
         RewardError: the name is unknown, cannot be imported, or is not what was shipped.
     """
     if name.startswith(SHIPPED):
         function = load_shipped(name, directory)
-        return NamedReward(name, name.removeprefix(SHIPPED), FunctionReward(function))
+        return NamedReward(
+            name, name.removeprefix(SHIPPED), FunctionReward(function, timeout_s=timeout_s)
+        )
     found: Any = REWARDS.get(name) or import_function(
         name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
     )
-    reward: Any = found() if inspect.isclass(found) else FunctionReward(found)
+    reward: Any = found() if inspect.isclass(found) else FunctionReward(found, timeout_s=timeout_s)
     return NamedReward(name, f"{name}@{code_hash(found)}", reward)
 
 
@@ -92,7 +96,10 @@ class WeightedRewards:
         Raises:
             RewardError: one of them cannot be loaded.
         """
-        self._parts = [load_reward(chosen.verifier, directory) for chosen in settings]
+        self._parts = [
+            load_reward(chosen.verifier, directory, timeout_s=chosen.timeout_s)
+            for chosen in settings
+        ]
         self._weights = [chosen.weight for chosen in settings]
         self._opened = ExitStack()
         self.identity = " + ".join(
@@ -111,6 +118,7 @@ class WeightedRewards:
 
     def close(self) -> None:
         self._opened.close()
+        FAILURES.sum_up()
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         columns = await asyncio.gather(*(_scores(part, inputs) for part in self._parts))
@@ -138,6 +146,6 @@ async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[
             raise ValueError(
                 f"reward {part.name!r} returned {len(found)} scores, expected {len(inputs)}"
             )
-    except Exception as error:  # noqa: BLE001 - `judged` logs it
+    except Exception as error:  # noqa: BLE001 - `judged` counts it
         found = [judged(error)] * len(inputs)
     return [*map(judged, found)]

@@ -21,6 +21,7 @@ from areal_flow.recovery.run_directory import check_schema_version
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
+SQLITE = "sqlite:///"
 _FAST_FAILURE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -180,6 +181,11 @@ def registered_version(uri: str, reference: str) -> RegisteredVersion:
     Raises:
         ModelError: the registry does not know it.
     """
+    database = uri.removeprefix(SQLITE)
+    if database != uri and not Path(database).is_file():  # a client would make it
+        raise ModelError(
+            f"expected a registry at {uri} for {reference!r}, found none: give --runs or --registry"
+        )
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

@@ -31,11 +31,12 @@ def evaluate(
     """
     from pipelines.cli.reports import report_evaluation
     from pipelines.evaluate import evaluate_model
-    from pipelines.models import find_model
+    from pipelines.models import find_model, title_of
 
     directory = find_model(folders.runs, model, registry=folders.registry)
-    found = evaluate_model(directory, prompts=prompts, limit=num_prompts)
-    return report_evaluation(found.table, directory)
+    title = title_of(model, directory)
+    found = evaluate_model(directory, prompts=prompts, limit=num_prompts, title=title)
+    return report_evaluation(found.table, title)
 
 
 def export(model: str, directory: Path, /, *, folders: Given) -> None:
@@ -157,16 +158,18 @@ def replay(
         tokens: Show a trajectory's tokens, by its id.
     """
     from areal_flow.import_path import import_function
+    from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
+
+    layout, changes = existing_run(folders.runs, run), parse_changes(set_ or [])
+    changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
     from areal_flow.recovery.replay import replay_step
-    from areal_flow.recovery.replay_settings import parse_changes
     from pipelines.cli.replay_report import report_replay
 
-    layout = existing_run(folders.runs, run)
     replayed = replay_step(
         layout,
         step=step,
         from_checkpoint=from_,
-        changes=parse_changes(set_ or []),
+        changes=changes,
         loss=import_function(loss, setting="--loss", error=ConfigError) if loss else None,
     )
     return report_replay(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)

@@ -22,6 +22,7 @@ from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
+from pipelines.cli.usage import explain_usage
 
 app = App(
     name="areal-flow",
@@ -63,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
     except CycloptsError as error:
-        advice = "`areal-flow COMMAND --help` lists options; `replay` takes settings as --set "
-        print(f"areal-flow: {error} {advice}SECTION.KEY=VALUE.", file=sys.stderr)
+        print(f"areal-flow: {explain_usage(error)}", file=sys.stderr)
         return 2
     except ArealFlowError as error:
         print(f"areal-flow: {error}", file=sys.stderr)

@@ -38,7 +38,7 @@ def report_check(layout: RunLayout) -> Report:
     return Report(found, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 
-def report_evaluation(found: EvaluationTable, model: Path) -> Report:
+def report_evaluation(found: EvaluationTable, model: str) -> Report:
     """Report pass rates by difficulty, and the overall one as a line of JSON."""
     overall = asdict(found.overall)
     rows = [
@@ -55,7 +55,7 @@ def report_evaluation(found: EvaluationTable, model: Path) -> Report:
         }
         for difficulty, (rate, length) in found.by_difficulty.items()
     ]
-    table = Table(shown, f"{model.name}: held-out prompts, one sample each")
+    table = Table(shown, f"{model}: held-out prompts, one sample each")
     data = {"model": model, "overall": overall, "by_difficulty": rows}
     return Report(data, [table, json.dumps(overall)])
 

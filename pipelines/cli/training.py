@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import Parameter
 
 from areal_flow.config import build_recipe, load_recipe
+from areal_flow.config_errors import OPTION
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.recovery.run_directory import existing_run
-from areal_flow.settings import merge, nest
+from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _drive(
     overrides = nest(settings)
     if which.resume is None:
         path = path or DEFAULT_RECIPE
-        recipe = load_recipe(path, overrides)
+        recipe = load_recipe(path, overrides, spelling=OPTION)
         name = which.name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
         layout = run_layout(folders.runs, name)
         outcome = jobs.start(job, layout, recipe, began=folders.began)
@@ -104,8 +105,8 @@ def _drive(
             raise ConfigError(
                 "a resumed run keeps its recipe; only --num-steps and --max-minutes may change"
             )
-        table = merge(load_recipe(layout.config).model_dump(mode="json"), overrides)
-        recipe = build_recipe(table, source=str(layout.config))
+        table = load_recipe(layout.config).model_dump(mode="json")
+        recipe = build_recipe(table, overrides, source=str(layout.config), spelling=OPTION)
         outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
     return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 

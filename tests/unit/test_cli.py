@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,9 +112,14 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
     [
         (["trian"], 'Did you mean "train"'),
         (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
-        (["train", "--trainer.lr", "1"], "Unknown option: --trainer.lr"),
-        (["train", "--trainer.learning-rate", "much"], "trainer.learning_rate = 'much'"),
-        (["train", "--trainer.learning-rate", "-1"], "trainer.learning_rate = -1"),
+        (["train", "--trainer.lr", "1"], "Did you mean --trainer.learning-rate?"),
+        (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps or"),
+        (["train", "--wd=1"], "--wd. Did you mean --trainer.weight-decay?"),
+        (["train", "--xyzzy", "1"], "Unknown option: --xyzzy. `areal-flow train --help` lists"),
+        (["train", "--trainer.learning-rate", "much"], "  --trainer.learning-rate = 'much'"),
+        (["train", "--trainer.learning-rate", "-1"], "  --trainer.learning-rate = -1"),
+        (["train", "--algorithm.epsilon", "x"], "areal-flow: 1 setting(s) are wrong; nothing was"),
+        (["train", "--algorithm.num-minibatches", "99"], "  --algorithm.num-minibatches (99) must"),
         (["train", "--schedule", "often"], 'Choose from: "async", "sync"'),
         (["train", "--num-steps"], "--num-steps"),
         (["replay", "run"], "--step requires an argument"),
@@ -181,3 +188,29 @@ def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "a resumed run keeps its recipe" in capsys.readouterr().err
     assert main([*runs, "--num-steps", "5"]) == 1
     assert "areal-flow train` prepared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.lr=1", "--set trainer.lr: there is no such setting. Did you mean trainer.learn"),
+        ("trainer.beta1=x", "--set trainer.beta1 = 'x': "),
+        ("num_steps=3", "--set num_steps: cannot change what a step computes"),
+        ("trainer.beta1", "--set trainer.beta1: expected SECTION.KEY=VALUE"),
+    ],
+)
+def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(
+    tmp_path: Path, given: str, said: str
+) -> None:
+    (tmp_path / "r").mkdir()
+    write_identity(RunLayout(tmp_path / "r"))
+    (tmp_path / "r" / "config.toml").write_text("")  # no log at all
+    arguments = ["--runs", str(tmp_path), "replay", "r", "--step", "1", "--set", given]
+    code = (
+        "import sys; from pipelines.cli.main import main; code = main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'lance') if name in sys.modules]); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
+    assert said in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import Recipe, Settings, build_recipe, dump_recipe, load_recipe
+from areal_flow.config_errors import OPTION, nearest, setting_names
 from areal_flow.errors import ConfigError
 from areal_flow.settings import nest, parse_overrides
 from benchmarks import chaos, failures
@@ -116,3 +117,31 @@ def test_override_that_names_another_workflow_drops_the_settings_of_the_first(
     path.write_text('[workflow]\nname = "multi_turn"\nmax_turns = 3\n')
     assert load_recipe(path, {"workflow": {"max_turns": 4}}).workflow.name == "multi_turn"
     assert load_recipe(path, {"workflow": {"name": "single_turn"}}).workflow.name == "single_turn"
+
+
+def test_unknown_setting_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_recipe({"trainer": {"lr": 1}, "rewards": [{"verifer": "exact"}]}, source="r.toml")
+    assert "r.toml: 2 setting(s) are wrong" in str(raised.value)
+    assert "trainer.lr: there is no such setting. Did you mean trainer.learning_rate?" in str(
+        raised.value
+    )
+    assert "rewards.0.verifer: there is no such setting. Did you mean rewards.verifier?" in str(
+        raised.value
+    )
+    assert not nearest("xyzzy", setting_names(Recipe))
+
+
+def test_mistake_in_what_was_given_over_a_recipe_is_not_blamed_on_the_recipe(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r.toml").write_text("num_steps = 7\n")
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(tmp_path / "r.toml", {"trainer": {"beta1": 2.0}}, spelling=OPTION)
+    assert "r.toml" not in str(raised.value)
+    assert "  --trainer.beta1 = 2.0: " in str(raised.value)
+    (tmp_path / "r.toml").write_text("num_steps = -7\n")
+    with pytest.raises(ConfigError, match=r"r\.toml: 2 setting") as raised:
+        load_recipe(tmp_path / "r.toml", {"trainer": {"beta1": 2.0}}, spelling=OPTION)
+    assert "  num_steps = -7: " in str(raised.value)
+    assert "  --trainer.beta1 = 2.0: " in str(raised.value)

@@ -201,6 +201,25 @@ def test_worker_is_replaced_by_address_or_name_but_not_while_it_starts() -> None
     with_pool(test)
 
 
+def test_worker_that_was_killed_died_of_why_it_was() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined([WorkerPlacement("reward-0", "reward", 1)])
+        record = pool.registry.named("reward-0")
+        assert record is not None
+        await pool.kill(record, why="silent for 12 s")
+        await asyncio.sleep(1)
+        launcher.end("reward-0", "exit status 3")
+        await asyncio.sleep(1)
+        assert [death.cause for death in record.deaths] == ["silent for 12 s", "exit status 3"]
+        await pool.kill(record, why="silent for 12 s")
+        with pytest.raises(
+            EngineError, match=r"no reward worker left.* 12 s\)\. A verifier .*hang"
+        ):
+            await pool.guard(asyncio.sleep(60))
+
+    with_pool(test)
+
+
 def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined(TWO)

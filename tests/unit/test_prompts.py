@@ -86,6 +86,21 @@ def test_bad_line_17_is_named_or_skipped(
     assert "line 17" in layout.bad_rows.read_text()
 
 
+def test_first_ten_bad_rows_are_named_at_once_in_the_order_of_the_file(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    bad = {2, *range(5, 60, 5)}  # of lines, from 1: held-out rows and others
+    rows: list[Any] = ["{" if line in bad else good(line) for line in range(1, 60)]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    with pytest.raises(PromptError) as raised:
+        prepare_prompts(recipe(path), layout)
+    first, *named, last = str(raised.value).splitlines()
+    assert first == f"{len(bad)} rows are bad, the first ten:"
+    lines = [int(text.partition("line ")[2].partition(":")[0]) for text in named]
+    assert lines == sorted(bad)[:10]
+    assert last == "Mend them, or use --skip-bad-rows"
+
+
 def test_other_columns_of_a_row_are_its_metadata(tmp_path: Path, layout: RunLayout) -> None:
     others = {"tests": ["f(1) == 2", "f(2) == 3"], "entry_point": "f"}
     rows = [{**good(0), "id": "first", **others}, {**good(1), "metadata": {"level": 3}}]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import (
     EARLY_S,
@@ -95,3 +97,22 @@ def test_message_names_worker_role_lives_cause_and_remedy() -> None:
     assert "this generator died 3 times in a row" in message
     assert "0.0, 0.5, 2.2 s after it joined (killed by signal 9)" in message
     assert "memory" in message
+
+
+@pytest.mark.parametrize(
+    ("worker", "cause", "blamed"),
+    [
+        ("reward worker", "silent for 12 s", "hangs"),
+        ("reward worker", "exit status 3", "as os._exit does"),
+        ("reward worker", "killed by signal 11", "crashes in native code"),
+        ("reward worker", "killed by signal 9", "memory"),
+        ("generator", "exit status 3", "memory"),
+    ],
+)
+def test_verifier_and_not_the_memory_is_blamed_for_what_a_verifier_does(
+    worker: str, cause: str, blamed: str
+) -> None:
+    said = advice(worker, cause)
+    assert blamed in said
+    assert ("memory" in said) == (blamed == "memory")
+    assert ("verifier" in said) != (blamed == "memory")

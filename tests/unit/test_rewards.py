@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
+from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, code_hash, load_reward
@@ -84,7 +86,7 @@ def test_verifier_that_raises_costs_only_its_own_completion() -> None:
         found = scores_of(function, "a", "bad", "b")
         assert [score.reward for score in found] == [1.0, None, 0.0]
         assert found[1].verdict == "error"
-        assert "ZeroDivisionError: on purpose (at fragile, line" in found[1].error
+        assert "ZeroDivisionError: on purpose (at fragile, test_rewards.py, line" in found[1].error
 
 
 def test_reward_that_is_not_finite_is_an_error() -> None:
@@ -156,6 +158,68 @@ def test_function_without_source_is_told_from_another_by_its_code() -> None:
         return names["reward"]
 
     assert code_hash(compiled("1.0")) == code_hash(compiled("1.0")) != code_hash(compiled("2.0"))
+
+
+def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
+    def exits(completion: str) -> float:
+        sys.exit(3)
+
+    async def exits_on_the_loop(completion: str) -> float:
+        sys.exit(3)
+
+    def waits_for_ever(completion: str) -> float:
+        threading.Event().wait()
+        return 1.0
+
+    async def waits_on_the_loop(completion: str) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    def returns_nothing(completion: str) -> None: ...
+
+    expected = {
+        exits: "called sys.exit(3): it must return a reward (at exits, test_rewards.py, line",
+        exits_on_the_loop: "called sys.exit(3)",
+        waits_for_ever: "within 0.05 s, it stands in waits_for_ever, test_rewards.py, line",
+        waits_on_the_loop: "no verdict on a completion within 0.05 s. Give it a time limit",
+        returns_nothing: "returned None, expected a number or a Score",
+    }
+    for function, said in expected.items():
+        reward = FunctionReward(function, timeout_s=0.05)  # type: ignore[arg-type]
+        (score,) = asyncio.run(reward.score([RewardInput("", "c", "a")]))
+        assert score.reward is None
+        assert said in score.error
+
+
+def test_time_out_of_a_verifiers_own_is_not_taken_for_the_limit() -> None:
+    async def times_out(completion: str) -> float:
+        raise TimeoutError("no answer from the judge")
+
+    (score,) = asyncio.run(FunctionReward(times_out).score([RewardInput("", "c", "a")]))
+    assert "TimeoutError: no answer from the judge" in score.error
+
+
+def test_failure_is_said_once_with_the_users_frames_and_then_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def inner(completion: str) -> float:
+        return 1 / len(completion)
+
+    def outer(completion: str) -> float:
+        return inner(completion) if completion != "other" else float(completion)
+
+    rewards = FunctionReward(outer)
+    FAILURES.sum_up()
+    caplog.clear()
+    asyncio.run(rewards.score([RewardInput("", "", "")] * 23 + [RewardInput("", "other", "")]))
+    FAILURES.sum_up()
+    once, tenth, other, total = (record.getMessage() for record in caplog.records)
+    frames = [line.rpartition(" in ")[2] for line in once.splitlines() if 'File "' in line]
+    assert frames == ["outer", "inner"]
+    assert "function.py" not in once
+    assert tenth == f"a verifier failed 10 times so far: {total.partition(': ')[2]}"
+    assert "ValueError" in other
+    assert total.startswith("a verifier failed 23 times: ZeroDivisionError in inner, test_rewards")
 
 
 def settings(**weights: float) -> list[RewardSettings]:

@@ -1,0 +1,65 @@
+"""Calls each verifier of a recipe on a prompt row, as a reward worker will: a program of its own.
+
+A verifier may exit, crash or hang, and must be found where a worker finds it; so it is tried in a
+process that may end. What is read from standard input and written to a file, a line before each
+call and one after it, is JSON; the registry's own verifiers are not tried.
+
+    python -m areal_flow.rewards.trial RUN_DIRECTORY OUTPUT < input.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from areal_flow.config import load_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.rewards.calls import cause_of
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.registry import REWARDS, WeightedRewards
+
+
+def main(run_directory: Path, output: Path) -> None:
+    """Judge the right answer and an empty completion with each verifier that is not ours."""
+    given: dict[str, Any] = json.load(sys.stdin)
+    layout = RunLayout(run_directory)
+    chosen = [reward for reward in load_recipe(layout.config).rewards if is_foreign(reward)]
+    with output.open("w", buffering=1) as lines:
+        for settings in chosen:
+            found: dict[str, Any] = {"verifier": settings.verifier, "scores": None, "error": ""}
+            lines.write(json.dumps(found) + "\n")
+            try:
+                found["scores"] = asyncio.run(_judge(settings, layout, given))
+            except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
+                found["error"] = cause_of(error)
+            lines.write(json.dumps(found) + "\n")
+
+
+def is_foreign(reward: RewardSettings) -> bool:
+    """Return whether a verifier is none of the registry's."""
+    return reward.verifier not in REWARDS
+
+
+async def _judge(
+    settings: RewardSettings, layout: RunLayout, given: dict[str, Any]
+) -> list[dict[str, Any]]:
+    rewards = WeightedRewards([settings.model_copy(update={"weight": 1.0})], layout.rewards)
+    rewards.open()
+    found: list[dict[str, Any]] = []
+    for completion in (given["answer"], ""):
+        began = perf_counter()
+        (score,) = await rewards.score([RewardInput(**given, completion=completion)])
+        seconds = perf_counter() - began
+        found.append({"reward": score.reward, "error": score.error, "seconds": seconds})
+        if seconds > settings.timeout_s:
+            break
+    rewards.close()
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

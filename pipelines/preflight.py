@@ -1,0 +1,168 @@
+"""Looks for mistakes before anything of a run starts: its verifiers and its devices.
+
+What a mistake costs when a cluster finds it is a minute and a page of messages of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from areal_flow.cluster.launch import check_cluster
+from areal_flow.cluster.launchers.local import import_paths
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
+from areal_flow.config import Recipe, TrainerSettings
+from areal_flow.errors import ConfigError, RewardError
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.layout import RunLayout
+from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.trial import is_foreign
+
+START_TIMEOUT_S = 120.0
+"""How long a verifier may take to be imported and opened."""
+SLOW_STEP_S = 30.0
+"""Scoring a step for longer than this is worth a word."""
+
+CUDA_FOUND = """
+import json, torch
+gpus = range(torch.cuda.device_count())
+old = [] if torch.version.hip else [g for g in gpus if torch.cuda.get_device_capability(g) < (8, 0)]
+names = [torch.cuda.get_device_name(gpu) for gpu in old]
+print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bfloat16": names}))
+"""
+"""Asked in a process of its own: the driver's would keep memory on each GPU."""
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse devices, more GPUs and a type of numbers that this machine does not have.
+
+    Other machines are asked nothing.
+
+    Raises:
+        ConfigError: naming the setting, what was found, and what would work.
+    """
+    sections: dict[str, TrainerSettings | GenerationSettings] = {
+        "trainer": recipe.trainer,
+        "generation": recipe.generation,
+    }
+    on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
+    if on_gpu and not recipe.cluster.remote.hosts:
+        found = _cuda_found()
+        if not found["num_gpus"]:
+            settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
+            raise ConfigError(
+                f"{settings}: expected CUDA, found none that torch {found['torch']} can use; "
+                "install a build of torch for CUDA and its driver, or set device to 'cpu'"
+            )
+        num_wanted = sum(worker.needs_gpu for worker in place_workers(recipe))
+        if num_wanted > found["num_gpus"]:
+            raise ConfigError(
+                f"expected a GPU for each of {num_wanted} trainers and generators with device "
+                f"'cuda', found {found['num_gpus']}: start fewer, or mend cluster.num_gpus "
+                "or CUDA_VISIBLE_DEVICES, which name more"
+            )
+        for name, chosen in on_gpu.items():
+            if chosen.dtype == "bfloat16" and found["without_bfloat16"]:
+                raise ConfigError(
+                    f"{name}.dtype = 'bfloat16': {', '.join(found['without_bfloat16'])} cannot "
+                    "compute in it; set it to 'float32'"
+                )
+    check_cluster(recipe)
+
+
+def _cuda_found() -> dict[str, Any]:
+    command = [sys.executable, "-c", CUDA_FOUND]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
+    """Call each verifier that is not ours on the first prompt row; return a line about each.
+
+    It is called with the right answer and with nothing as the completion, and may fail on one.
+
+    Raises:
+        RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
+    """
+    chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
+    if not chosen:
+        return []
+    prompt = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
+    row = {"prompt": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+    limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
+    found, ended = _trial(layout, row, limit_s=limit_s)
+    columns = ", ".join(["prompt", "completion", "answer", "metadata", *prompt.metadata])
+    lines = []
+    for verifier, judged in found.items():
+        scores = judged["scores"] or []
+        subject = f"rewards.verifier = {verifier!r}"
+        if error := judged["error"] or _common_error(scores):
+            given = f" It is given, by name, what it asks for of {columns}."
+            raise RewardError(
+                f"{subject} fails on the first prompt row: {error}."
+                f"{given if error.startswith('TypeError') else ''} Mend it, then start again"
+            )
+        if not scores:
+            raise RewardError(
+                f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
+                "it yourself on that row, and mend it"
+            )
+        lines.append(_told(verifier, scores, recipe))
+    return lines
+
+
+def _common_error(scores: list[dict[str, Any]]) -> str:
+    """Return why a verifier failed, if it failed on every completion."""
+    errors = [score["error"] for score in scores]
+    return errors[0] if errors and all(errors) else ""
+
+
+def _trial(
+    layout: RunLayout, row: dict[str, Any], *, limit_s: float
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return what was found by verifier, as far as the trial came, and how its process ended."""
+    with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
+        output = Path(scratch) / "found.jsonl"
+        command = [sys.executable, "-m", "areal_flow.rewards.trial", str(layout.root), str(output)]
+        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
+        environment = os.environ | PROCESS_ENVIRONMENT | paths
+        given = json.dumps(row)
+        try:
+            done = subprocess.run(
+                command, input=given, text=True, env=environment, timeout=limit_s, check=False
+            )
+            code = done.returncode
+            ended = f"crashes (signal {-code})" if code < 0 else f"exits (status {code})"
+        except subprocess.TimeoutExpired:
+            ended = f"hangs (no verdict within {limit_s:g} s)"
+        lines = output.read_text().splitlines() if output.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {judged["verifier"]: judged for judged in found}, ended
+
+
+def _told(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
+    """Return what a verifier said of the first row, and what it costs if that is much."""
+    seconds = min(score["seconds"] for score in scores)
+    of_answer, of_nothing = (
+        "an error" if score["reward"] is None else f"{score['reward']:g}" for score in scores
+    )
+    line = (
+        f"Verifier {verifier}, tried on the first row: {of_answer} for its answer as the "
+        f"completion, {of_nothing} for an empty one; {1000 * seconds:.3g} ms"
+    )
+    num_workers, size = recipe.cluster.num_reward_workers, recipe.controller.batch_size
+    if (step_s := seconds * size / num_workers) > SLOW_STEP_S:
+        line += (
+            f". {size} completions of a step take {step_s:.0f} s on {num_workers} reward "
+            "worker(s): raise cluster.num_reward_workers"
+        )
+    return line

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import compress
 from pathlib import Path
+from time import monotonic
 from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import Any
@@ -39,60 +40,85 @@ class VerifierExits(RewardError):
     """A verifier called `sys.exit`; the completion fails, and the worker goes on."""
 
 
-async def call_in_thread(call: Callable[[], Any], *, limit_s: float) -> Any:
-    """Return what a call returns, or wait for it no longer.
+async def call_in_thread(
+    calls: Sequence[Callable[[], Any]], *, limit_s: float
+) -> list[Any | BaseException]:
+    """Make calls one after the other; return what each returned or raised.
 
-    The thread is one of its own, which ends with the process: a call that hangs keeps no other
-    waiting.
+    A call that takes longer than the limit raises `VerifierHangs`, and the later ones are made in
+    another thread. A thread is one of its own, which ends with the process: a call that hangs
+    keeps no other waiting.
+    """
+    outcomes: list[Any | BaseException] = []
+    while len(outcomes) < len(calls):
+        outcomes += await _until_one_hangs(calls[len(outcomes) :], limit_s)
+    return outcomes
+
+
+async def _until_one_hangs(
+    calls: Sequence[Callable[[], Any]], limit_s: float
+) -> list[Any | BaseException]:
+    loop, finished = asyncio.get_running_loop(), asyncio.Event()
+    given_up = threading.Event()
+    outcomes: list[Any | BaseException] = []
+    began = monotonic()
+
+    def run() -> None:
+        nonlocal began
+        for call in calls:
+            if given_up.is_set():
+                return
+            began = monotonic()
+            outcomes.append(_outcome(call))
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+            loop.call_soon_threadsafe(finished.set)
+
+    thread = threading.Thread(target=run, name="verifier", daemon=True)
+    thread.start()
+    while not finished.is_set():
+        num_done = len(outcomes)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(finished.wait(), max(0.0, began + limit_s - monotonic()))
+        if len(outcomes) == num_done and monotonic() - began >= limit_s:
+            given_up.set()
+            return [*outcomes[:num_done], _hangs(limit_s, _standing(thread))]
+    return outcomes
+
+
+def _outcome(call: Callable[[], Any]) -> Any | BaseException:
+    try:
+        return call()
+    except SystemExit as exit_:
+        return _exits(exit_)
+    except Exception as error:  # noqa: BLE001 - for whoever asked for the call
+        return error
+
+
+async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
+    """Await an `async` function on the event loop, which it must not block.
 
     Raises:
         VerifierExits: it called `sys.exit`.
         VerifierHangs: it took longer than the limit.
         Exception: as raised by the call.
     """
-    loop = asyncio.get_running_loop()
-    returned: asyncio.Future[Any] = loop.create_future()
-
-    def settle(settling: Callable[[Any], None], value: Any) -> None:
-        if not returned.done():
-            settling(value)
-
-    def run() -> None:
-        settling: Callable[[Any], None] = returned.set_result
-        try:
-            value = call()
-        except SystemExit as exit_:
-            settling, value = returned.set_exception, _exits(exit_)
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            settling, value = returned.set_exception, error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for it
-            loop.call_soon_threadsafe(settle, settling, value)
-
-    thread = threading.Thread(target=run, name="verifier", daemon=True)
-    thread.start()
-    return await _limited(returned, limit_s, lambda: _standing(thread))
-
-
-async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """As `call_in_thread`, for an `async` function: on the event loop, which it must not block."""
+    limit = asyncio.timeout(limit_s)
     try:
-        return await _limited(call(), limit_s, lambda: "")
+        async with limit:
+            return await call()
+    except TimeoutError:
+        if not limit.expired():
+            raise  # by the verifier itself
+        raise _hangs(limit_s) from None
     except SystemExit as exit_:  # would end the event loop
         raise _exits(exit_) from None
 
 
-async def _limited(awaited: Awaitable[Any], limit_s: float, standing: Callable[[], str]) -> Any:
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await awaited
-    except TimeoutError:
-        if not limit.expired():
-            raise  # by the verifier itself
-        raise VerifierHangs(
-            f"the verifier hangs: no verdict on a completion within {limit_s:g} s{standing()}. "
-            "Give it a time limit of its own, or raise rewards.timeout_s"
-        ) from None
+def _hangs(limit_s: float, standing: str = "") -> VerifierHangs:
+    return VerifierHangs(
+        f"the verifier hangs: no verdict on a completion within {limit_s:g} s{standing}. "
+        "Give it a time limit of its own, or raise rewards.timeout_s"
+    )
 
 
 def _exits(raised: SystemExit) -> VerifierExits:

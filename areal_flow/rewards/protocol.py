@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -90,18 +91,13 @@ class FunctionReward:
     def close(self) -> None: ...
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        calls = [partial(self.function, **self._arguments(given)) for given in inputs]
         if inspect.iscoroutinefunction(self.function):
-            return await asyncio.gather(*map(self._score_one, inputs))
-        return [await self._score_one(given) for given in inputs]
-
-    async def _score_one(self, given: RewardInput) -> Score:
-        arguments = self._arguments(given)
-        call = call_on_loop if inspect.iscoroutinefunction(self.function) else call_in_thread
-        try:
-            returned = await call(lambda: self.function(**arguments), limit_s=self.timeout_s)
-        except Exception as error:  # noqa: BLE001 - `judged` counts it
-            returned = error
-        return judged(returned)
+            awaited = (call_on_loop(call, limit_s=self.timeout_s) for call in calls)
+            returned = await asyncio.gather(*awaited, return_exceptions=True)
+        else:
+            returned = await call_in_thread(calls, limit_s=self.timeout_s)
+        return [judged(outcome) for outcome in returned]
 
     def _arguments(self, given: RewardInput) -> dict[str, Any]:
         own = {field.name: getattr(given, field.name) for field in fields(given)}

@@ -10,6 +10,7 @@ import filecmp
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,13 @@ def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
     """Yield notes on what a crash, or a run that goes on, has written but not finished."""
-    for rule, root, pattern in (
-        ("staged-weights", layout.weights, ".staged-*"),
-        ("partial-checkpoint", layout.checkpoints, ".partial-*"),
-        ("pruned-checkpoint", layout.checkpoints, ".pruned-*"),
+    for rule, pattern in (
+        ("staged-weights", "weights/*/.staged-*"),
+        ("partial-checkpoint", "checkpoints/.partial-*"),
+        ("pruned-checkpoint", "checkpoints/.pruned-*"),
     ):
-        for path in sorted(root.rglob(pattern)):
-            where = path.relative_to(layout.root).as_posix()
+        # Not `Path.glob`, which ends with an error where a directory goes while it is listed.
+        for where in sorted(glob(pattern, root_dir=layout.root)):  # noqa: PTH207
             yield Finding(rule, where, "a finished directory", "a rest", ADVICE["harmless"], "note")
     for path in (layout.trajectories, layout.steps, layout.evaluations):
         yield from _orphan_fragments(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,9 +14,11 @@ import pytest
 
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.audit.database import AuditDatabase
+from areal_flow.audit.files import leftovers
 from areal_flow.audit.findings import MAX_PER_RULE, Finding, Report
 from areal_flow.audit.rows import Piece, check_schema
 from areal_flow.controller.records import batch_digest
+from areal_flow.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.ledger import STEPS
 from areal_flow.types import VersionSpan
@@ -203,3 +207,31 @@ def test_rules_hand_over_no_more_than_a_report_keeps() -> None:
     rows = [step_row(step, policy_version=9) for step in range(MAX_PER_RULE + 7)]
     found = [finding for finding in judged(rows) if finding.rule == "policy-version"]
     assert len(found) == MAX_PER_RULE
+
+
+def test_leftovers_are_listed_while_directories_come_and_go(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    rest = layout.weights_of(1) / ".staged-00000005"
+    rest.mkdir(parents=True)
+    coming_and_going = [layout.weights_of(2), *(layout.checkpoints / str(i) for i in range(8))]
+    ended = threading.Event()
+
+    def prune() -> None:
+        while not ended.is_set():
+            for directory in coming_and_going:
+                directory.mkdir(parents=True)
+            for directory in coming_and_going:
+                directory.rmdir()
+
+    pruning = threading.Thread(target=prune)
+    pruning.start()
+    try:
+        for _ in range(200):
+            (found,) = leftovers(layout)
+            assert (found.rule, found.where) == (
+                "staged-weights",
+                "weights/00000001/.staged-00000005",
+            )
+    finally:
+        ended.set()
+        pruning.join()

@@ -24,8 +24,9 @@ from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
-from areal_flow.prompts.files import Row, read_prompts, read_rows
-from areal_flow.rewards.numeric import final_answer, parse_number
+from areal_flow.prompts.files import read_prompts, read_rows
+from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
+from areal_flow.rewards.numeric import number_of
 from schemas import PromptRow, arrow_schema, validate
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def tokenise_completions(
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     def tokenised(row: Row) -> tuple[list[int], list[int]]:
-        prompt, completion = encode(row["prompt"]), [*encode(row["answer"]), stop_token_id]
+        prompt = encode(text_of(row, "prompt"))
+        completion = [*encode(text_of(row, "completion")), stop_token_id]
         length = len(prompt) + len(completion)
         if not prompt or length > max_tokens:
             raise ValueError(
@@ -112,7 +114,7 @@ def tokenise_completions(
             )
         return prompt, completion
 
-    rows = [*read_prompts(path, tokenised, question_field="prompt", answer_field="completion")]
+    rows = [*read_prompts(path, tokenised)]
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         target,
@@ -136,21 +138,20 @@ def _reader(
     return partial(
         read_prompts,
         make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
-        question_field=recipe.prompts.question_field,
-        answer_field=recipe.prompts.answer_field,
         on_bad=skip,
     )
 
 
 def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
-    settings, generation, answer = recipe.prompts, recipe.generation, row["answer"]
+    settings, generation = recipe.prompts, recipe.generation
+    columns, answer = columns_of(row, settings), answer_of(row, settings)
     is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
-    if is_numeric and parse_number(final_answer(answer) or "") is None:
+    if is_numeric and number_of(answer) is None:
         raise ValueError(
             f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
-            f"found {answer[-40:]!r}"
+            f"found {columns['answer'][-40:]!r}"
         )
-    text = settings.template.replace("{question}", row["prompt"])
+    text = settings.template.replace("{question}", question_of(row, settings))
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     room = generation.max_model_len - generation.max_new_tokens
     if not 0 < len(tokens) <= room:
@@ -158,8 +159,8 @@ def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
-    prompt_id = row["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {**row, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+    prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
 
 
 def _write(path: Path, rows: Iterable[Row]) -> int:

@@ -46,10 +46,8 @@ class PromptSettings(Settings):
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
     """How many prompts are never trained on, at most a fifth of a file; 0: no evaluation."""
-    min_terms: int = Field(3, ge=2)
-    """The fewest terms of a sum, for the source `arithmetic`."""
-    max_terms: int = Field(7, ge=2)
-    """The most terms of a sum, for the source `arithmetic`."""
+    num_terms: tuple[int, int] = Field((3, 7), strict=False)
+    """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
     """Leave out and list rows that are wrong, instead of ending there."""
 
@@ -61,8 +59,8 @@ class PromptSettings(Settings):
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(
-            self.min_terms <= self.max_terms,
-            f"prompts.min_terms ({self.min_terms}) must not exceed max_terms ({self.max_terms})",
+            2 <= self.num_terms[0] <= self.num_terms[1],
+            f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",
         )
         return self
 

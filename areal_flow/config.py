@@ -37,11 +37,17 @@ class PromptSettings(Settings):
     held_out_path: Path | None = Field(None, strict=False)
     """Held-out prompts in a file of their own; otherwise drawn from `path`."""
     question_field: str = "question"
-    """The field of a row that has the question."""
+    """The field of a row that has the question: text or, with a chat template, messages, each of
+    `role` and `content`, the last one the user's."""
     answer_field: str = "answer"
-    """The field of a row that has the right answer."""
+    """The field of a row that has the right answer: text, a number or a list."""
     template: str = "{question}"
-    """What the policy is given; `{question}` stands for the question."""
+    """What the policy is given, or with a chat template the user's last message; `{question}`
+    stands for the question."""
+    chat_template: bool = False
+    """Put questions as conversations, by the chat template of the model's tokenizer."""
+    system: str = ""
+    """The system message of a chat whose row has none; empty: no such message."""
     num_prompts: int = Field(24_000, ge=1)
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
@@ -58,6 +64,10 @@ class PromptSettings(Settings):
             "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
+        require(
+            self.chat_template or not self.system,
+            f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
+        )
         require(
             2 <= self.num_terms[0] <= self.num_terms[1],
             f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",

@@ -25,6 +25,7 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.files import read_prompts, read_rows
+from areal_flow.prompts.rendering import Render, renderer
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
 from areal_flow.rewards.numeric import number_of
 from schemas import PromptRow, arrow_schema, validate
@@ -50,6 +51,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
 
     Raises:
         PromptError: naming file, line and field of the first bad row, or what else is missing.
+        ModelError: the tokenizer has no chat template that does what the recipe asks for.
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
@@ -137,12 +139,17 @@ def _reader(
 
     return partial(
         read_prompts,
-        make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
+        make=partial(
+            _prompt_row,
+            recipe=recipe,
+            render=renderer(recipe, layout.model),
+            tokenizer=tokenizer_of(layout.model),
+        ),
         on_bad=skip,
     )
 
 
-def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
+def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer) -> Row:
     settings, generation = recipe.prompts, recipe.generation
     columns, answer = columns_of(row, settings), answer_of(row, settings)
     is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
@@ -151,7 +158,7 @@ def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
             f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
             f"found {columns['answer'][-40:]!r}"
         )
-    text = settings.template.replace("{question}", question_of(row, settings))
+    text = render(question_of(row, settings))
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     room = generation.max_model_len - generation.max_new_tokens
     if not 0 < len(tokens) <= room:

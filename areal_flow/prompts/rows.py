@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from areal_flow.config import PromptSettings
+from areal_flow.models.chat import Message
 from areal_flow.types import answer_text
 
 Row = dict[str, Any]
@@ -49,14 +50,38 @@ def columns_of(row: Row, settings: PromptSettings) -> Row:
     }
 
 
-def question_of(row: Row, settings: PromptSettings) -> str:
-    """Return the question of a row.
+def question_of(row: Row, settings: PromptSettings) -> list[Message]:
+    """Return the messages that ask, the last of them the user's; a question of text is one message.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no question, or it is a conversation and there is no chat template.
     """
     _require_fields(row, settings)
-    return checked_text(row[settings.question_field], settings.question_field)
+    field = settings.question_field
+    value = row[field]
+    if not isinstance(value, list):
+        return [{"role": "user", "content": checked_text(value, field)}]
+    if not settings.chat_template:
+        raise ValueError(
+            f"field {field!r}: expected text, found a list: messages need "
+            "prompts.chat_template = true"
+        )
+    messages = [_message(message, field) for message in value]
+    if not messages or messages[-1]["role"] != "user":
+        found = messages[-1]["role"] if messages else "no message"
+        raise ValueError(f"field {field!r}: expected the user's message at the end, found {found}")
+    checked_text(messages[-1]["content"], field)
+    return messages
+
+
+def _message(given: Any, field: str) -> Message:
+    """Return a message without the fields that Parquet fills with nothing."""
+    message = given if isinstance(given, Mapping) else {}
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise ValueError(
+            f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
+        )
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def answer_of(row: Row, settings: PromptSettings) -> Any:

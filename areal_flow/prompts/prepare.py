@@ -25,8 +25,9 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.files import read_prompts, read_rows
-from areal_flow.prompts.rendering import Render, renderer
+from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
+from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import number_of
 from schemas import PromptRow, arrow_schema, validate
 
@@ -44,6 +45,10 @@ class Prepared:
     num_train: int
     num_held_out: int
     bad_rows: list[str]
+    first_prompt: str
+    """As the policy reads it: special tokens are there."""
+    chat_template_hash: str
+    """SHA-256 of the chat template; empty without one."""
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
@@ -73,7 +78,14 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    return Prepared(num_train, num_held_out, [*bad_rows])
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
+    return Prepared(
+        num_train,
+        num_held_out,
+        [*bad_rows],
+        first_prompt=tokenizer_of(layout.model).decode(first.tokens, skip_special_tokens=False),
+        chat_template_hash=_record_chat_template(recipe, layout),
+    )
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
@@ -168,6 +180,16 @@ def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenize
         )
     prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
     return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+
+
+def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
+    """Write down which chat template rendered the prompts; return its hash, empty without one."""
+    chat = required_chat_template(recipe, layout.model)
+    if chat is None:
+        return ""
+    record = {"sha256": chat.sha256, "template": chat.source}
+    layout.chat_template.write_text(json.dumps(record, indent=2) + "\n")
+    return chat.sha256
 
 
 def _write(path: Path, rows: Iterable[Row]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from areal_flow.audit.files import changed_chat_template
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError, ModelError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
-from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import Prompt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.cli.prompt_report import describe_prompts
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,
@@ -85,6 +88,34 @@ def test_special_tokens_stand_where_the_template_has_them_and_once(layout: RunLa
     assert prompt.tokens[0] == tokenizer.token_to_id("<s>")
     assert prompt.tokens.count(tokenizer.token_to_id("<s>")) == 1
     assert prompt.tokens.count(tokenizer.token_to_id("<|im_end|>")) == 1
+
+
+def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
+    path = layout.root / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1 + 1 =", "answer": 2}) + "\n")
+    found = prepare_prompts(recipe(path), layout)
+    said = describe_prompts(found, layout)
+    digest = hashlib.sha256(CHATML.encode()).hexdigest()
+    assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
+    assert f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):" in said
+    assert said.endswith("  <|im_start|>user\n  1 + 1 =<|im_end|>\n  <|im_start|>assistant\n")
+    assert [*changed_chat_template(layout)] == []
+    give_chat_template(layout.model, LLAMA_3)
+    (finding,) = changed_chat_template(layout)
+    assert finding.expected == digest
+    layout.chat_template.write_text("{")
+    assert [finding.rule for finding in changed_chat_template(layout)] == ["unreadable"]
+
+
+def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
+    layout: RunLayout,
+) -> None:
+    text = "\x1b[2J" + "a" * 5000 + "="
+    said = describe_prompts(Prepared(1, 0, [], text, ""), layout)
+    assert "\x1b" not in said
+    assert "The first prompt:\n  ␛[2Jaaa" in said
+    assert "aaa … 3005 characters more … aaa" in said
+    assert said.endswith("a=")
 
 
 def test_messages_are_put_as_they_are_after_the_recipes_system_message(layout: RunLayout) -> None:

@@ -165,6 +165,8 @@ def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: it is no table.
     """
+    if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
+        table = table.astype(object).where(table.notna(), None)
     for method, arguments in _AS_DICTS.items():
         if hasattr(table, method):
             table = getattr(table, method)(*arguments)

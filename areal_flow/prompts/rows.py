@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 from areal_flow.config import PromptSettings
@@ -139,8 +138,10 @@ def _require_fields(row: Row, settings: PromptSettings) -> None:
     for setting, (field, usual) in wanted.items():
         if field not in row:
             missing.append(f"field {field!r} is missing")
-            others = (name for name in usual if name in row)
-            advice += [f'prompts.{setting} = "{other}"' for other in islice(others, 1)]
+            if other := next((name for name in usual if name in row), ""):
+                advice.append(f'prompts.{setting} = "{other}"')
+            if setting == "question_field" and isinstance(row.get(other), list):
+                advice.append("prompts.chat_template = true")
     if missing:
         said = f"; set {' and '.join(advice)}" if advice else ""
         raise ValueError(f"{', '.join(missing)}; found fields: {_fields(row)}{said}")

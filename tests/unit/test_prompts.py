@@ -146,7 +146,10 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
             "field 'question' is missing, field 'answer' is missing; found fields: prompt, "
             'solution; set prompts.question_field = "prompt" and prompts.answer_field = "solution"',
         ),
-        ({"messages": [], "answer": "1"}, 'set prompts.question_field = "messages"'),
+        (
+            {"messages": [], "answer": "1"},
+            'set prompts.question_field = "messages" and prompts.chat_template = true',
+        ),
         ({"question": "q", "ground_truth": 3}, 'set prompts.answer_field = "ground_truth"'),
         ({"text": "q", "answer": "1"}, "found fields: answer, text. Mend it"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
+from areal_flow.store.lineage import Lineage
 from areal_flow.types import Prompt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.cli.prompt_report import describe_prompts
@@ -99,6 +101,7 @@ def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
     assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
     assert f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):" in said
     assert said.endswith("  <|im_start|>user\n  1 + 1 =<|im_end|>\n  <|im_start|>assistant\n")
+    assert Lineage(SimpleNamespace(layout=layout), 0).chat_template_hash == digest
     assert [*changed_chat_template(layout)] == []
     give_chat_template(layout.model, LLAMA_3)
     (finding,) = changed_chat_template(layout)

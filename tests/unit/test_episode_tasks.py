@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
+from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import receipts
 from areal_flow.store.trajectories import validate_groups
@@ -137,6 +140,33 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
         assert row["output_tokens"][begins - 1] == tokenizer.token_to_id("<|im_end|>")
         assert row["output_tokens"][begins : begins + len(turn)] == turn
         assert row["loss_mask"].count(False) == len(turn)
+
+
+def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    messages = [{"role": "user", "content": "1 + 1 ="}]
+    row = {"id": 7, "messages": messages, "answer": [2, 3], "level": 0.5, "tests": {"f": 1}}
+    (layout.root / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    recipe = small_recipe(
+        prompts={
+            **{"source": "file", "path": str(layout.root / "rows.jsonl"), "num_held_out": 0},
+            **{"chat_template": True, "question_field": "messages"},
+        },
+        generation={"max_new_tokens": 12, "max_model_len": 128},
+        rewards=[{"verifier": "tests.integration.verifiers:show_columns"}],
+    )
+    layout.config.write_text(dump_recipe(recipe))
+    prepare_prompts(recipe, layout)
+    prompt = PromptTable(layout.train_prompts, seed=0).row(0)
+    episode = Episode(0, prompt, (1,), 0, 1, datetime.now(UTC))
+
+    async def graph() -> Any:
+        return await reward_tasks.score(await generator_tasks.rollout([episode], 0), [episode])
+
+    (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
+    assert json.loads(json.loads(detail)["extracted"]) == row
 
 
 def test_group_without_a_trajectory_fails_with_the_cause(

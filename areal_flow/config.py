@@ -38,19 +38,23 @@ class PromptSettings(Settings):
     held_out_path: Path | None = Field(None, strict=False)
     """Held-out prompts in a file of their own; otherwise drawn from `path`."""
     question_field: str = "question"
-    """The field of a row that has the question."""
+    """The field of a row that has the question: text or, with a chat template, messages, each of
+    `role` and `content`, the last one the user's."""
     answer_field: str = "answer"
-    """The field of a row that has the right answer."""
+    """The field of a row that has the right answer: text, a number or a list."""
     template: str = "{question}"
-    """What the policy is given; `{question}` stands for the question."""
+    """What the policy is given, or with a chat template the user's last message; `{question}`
+    stands for the question."""
+    chat_template: bool = False
+    """Put questions as conversations, by the chat template of the model's tokenizer."""
+    system: str = ""
+    """The system message of a chat whose row has none; empty: no such message."""
     num_prompts: int = Field(24_000, ge=1)
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
     """How many prompts are never trained on, at most a fifth of a file; 0: no evaluation."""
-    min_terms: int = Field(3, ge=2)
-    """The fewest terms of a sum, for the source `arithmetic`."""
-    max_terms: int = Field(7, ge=2)
-    """The most terms of a sum, for the source `arithmetic`."""
+    num_terms: tuple[int, int] = Field((3, 7), strict=False)
+    """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
     """Leave out and list rows that are wrong, instead of ending there."""
 
@@ -62,8 +66,12 @@ class PromptSettings(Settings):
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(
-            self.min_terms <= self.max_terms,
-            f"prompts.min_terms ({self.min_terms}) must not exceed max_terms ({self.max_terms})",
+            self.chat_template or not self.system,
+            f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
+        )
+        require(
+            2 <= self.num_terms[0] <= self.num_terms[1],
+            f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",
         )
         return self
 

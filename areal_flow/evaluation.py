@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
-from areal_flow.types import Episode, EvaluationTable, PassRate, Prompt
+from areal_flow.types import Episode, EvaluationTable, PassRate, Prompt, answer_text
 
 PROMPTS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
@@ -87,7 +87,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
             "prompt_id": episode.prompt.prompt_id,
             "difficulty": episode.prompt.difficulty,
             "prompt": episode.prompt.text,
-            "answer": episode.prompt.answer,
+            "answer": answer_text(episode.prompt.answer),
             "evaluated_at": datetime.now(UTC),
             "policy_version": row["version_spans"][-1]["version"],
             "completion": texts.get(episode.submission_index, ""),

@@ -4,7 +4,8 @@ runs/NAME/
     run.json               schema version, and the run's identity
     config.toml            the whole recipe, defaults written out
     model/                 config.json and tokenizer of the policy, no weights
-    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too
+    prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too;
+                           chat_template.json: the template in use, of model/, and its hash
     rewards/               reward functions that were shipped, with their source
     trajectories.lance     the events
     steps.lance            their order
@@ -58,6 +59,7 @@ class RunLayout:
     sft_rows = _Within("sft", "rows.npz")
     sft_checkpoints = _Within("sft", "checkpoints")
     bad_rows = _Within("prompts", "bad_rows.jsonl")
+    chat_template = _Within("prompts", "chat_template.json")
     rewards = _Within("rewards")
     trajectories = _Within("trajectories.lance")
     steps = _Within("steps.lance")

@@ -7,6 +7,7 @@ versions, and are all that the driver ever sees.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -30,11 +31,12 @@ class Prompt:
 
     prompt_id: str
     text: str
-    answer: str
+    answer: Any
+    """The right answer as the row has it: text, or any value of JSON."""
     difficulty: int
     tokens: tuple[int, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the row that the prompt was made from, for its reward."""
+    """The columns of the row that the prompt was made from, for its reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,11 @@ class EvaluationTable:
 
     overall: PassRate
     by_difficulty: dict[int, tuple[PassRate, float]] = field(default_factory=dict)
+
+
+def answer_text(answer: Any) -> str:
+    """Return an answer as tables show it: a text as it is, any other value as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def group_id(submission_index: int) -> str:

@@ -40,9 +40,11 @@ def train(
     Args:
         recipe: settings, or the path of a TOML recipe; by default every setting's default, and
             the arithmetic recipe where there are no `prompts`.
-        prompts: rows with a question and an answer, in the fields that the recipe says.
-        rewards: functions of `prompt`, `completion` and `answer`, as keywords, that return a
-            number; or names of verifiers. A function is shipped to the workers with all it needs.
+        prompts: rows with a question, or messages, and an answer, in the fields that the recipe
+            says.
+        rewards: functions of `prompt`, `completion`, `answer` and any column of a row, as keywords,
+            that return a number; or names of verifiers. A function is shipped to the workers with
+            all it needs.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
         settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
@@ -166,6 +168,8 @@ def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: it is no table.
     """
+    if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
+        table = table.astype(object).where(table.notna(), None)
     for method, arguments in _AS_DICTS.items():
         if hasattr(table, method):
             table = getattr(table, method)(*arguments)

@@ -29,9 +29,8 @@ Rows = list[dict[str, Any]]
 def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
     """Return distinct sums; a held-out one is not among those to train on."""
     of = recipe.prompts
-    draw = partial(
-        arithmetic_questions, seed=recipe.seed, min_terms=of.min_terms, max_terms=of.max_terms
-    )
+    min_terms, max_terms = of.num_terms
+    draw = partial(arithmetic_questions, seed=recipe.seed, min_terms=min_terms, max_terms=max_terms)
     held_out = [*draw(size=of.num_held_out, stream=0)]
     known = {row["question"] for row in held_out}
     train = [row for row in draw(size=of.num_prompts, stream=1) if row["question"] not in known]

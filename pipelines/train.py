@@ -52,6 +52,7 @@ from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
+from pipelines.cli.prompt_report import describe_prompts
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -76,11 +77,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     prepare_sft(layout, recipe)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
-    found = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
-    if not prepared.bad_rows:
-        return found
-    listed = f"{len(prepared.bad_rows)} bad rows skipped, listed in {layout.bad_rows}:"
-    return "\n  ".join([found, listed, *prepared.bad_rows[:5]])
+    return describe_prompts(prepared, layout)
 
 
 async def run_training(

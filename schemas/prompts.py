@@ -14,12 +14,12 @@ class PromptRow(pa.DataFrameModel):
     )
     prompt: str = pa.Field(str_length={"min_value": 1}, description="text after the template")
     answer: str = pa.Field(
-        str_length={"min_value": 1}, description="what the verifier compares with"
+        str_length={"min_value": 1}, description="the right answer: text, or its value as JSON"
     )
     difficulty: pl.Int32 = pa.Field(
         ge=0, description="the source's own measure; 0 when it has none"
     )
-    metadata: str = pa.Field(description="JSON: the row's other columns, for the reward")
+    metadata: str = pa.Field(description="JSON: the row's columns for the reward, `answer` typed")
     prompt_tokens: pl.List(pl.Int32) = pa.Field(description="token ids, never tokenised again")
 
     class Config:

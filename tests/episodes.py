@@ -70,6 +70,10 @@ class FakeServices:
         self.tool_calls.append((path, arguments))
         return len(self.tool_calls)
 
+    def user_turn(self, content: str, ended_by: int) -> tuple[int, ...]:
+        assert ended_by == STOP
+        return self.encode(content)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) % 7 + 1 for character in text)
 

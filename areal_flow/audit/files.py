@@ -18,8 +18,9 @@ import pyarrow as pa
 from safetensors import SafetensorError
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
-from areal_flow.errors import ArealFlowError, PromptError
+from areal_flow.errors import ArealFlowError, ModelError, PromptError
 from areal_flow.layout import RunLayout
+from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
 from areal_flow.recovery.lease import newest_lease
@@ -111,6 +112,22 @@ def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
                 yield unreadable(path.name, "not a JSON object")
         except _UNREADABLE as error:
             yield unreadable(path.name, error)
+
+
+def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
+    """Yield the finding that model/ no longer has the chat template that rendered the prompts."""
+    where = layout.chat_template.relative_to(layout.root).as_posix()
+    if not layout.chat_template.exists():
+        return
+    try:
+        recorded = json.loads(layout.chat_template.read_text())["sha256"]
+        template = chat_template_of(layout.model)
+    except (*_UNREADABLE, ModelError) as error:
+        yield unreadable(where, error)
+        return
+    found = template.sha256 if template else "none"
+    if found != recorded:
+        yield Finding("chat-template", "model", recorded, found, ADVICE["file"])
 
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:

@@ -88,6 +88,7 @@ class _Audit:
         if layout.evaluations.exists():
             list(self._rows(layout.evaluations, EvaluationRow, "evaluation answers", "evaluations"))
         self.report.add(*files.broken_descriptions(layout))
+        self.report.add(*files.changed_chat_template(layout))
         self.report.add(*files.leftovers(layout))
 
     def _judge(self, rules: str) -> None:

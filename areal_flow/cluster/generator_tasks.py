@@ -20,6 +20,7 @@ from areal_flow.errors import ArealFlowError
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import engine_factory
 from areal_flow.models.directory import stop_token_ids
+from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.store.codec import rollout_table
 from areal_flow.types import Completion, EngineStats, Episode, GroupRequest, Prompt, Sampling, Score
 from areal_flow.weights.directory import DirectoryReader
@@ -44,6 +45,7 @@ class GeneratorRole:
             top_k=generation.top_k,
             stop_token_ids=stop_token_ids(context.layout.model),
         )
+        self._chat = required_chat_template(context.recipe, context.layout.model)
         self._context = context
         self._reader = DirectoryReader(context.layout.weights_of(context.writer_epoch))
         self._loading = asyncio.Lock()
@@ -96,6 +98,12 @@ class GeneratorRole:
 
     async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
         return await on_reward_worker(call_tool, path, arguments)
+
+    def user_turn(self, content: str, ended_by: int) -> tuple[int, ...]:
+        if self._chat is None:
+            return self.encode(content)
+        end = self._context.tokenizer.decode([ended_by], skip_special_tokens=False)
+        return self.encode(self._chat.next_turn(content.strip(), ended_by=end))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._context.tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""Model directories: resolves names, refuses what cannot be trained, reads stop tokens.
+"""Model directories: resolves names, refuses what cannot be trained, reads what the tokenizer says.
 
 It looks at files alone, without torch; whether a model computes what it should is the probe's work.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import ModelError
+from areal_flow.models.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,28 +86,31 @@ def _check_vocabulary(directory: Path, vocab_size: int) -> None:
 
 def _check_chat_template(directory: Path) -> None:
     """Refuse a chat template that does not render one user's message."""
-    description = _read_json(directory / "tokenizer_config.json")
+    template = chat_template_of(directory)
+    if template is None:
+        return
+    try:
+        template.render([{"role": "user", "content": "1 + 1 ="}])
+    except ValueError as error:
+        raise ModelError(f"{directory}: {error}. Mend or remove it") from error
+
+
+def chat_template_of(directory: Path) -> ChatTemplate | None:
+    """Return the tokenizer's own chat template; the one named `default` of several."""
+    settings = _read_json(directory / "tokenizer_config.json")
     file = directory / "chat_template.jinja"
-    found = file.read_text() if file.is_file() else description.get("chat_template")
+    found = file.read_text() if file.is_file() else settings.get("chat_template")
     if isinstance(found, list):
         found = next((each["template"] for each in found if each["name"] == "default"), None)
-    if found is None:
-        return
-    from areal_flow.models.huggingface import render_jinja_template
-
-    special = {
+    if not found:
+        return None
+    named = {**_read_json(directory / "special_tokens_map.json"), **settings}
+    special_tokens = {
         name: token["content"] if isinstance(token, dict) else token
-        for name, token in description.items()
+        for name, token in named.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    message = [[{"role": "user", "content": "1 + 1 ="}]]
-    try:
-        render_jinja_template(message, chat_template=found, add_generation_prompt=True, **special)
-    except Exception as error:  # a template is a program of its own
-        raise ModelError(
-            f"{directory}: the chat template does not render a user's message: "
-            f"{type(error).__name__}: {error}. Mend or remove it"
-        ) from error
+    return ChatTemplate(found, special_tokens)
 
 
 def copy_model_description(source: Path, target: Path) -> None:

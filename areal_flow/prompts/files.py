@@ -1,9 +1,9 @@
-"""Rows of JSONL and Parquet files, one at a time; errors name file, line and field."""
+"""Rows of JSONL and Parquet files, one at a time; errors name file and line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.errors import PromptError
+from areal_flow.prompts.rows import Row
 
 MAX_LINE_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 256
-MAX_DIFFICULTY = 2**31 - 1
 
-Row = dict[str, Any]
 Made = TypeVar("Made")
 
 
@@ -29,17 +28,13 @@ def read_prompts(
     path: Path,
     make: Callable[[Row], Made],
     *,
-    question_field: str,
-    answer_field: str,
     keeps: Callable[[int], bool] = lambda place: True,
     on_bad: Callable[[PromptError], None] = end_with,
 ) -> Iterator[Made]:
     """Yield what is made of each row of a file.
 
     Args:
-        make: is given the columns `prompt_id`, `prompt` (the question), `answer`, `difficulty` and
-            `metadata`: as JSON all fields of the row that are none of these, and those of its field
-            `metadata`. It raises ValueError for a row that will not do.
+        make: is given the row; it raises ValueError for one that will not do.
         keeps: whether the row at a place, from 0, is read at all.
         on_bad: is told of a row that is bad; if it returns, the row is left out.
 
@@ -51,7 +46,7 @@ def read_prompts(
             continue
         try:
             row = found if isinstance(found, dict) else _parse_line(found)
-            made = make(_columns(row, question_field, answer_field))
+            made = make(row)
         except ValueError as error:
             on_bad(PromptError(f"{origin}: {error}"))
         else:
@@ -124,38 +119,3 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
     if len(row) != len(pairs):
         raise ValueError("a key appears twice")
     return row
-
-
-def _columns(row: Row, question_field: str, answer_field: str) -> Row:
-    known = {question_field, answer_field, "id", "prompt_id", "difficulty", "metadata"}
-    metadata = {name: value for name, value in row.items() if name not in known}
-    if isinstance(nested := row.get("metadata"), Mapping):
-        metadata |= nested
-    difficulty = row.get("difficulty", 0)
-    columns = {
-        "prompt_id": str(row.get("id") or row.get("prompt_id") or ""),
-        "prompt": _text(row, question_field),
-        "answer": _text(row, answer_field),
-        "difficulty": difficulty,
-        "metadata": json.dumps(metadata, default=str),  # Parquet knows dates and bytes, JSON not
-    }
-    if type(difficulty) is not int or not 0 <= difficulty <= MAX_DIFFICULTY:
-        raise ValueError(
-            f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, found "
-            f"{difficulty!r}"
-        )
-    return columns
-
-
-def _text(row: Row, field: str) -> str:
-    if field not in row:
-        found = ", ".join(sorted(row)) or "none"
-        raise ValueError(f"field {field!r} is missing; found fields: {found}")
-    value = row[field]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"field {field!r}: expected non-empty text, found {str(value)[:40]!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r}: not encodable text: {error}") from None
-    return value

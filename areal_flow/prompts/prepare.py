@@ -25,8 +25,11 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
-from areal_flow.prompts.files import Row, read_prompts, read_rows
-from areal_flow.rewards.numeric import final_answer, parse_number
+from areal_flow.prompts.files import read_prompts, read_rows
+from areal_flow.prompts.rendering import Render, renderer, required_chat_template
+from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
+from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.numeric import number_of
 from schemas import PromptRow, arrow_schema, validate
 
 if TYPE_CHECKING:
@@ -43,6 +46,10 @@ class Prepared:
     num_train: int
     num_held_out: int
     bad_rows: list[str]
+    first_prompt: str
+    """As the policy reads it: special tokens are there."""
+    chat_template_hash: str
+    """SHA-256 of the chat template; empty without one."""
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
@@ -50,6 +57,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
 
     Raises:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
+        ModelError: the tokenizer has no chat template that does what the recipe asks for.
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
@@ -72,7 +80,14 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    return Prepared(num_train, num_held_out, [*bad_rows])
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
+    return Prepared(
+        num_train,
+        num_held_out,
+        [*bad_rows],
+        first_prompt=tokenizer_of(layout.model).decode(first.tokens, skip_special_tokens=False),
+        chat_template_hash=_record_chat_template(recipe, layout),
+    )
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
@@ -107,7 +122,8 @@ def tokenise_completions(
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     def tokenised(row: Row) -> tuple[list[int], list[int]]:
-        prompt, completion = encode(row["prompt"]), [*encode(row["answer"]), stop_token_id]
+        prompt = encode(text_of(row, "prompt"))
+        completion = [*encode(text_of(row, "completion")), stop_token_id]
         length = len(prompt) + len(completion)
         if not prompt or length > max_tokens:
             raise ValueError(
@@ -117,8 +133,7 @@ def tokenise_completions(
         return prompt, completion
 
     bad: list[PromptError] = []
-    read = partial(read_prompts, question_field="prompt", answer_field="completion")
-    rows = [*read(path, tokenised, on_bad=bad.append)]
+    rows = [*read_prompts(path, tokenised, on_bad=bad.append)]
     refuse_bad_rows(map(str, bad))
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
@@ -137,9 +152,12 @@ def _reader(
 
     return partial(
         read_prompts,
-        make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
-        question_field=recipe.prompts.question_field,
-        answer_field=recipe.prompts.answer_field,
+        make=partial(
+            _prompt_row,
+            recipe=recipe,
+            render=renderer(recipe, layout.model),
+            tokenizer=tokenizer_of(layout.model),
+        ),
         on_bad=lambda error: bad_rows.update({str(error): None}),
     )
 
@@ -150,15 +168,16 @@ def _refuse(bad_rows: dict[str, None], recipe: Recipe) -> None:
         refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")
 
 
-def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
-    settings, generation, answer = recipe.prompts, recipe.generation, row["answer"]
+def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer) -> Row:
+    settings, generation = recipe.prompts, recipe.generation
+    columns, answer = columns_of(row, settings), answer_of(row, settings)
     is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
-    if is_numeric and parse_number(final_answer(answer) or "") is None:
+    if is_numeric and number_of(answer) is None:
         raise ValueError(
             f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
-            f"found {answer[-40:]!r}"
+            f"found {columns['answer'][-40:]!r}"
         )
-    text = settings.template.replace("{question}", row["prompt"])
+    text = render(question_of(row, settings))
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     room = generation.max_model_len - generation.max_new_tokens
     if not 0 < len(tokens) <= room:
@@ -166,8 +185,18 @@ def _rendered(row: Row, *, recipe: Recipe, tokenizer: Tokenizer) -> Row:
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
-    prompt_id = row["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {**row, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+    prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+
+
+def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
+    """Write down which chat template rendered the prompts; return its hash, empty without one."""
+    chat = required_chat_template(recipe, layout.model)
+    if chat is None:
+        return ""
+    record = {"sha256": chat.sha256, "template": chat.source}
+    layout.chat_template.write_text(json.dumps(record, indent=2) + "\n")
+    return chat.sha256
 
 
 def _write(path: Path, rows: Iterable[Row]) -> int:

@@ -47,13 +47,14 @@ class PromptTable:
     def row(self, index: int) -> Prompt:
         """Return one prompt by its place in the file."""
         row = self._table.slice(index, 1).to_pylist()[0]
+        columns = json.loads(row["metadata"])
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            answer=row["answer"],
+            answer=columns.pop("answer", row["answer"]),
             difficulty=row["difficulty"],
             tokens=tuple(row["prompt_tokens"]),
-            metadata=json.loads(row["metadata"]),
+            metadata=columns,
         )
 
     def rows(self, limit: int | None = None) -> list[Prompt]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
+from typing import Any
 
-from areal_flow.types import Score
+from areal_flow.types import Score, answer_text
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
@@ -13,15 +15,16 @@ _ANSWER_MARK = "####"
 _MAX_DIGITS = 400
 
 
-def verify_numeric(*, prompt: str, completion: str, answer: str) -> Score:
+def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
-    The answer may be a bare number or GSM8K's solution ending in `#### n`. Both are compared as
-    exact fractions. Only ASCII digits are digits.
+    The answer may be a number, or a text with one, such as GSM8K's solution ending in `#### n`.
+    Both are compared as exact fractions. Only ASCII digits are digits.
     """
-    expected = parse_number(final_answer(answer) or "")
+    expected = number_of(answer)
     if expected is None:
-        return Score(0.0, "bad_answer", error=f"no number in the answer {answer[-40:]!r}")
+        shown = answer_text(answer)[-40:]
+        return Score(0.0, "bad_answer", error=f"no number in the answer {shown!r}")
     marked = final_answer(completion)
     if marked is None:
         return Score(0.0, "parse_error")
@@ -31,18 +34,27 @@ def verify_numeric(*, prompt: str, completion: str, answer: str) -> Score:
     return _compared(found == expected, marked)
 
 
-def verify_exact(*, prompt: str, completion: str, answer: str) -> Score:
+def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the marked final answer, else the whole completion, as text.
 
-    Runs of white space count as one space; letter case counts.
+    Runs of white space count as one space; letter case counts. An answer that is no text is
+    compared as JSON: `42`, `true`, `["a", "b"]`.
     """
+    right = answer_text(answer)
     found = " ".join((marked_answer(completion) or completion).split())
-    expected = " ".join((marked_answer(answer) or answer).split())
+    expected = " ".join((marked_answer(right) or right).split())
     return _compared(found == expected, found)
 
 
 def _compared(is_right: bool, found: str) -> Score:
     return Score(float(is_right), "right" if is_right else "wrong", extracted=found[:80])
+
+
+def number_of(answer: Any) -> Fraction | None:
+    """Return the number that a right answer is, or that its text ends in; None without one."""
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return Fraction(str(answer)) if math.isfinite(answer) else None
+    return parse_number(final_answer(answer) or "") if isinstance(answer, str) else None
 
 
 def final_answer(text: str) -> str | None:

@@ -38,13 +38,13 @@ class RewardInput:
     Args:
         prompt: the text that the policy was given.
         completion: the text that it produced, without special tokens.
-        answer: the right answer.
-        metadata: the other columns of the prompt's row: tests, an entry point, anything.
+        answer: the right answer as the prompt's row has it: text, a number, a list.
+        metadata: the columns of the prompt's row: tests, an entry point, anything.
     """
 
     prompt: str
     completion: str
-    answer: str
+    answer: Any
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 

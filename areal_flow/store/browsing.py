@@ -121,6 +121,8 @@ class ShownTrajectory:
 
     run_name: str
     row: dict[str, Any]
+    prompt: str
+    """As the policy read it, special tokens included."""
     tokens: tuple[ShownToken, ...]
     answer: str | None
     group: tuple[tuple[str, float | None], ...]
@@ -162,6 +164,7 @@ def show_trajectory(
     return ShownTrajectory(
         run_name=run.layout.name,
         row=row,
+        prompt=tokenizer.decode(row["prompt_tokens"], skip_special_tokens=False),
         tokens=_tokens(row, token_texts(tokenizer, row["output_tokens"]), max_staleness),
         answer=answers[0][0] if answers else None,
         group=tuple(group),

@@ -92,6 +92,12 @@ class Lineage:
         lines = path.read_text().splitlines() if path.is_file() else []
         return [fork for fork in map(json.loads, lines) if fork["step"] <= self.version]
 
+    @property
+    def chat_template_hash(self) -> str | None:
+        """SHA-256 of the chat template that rendered the prompts; None without one."""
+        path = self.run.layout.chat_template
+        return json.loads(path.read_text())["sha256"] if path.is_file() else None
+
     def hash_checks(self, recorded: Mapping[str, str]) -> tuple[HashCheck, ...]:
         """Compare weights hashes with the ledger's: those given, and the version's checkpoint's.
 
@@ -127,6 +133,7 @@ class Lineage:
             **{name: steps[-1][name] for name in head},
             "chain_breaks": [found["step"] for found in breaks],
             "forks": self.forks,
+            "chat_template": self.chat_template_hash,
             "verifiers": verifiers,
             "policy_versions": self._records("FROM policy_versions"),
             "config_hashes": self._spans("config_hash"),

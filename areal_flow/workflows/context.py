@@ -45,6 +45,10 @@ class EpisodeServices(Protocol):
     async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
         """Call the function at an import path on a reward worker."""
 
+    def user_turn(self, content: str, ended_by: int) -> Tokens:
+        """Put a message of the user's after an answer that a token ended; maybe as a chat."""
+        ...
+
     def encode(self, text: str) -> Tokens: ...
 
     def decode(self, tokens: Tokens) -> str: ...
@@ -145,6 +149,22 @@ class EpisodeContext:
     def num_tokens_left(self, tokens: Tokens) -> int:
         """Return how many more tokens the context has room for."""
         return self._services.max_model_len - len(tokens)
+
+    def user_turn(self, content: str, *, after: Tokens) -> Tokens:
+        """Return the tokens with which the user answers, up to where the policy goes on.
+
+        With a chat template they are what the template puts there, without white space around the
+        content; otherwise they are those of the content. They are to be appended: what stands
+        before them is never tokenised again.
+
+        Args:
+            content: of the user's message.
+            after: the conversation so far, which ends with a completion.
+
+        Raises:
+            ValueError: the chat template rewrites earlier answers.
+        """
+        return self._services.user_turn(content, after[-1])
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text of the environment; special tokens may stand in it."""

@@ -2,7 +2,8 @@
 
 The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
 the environment are context: the loss mask leaves them out, and they are appended, never tokenised
-again together with what stands before them.
+again together with what stands before them. So a chat template that shows earlier answers otherwise
+than they were given is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class MultiTurn(Settings):
     turn_discount: float = Field(0.9, gt=0, le=1)
     """What each turn after the first multiplies the reward with."""
     message_template: str = "\n{message}\n"
-    """How a message becomes the next user turn; a chat model needs its template's marks here."""
+    """How a message becomes the next user turn; with a chat template, its content."""
     wrong_answer_message: str = "That is wrong. Try again."
     """The message where the verifier has none of its own."""
     num_branches: int = Field(1, ge=1)
@@ -81,5 +82,5 @@ class MultiTurn(Settings):
             return None
         message = score.message or self.wrong_answer_message
         text = self.message_template.replace("{message}", message)
-        asked = draft.with_environment(context.encode(text))
+        asked = draft.with_environment(context.user_turn(text, after=draft.tokens))
         return asked if context.num_tokens_left(asked.tokens) > 0 else None

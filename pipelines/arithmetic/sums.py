@@ -61,7 +61,7 @@ def arithmetic_questions(
         if len(seen) == seen_before:
             raise PromptError(
                 f"expected {size} distinct sums of {min_terms} to {max_terms} terms, found "
-                f"{len(seen)}: raise prompts.max_terms or ask for fewer"
+                f"{len(seen)}: raise prompts.num_terms or ask for fewer"
             )
         base += 2 * size
 

@@ -132,6 +132,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['lance_version']}",
         ),
         ("verifier", _spans(found["verifiers"], "verifier") or "none"),
+        ("chat template", found["chat_template"] or "none"),
         ("config", _spans(found["config_hashes"], "config_hash")),
         ("code", _spans(found["code_versions"], "code_version")),
         ("writer epoch", _spans(found["writer_epochs"], "writer_epoch")),

@@ -117,7 +117,7 @@ def report_trajectory(shown: ShownTrajectory, *, by_token: bool) -> Report:
     )
     prompt, *completion = (
         Padding(text, (0, 0, 0, 2), expand=False)
-        for text in (Text(printable(row["prompt"])), *_completion(shown.tokens))
+        for text in (Text(printable(shown.prompt)), *_completion(shown.tokens))
     )
     parts: list[RenderableType] = [title, Text("\nprompt", "bold"), prompt]
     parts += [Text("\ncompletion", "bold"), *completion, "", facts(_facts(shown))]

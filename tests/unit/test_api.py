@@ -50,6 +50,25 @@ def test_numpy_values_become_plain_ones() -> None:
     assert list(rows_of(rows)) == [{"question": "q", "difficulty": 2, "tests": [1, 2]}]
 
 
+def test_messages_and_answers_of_every_table_keep_their_types() -> None:
+    messages = [{"role": "user", "content": "1 + 1 ="}]
+    rows = [
+        {"messages": messages, "answer": [1, 2], "level": 0.5, "seen": True},
+        {"messages": messages * 3, "answer": [], "level": None, "seen": False},
+    ]
+    tables = rows, pd.DataFrame(rows), pl.DataFrame(rows), pa.Table.from_pylist(rows)
+    for table in tables:
+        assert list(rows_of(table)) == rows
+
+
+def test_what_is_missing_in_pandas_is_null() -> None:
+    table = pd.DataFrame({"a": [1.5, None], "b": pd.array([1, None], "Int64"), "c": ["x", None]})
+    table["d"] = pd.to_datetime(["2024-05-01", None])
+    first, second = rows_of(table)
+    assert first == {"a": 1.5, "b": 1, "c": "x", "d": "2024-05-01 00:00:00"}
+    assert set(second.values()) == {None}
+
+
 @pytest.mark.parametrize("wrong", [5, {"question": "q"}, [1, 2], "text"])
 def test_what_is_no_table_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="expected"):

@@ -34,7 +34,7 @@ def error_of(table: dict[str, object]) -> str:
         ({"generation": {"max_new_tokens": 128}}, "must leave room for a prompt"),
         ({"prompts": {"source": "file"}}, "--prompts FILE"),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
-        ({"prompts": {"min_terms": 9, "max_terms": 3}}, "must not exceed max_terms"),
+        ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
         ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
         ({"generation": {"max_num_seqs": "64"}}, "generation.max_num_seqs = '64'"),

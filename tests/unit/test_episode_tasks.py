@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -20,11 +21,14 @@ from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
+from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import receipts
 from areal_flow.store.trajectories import validate_groups
 from areal_flow.types import Episode, Prompt
 from areal_flow.weights.directory import publish_model_directory
+from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import small_recipe
 from tests.policies import write_model_directory
 
@@ -63,9 +67,10 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
         rewards.close()
 
 
-def settings(layout: RunLayout, workflow: dict[str, Any]) -> None:
+def settings(layout: RunLayout, workflow: dict[str, Any], **prompts: Any) -> None:
     recipe = small_recipe(
         workflow=workflow,
+        prompts=prompts,
         generation={"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16},
         rewards=[{"verifier": LENGTHS}, {"verifier": "numeric", "weight": 0.5}],
     )
@@ -115,6 +120,53 @@ def test_groups_are_rolled_out_scored_and_valid(
     assert has_environment == (workflow["name"] != "single_turn")
     assert {row["branch"] for row in rows} == set(range(workflow.get("num_branches", 1)))
     assert len(receipts(scored)) == len(rows) >= 24
+
+
+def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_again(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    settings(layout, {"name": "multi_turn", "max_turns": 2}, chat_template=True)
+    groups = [group_of(layout, index) for index in range(12)]
+    rows = asyncio.run(generator_tasks.rollout(groups, 0)).to_pylist()
+    tokenizer = tokenizer_of(layout.model)
+    asked_again = [row for row in rows if not all(row["loss_mask"])]
+    assert asked_again
+    following = "\n<|im_start|>user\nlonger<|im_end|>\n<|im_start|>assistant\n"
+    turn = tokenizer.encode(following, add_special_tokens=False).ids
+    for row in asked_again:
+        assert tuple(row["prompt_tokens"]) == groups[row["submission_index"]].prompt.tokens
+        begins = row["loss_mask"].index(False)
+        assert row["output_tokens"][begins - 1] == tokenizer.token_to_id("<|im_end|>")
+        assert row["output_tokens"][begins : begins + len(turn)] == turn
+        assert row["loss_mask"].count(False) == len(turn)
+
+
+def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    messages = [{"role": "user", "content": "1 + 1 ="}]
+    row = {"id": 7, "messages": messages, "answer": [2, 3], "level": 0.5, "tests": {"f": 1}}
+    (layout.root / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    recipe = small_recipe(
+        prompts={
+            **{"source": "file", "path": str(layout.root / "rows.jsonl"), "num_held_out": 0},
+            **{"chat_template": True, "question_field": "messages"},
+        },
+        generation={"max_new_tokens": 12, "max_model_len": 128},
+        rewards=[{"verifier": "tests.integration.verifiers:show_columns"}],
+    )
+    layout.config.write_text(dump_recipe(recipe))
+    prepare_prompts(recipe, layout)
+    prompt = PromptTable(layout.train_prompts, seed=0).row(0)
+    episode = Episode(0, prompt, (1,), 0, 1, datetime.now(UTC))
+
+    async def graph() -> Any:
+        return await reward_tasks.score(await generator_tasks.rollout([episode], 0), [episode])
+
+    (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
+    assert json.loads(json.loads(detail)["extracted"]) == row
 
 
 def test_group_without_a_trajectory_fails_with_the_cause(

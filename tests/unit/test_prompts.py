@@ -17,6 +17,8 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
+from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.types import Prompt
 from pipelines.arithmetic.sums import (
     arithmetic_questions,
     chain_of_thought_answer,
@@ -65,6 +67,8 @@ def good(index: int) -> dict[str, Any]:
         ({"question": "", "answer": "1"}, "field 'question': expected non-empty text"),
         ({"question": 5, "answer": "1"}, "field 'question'"),
         ({"question": "1 + 1 =", "answer": "two"}, "field 'answer': the numeric verifier"),
+        ({"question": "1 + 1 =", "answer": [1, 2]}, "field 'answer': the numeric verifier"),
+        ({"question": "1 + 1 =", "answer": None}, "field 'answer': expected non-empty text"),
         ({**good(1), "difficulty": -1}, "field 'difficulty'"),
         ({**good(1), "difficulty": 3_000_000_000}, "field 'difficulty'"),
         ('{"question": "\\ud83d =", "answer": "1"}', "not encodable text"),
@@ -101,21 +105,76 @@ def test_first_ten_bad_rows_are_named_at_once_in_the_order_of_the_file(
     assert last == "Mend them, or use --skip-bad-rows"
 
 
-def test_other_columns_of_a_row_are_its_metadata(tmp_path: Path, layout: RunLayout) -> None:
-    others = {"tests": ["f(1) == 2", "f(2) == 3"], "entry_point": "f"}
-    rows = [{**good(0), "id": "first", **others}, {**good(1), "metadata": {"level": 3}}]
-    path = write_rows(tmp_path / "p.jsonl", [*rows, *map(good, range(2, 5))])
-    prepare_prompts(recipe(path, num_held_out=0), layout)
-    found = [prompt.metadata for prompt in PromptTable(layout.train_prompts, seed=0).rows()]
-    assert found == [others, {"level": 3}, {}, {}, {}]
+def prepared(recipe: Recipe, layout: RunLayout) -> list[Prompt]:
+    prepare_prompts(recipe, layout)
+    return PromptTable(layout.train_prompts, seed=0).rows()
+
+
+def test_every_column_of_a_row_but_its_answer_is_its_metadata(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    row = {"id": 7, "difficulty": 2, "tests": ["f(1) == 2"], "entry": {"name": "f"}, "score": 0.5}
+    rows = [{**good(0), **row}, {**good(1), "metadata": {"level": 3}}]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    first, second = prepared(recipe(path, num_held_out=0), layout)
+    assert first.metadata == {"question": good(0)["question"], **row}
+    assert second.metadata == {"question": good(1)["question"], "level": 3}
 
 
 def test_metadata_of_parquet_is_json_whatever_its_types(tmp_path: Path, layout: RunLayout) -> None:
-    dated = {**good(0), "written": date(2024, 5, 1), "sizes": [1, None]}
-    pq.write_table(pa.Table.from_pylist([dated, good(1)]), tmp_path / "p.parquet")
-    prepare_prompts(recipe(tmp_path / "p.parquet", num_held_out=0), layout)
-    first = PromptTable(layout.train_prompts, seed=0).row(0)
-    assert first.metadata == {"written": "2024-05-01", "sizes": [1, None]}
+    row = {"written": date(2024, 5, 1), "sizes": [1, None], "num": 3, "is": True, "s": {"a": 0.5}}
+    pq.write_table(pa.Table.from_pylist([{**good(0), **row}]), tmp_path / "p.parquet")
+    (first,) = prepared(recipe(tmp_path / "p.parquet", num_held_out=0), layout)
+    assert first.metadata == {"question": "0 + 1 =", **row, "written": "2024-05-01"}
+
+
+ANSWERS = ["#### 1", "[1]", 42, -0.5, 1e-05, [3, 4], {"x": [1]}, True]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=repr)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_answer_keeps_its_type_and_is_stored_as_text(
+    tmp_path: Path, layout: RunLayout, answer: Any, kind: str
+) -> None:
+    path, row = tmp_path / f"p.{kind}", {"question": "q", "solution": answer, "answer": "another"}
+    if kind == "jsonl":
+        write_rows(path, [row])
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    settings = {"num_held_out": 0, "answer_field": "solution"}
+    chosen = recipe(path, **settings).model_copy(
+        update={"rewards": (RewardSettings(verifier="exact"),)}
+    )
+    (prompt,) = prepared(chosen, layout)
+    assert prompt.answer == answer
+    assert type(prompt.answer) is type(answer)
+    assert prompt.metadata == {"question": "q", "solution": answer}
+    (stored,) = pa.ipc.open_file(layout.train_prompts).read_all()["answer"].to_pylist()
+    assert stored == (answer if isinstance(answer, str) else json.dumps(answer))
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        (
+            {"prompt": "q", "solution": "1"},
+            "field 'question' is missing, field 'answer' is missing; found fields: prompt, "
+            'solution; set prompts.question_field = "prompt" and prompts.answer_field = "solution"',
+        ),
+        (
+            {"messages": [], "answer": "1"},
+            'set prompts.question_field = "messages" and prompts.chat_template = true',
+        ),
+        ({"question": "q", "ground_truth": 3}, 'set prompts.answer_field = "ground_truth"'),
+        ({"text": "q", "answer": "1"}, "found fields: answer, text. Mend it"),
+    ],
+)
+def test_missing_field_comes_with_the_setting_that_takes_the_one_that_is_there(
+    tmp_path: Path, layout: RunLayout, row: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(PromptError) as raised:
+        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", [row])), layout)
+    assert advice in str(raised.value)
 
 
 def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> None:

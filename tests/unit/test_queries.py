@@ -274,7 +274,14 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
     return ShownTrajectory(
-        "small", row, tokens, "2", (("00000000-0000-00", 1.0), ("x", None)), batch, 1
+        "small",
+        row,
+        "1 + 1 =<eos>",
+        tokens,
+        "2",
+        (("00000000-0000-00", 1.0), ("x", None)),
+        batch,
+        1,
     )
 
 
@@ -290,6 +297,7 @@ def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
         ShownToken(" 3", 13, 4, 0.0, 1, False, False),
     )
     assert "\x1b" not in page
+    assert "1 + 1 =<eos>" in page, "special tokens of the prompt are shown"
     assert "⟨v2⟩ 1⟨v4⟩ 2 3" in page
     assert "version 2: 1 token, staleness 3, 1 masked" in page
     assert "masked: too old" in page

@@ -66,6 +66,26 @@ def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
     assert verify_exact(prompt="", completion=completion, answer=answer).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("verify", "completion", "answer", "verdict"),
+    [
+        (verify_numeric, "so 42", 42, "right"),
+        (verify_numeric, "1/100000", 1e-05, "right"),
+        (verify_numeric, "0.5", -0.5, "wrong"),
+        (verify_numeric, "1", True, "bad_answer"),
+        (verify_numeric, "2", [1, 2], "bad_answer"),
+        (verify_numeric, "2", float("inf"), "bad_answer"),
+        (verify_exact, "42", 42, "right"),
+        (verify_exact, '["a",  "b"]', ["a", "b"], "right"),
+        (verify_exact, "True", True, "wrong"),
+    ],
+)
+def test_answer_that_is_no_text_is_compared_by_its_value(
+    verify: Callable[..., Score], completion: str, answer: Any, verdict: str
+) -> None:
+    assert verify(prompt="", completion=completion, answer=answer).verdict == verdict
+
+
 def scores_of(
     function: Callable[..., Any], *completions: str, answer: str = "a", **metadata: Any
 ) -> Sequence[Score]:

@@ -1,0 +1,151 @@
+"""What a row gives: the question, the right answer, how hard it is, and its columns for a verifier.
+
+Values keep the types that they have in JSON; what JSON does not know, such as a date of Parquet,
+becomes text. It refuses to know files, and how a question becomes a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from areal_flow.config import PromptSettings
+from areal_flow.models.chat import Message
+from areal_flow.types import answer_text
+
+Row = dict[str, Any]
+
+MAX_DIFFICULTY = 2**31 - 1
+QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
+ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
+"""What data sets usually call them, the most usual first."""
+
+
+def columns_of(row: Row, settings: PromptSettings) -> Row:
+    """Return the columns of a prompt table that follow from the row alone.
+
+    They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty` and
+    `metadata`: as JSON all fields of the row and those of its field `metadata`, and as `answer` the
+    right answer with its own type.
+
+    Raises:
+        ValueError: a field is missing, or holds what it must not.
+    """
+    answer, difficulty = answer_of(row, settings), row.get("difficulty", 0)
+    if type(difficulty) is not int or not 0 <= difficulty <= MAX_DIFFICULTY:
+        raise ValueError(
+            f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, found "
+            f"{difficulty!r}"
+        )
+    nested = row.get("metadata")
+    columns = {name: value for name, value in row.items() if name != "metadata"}
+    columns |= nested if isinstance(nested, Mapping) else {}
+    return {
+        "prompt_id": str(row.get("id") or row.get("prompt_id") or ""),
+        "answer": answer_text(answer),
+        "difficulty": difficulty,
+        "metadata": json.dumps({**columns, "answer": answer}, default=str),
+    }
+
+
+def question_of(row: Row, settings: PromptSettings) -> list[Message]:
+    """Return the messages that ask, the last of them the user's; a question of text is one message.
+
+    Raises:
+        ValueError: there is no question, or it is a conversation and there is no chat template.
+    """
+    _require_fields(row, settings)
+    field = settings.question_field
+    value = row[field]
+    if not isinstance(value, list):
+        return [{"role": "user", "content": checked_text(value, field)}]
+    if not settings.chat_template:
+        raise ValueError(
+            f"field {field!r}: expected text, found a list: messages need "
+            "prompts.chat_template = true"
+        )
+    messages = [_message(message, field) for message in value]
+    if not messages or messages[-1]["role"] != "user":
+        found = messages[-1]["role"] if messages else "no message"
+        raise ValueError(f"field {field!r}: expected the user's message at the end, found {found}")
+    checked_text(messages[-1]["content"], field)
+    return messages
+
+
+def _message(given: Any, field: str) -> Message:
+    """Return a message without the fields that Parquet fills with nothing."""
+    message = given if isinstance(given, Mapping) else {}
+    if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise ValueError(
+            f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
+        )
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def answer_of(row: Row, settings: PromptSettings) -> Any:
+    """Return the right answer of a row, with its own type.
+
+    Raises:
+        ValueError: there is none.
+    """
+    _require_fields(row, settings)
+    field = settings.answer_field
+    value = row[field]
+    if value is None or isinstance(value, str):
+        return checked_text(value, field)
+    try:
+        return json.loads(json.dumps(value, default=str, allow_nan=False))
+    except ValueError:
+        raise ValueError(
+            f"field {field!r}: expected text, a finite number or a list, found {value!r:.40}"
+        ) from None
+
+
+def text_of(row: Row, field: str) -> str:
+    """Return the text in a field.
+
+    Raises:
+        ValueError: there is no such field, or no text in it.
+    """
+    if field not in row:
+        raise ValueError(f"field {field!r} is missing; found fields: {_fields(row)}")
+    return checked_text(row[field], field)
+
+
+def checked_text(value: Any, field: str) -> str:
+    """Return a value that is text which can be tokenised and stored.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"field {field!r}: expected non-empty text, found {str(value)[:40]!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"field {field!r}: not encodable text: {error}") from None
+    return value
+
+
+def _require_fields(row: Row, settings: PromptSettings) -> None:
+    """Refuse a row without question or answer; say which settings take fields that are there."""
+    wanted = {
+        "question_field": (settings.question_field, QUESTION_FIELDS),
+        "answer_field": (settings.answer_field, ANSWER_FIELDS),
+    }
+    missing, advice = [], []
+    for setting, (field, usual) in wanted.items():
+        if field not in row:
+            missing.append(f"field {field!r} is missing")
+            if other := next((name for name in usual if name in row), ""):
+                advice.append(f'prompts.{setting} = "{other}"')
+            if setting == "question_field" and isinstance(row.get(other), list):
+                advice.append("prompts.chat_template = true")
+    if missing:
+        said = f"; set {' and '.join(advice)}" if advice else ""
+        raise ValueError(f"{', '.join(missing)}; found fields: {_fields(row)}{said}")
+
+
+def _fields(row: Row) -> str:
+    return ", ".join(sorted(row)) or "none"

@@ -1,0 +1,221 @@
+"""Chats: rendered by the model's own template, tokenised once, refused where they cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from areal_flow.audit.files import changed_chat_template
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError, ModelError, PromptError
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import chat_template_of, tokenizer_of
+from areal_flow.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.prompts.table import PromptTable
+from areal_flow.store.lineage import Lineage
+from areal_flow.types import Prompt
+from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.cli.prompt_report import describe_prompts
+from tests.chat_templates import (
+    CHATML,
+    FORGETS_REASONING,
+    LLAMA_2,
+    LLAMA_3,
+    give_chat_template,
+)
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "1 + 1 ="}
+CHAT = [
+    {"role": "user", "content": "2 + 2 ="},
+    {"role": "assistant", "content": " #### 4"},
+    ASKED,
+]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path / "run")
+    write_tiny_model(made.model, max_model_len=512)
+    give_chat_template(made.model, CHATML)
+    return made
+
+
+def recipe(path: Path, *, workflow: Any = None, **prompts: Any) -> Recipe:
+    given = {"source": "file", "path": str(path), "num_held_out": 0, "chat_template": True}
+    table: dict[str, Any] = {
+        "prompts": {**given, **prompts},
+        "generation": {"max_model_len": 512, "max_new_tokens": 32},
+    }
+    return build_recipe(table | ({"workflow": workflow} if workflow else {}), source="test")
+
+
+def prepared(layout: RunLayout, row: dict[str, Any], **prompts: Any) -> Prompt:
+    """Return the prompt of one row, which stands in JSONL and in Parquet."""
+    path = layout.root.parent / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    pq.write_table(pa.Table.from_pylist([row]), path.with_suffix(".parquet"))
+    found = []
+    for file in (path, path.with_suffix(".parquet")):
+        prepare_prompts(recipe(file, **prompts), layout)
+        found.append(PromptTable(layout.train_prompts, seed=0).row(0))
+    assert found[0].tokens == found[1].tokens
+    return found[0]
+
+
+def test_question_becomes_the_chat_that_transformers_renders(layout: RunLayout) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast.from_pretrained(layout.model)
+    for template in (CHATML, LLAMA_3):
+        give_chat_template(layout.model, template)
+        reference.chat_template = template
+        prompt = prepared(layout, {"question": "1 + 1 =", "answer": 2}, system=SYSTEM["content"])
+        expected = reference.apply_chat_template([SYSTEM, ASKED], add_generation_prompt=True)
+        assert list(prompt.tokens) == expected["input_ids"]
+        assert prompt.text == reference.decode(expected["input_ids"])
+
+
+def test_special_tokens_stand_where_the_template_has_them_and_once(layout: RunLayout) -> None:
+    give_chat_template(layout.model, LLAMA_3)
+    prompt = prepared(layout, {"question": "1 + 1 =", "answer": 2})
+    tokenizer = tokenizer_of(layout.model)
+    assert prompt.tokens[0] == tokenizer.token_to_id("<s>")
+    assert prompt.tokens.count(tokenizer.token_to_id("<s>")) == 1
+    assert prompt.tokens.count(tokenizer.token_to_id("<|im_end|>")) == 1
+
+
+def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
+    path = layout.root / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1 + 1 =", "answer": 2}) + "\n")
+    found = prepare_prompts(recipe(path), layout)
+    said = describe_prompts(found, layout)
+    digest = hashlib.sha256(CHATML.encode()).hexdigest()
+    assert json.loads(layout.chat_template.read_text()) == {"sha256": digest, "template": CHATML}
+    assert f"The first prompt by the chat template {digest[:12]} ({layout.chat_template}):" in said
+    assert said.endswith("  <|im_start|>user\n  1 + 1 =<|im_end|>\n  <|im_start|>assistant\n")
+    assert Lineage(SimpleNamespace(layout=layout), 0).chat_template_hash == digest
+    assert [*changed_chat_template(layout)] == []
+    give_chat_template(layout.model, LLAMA_3)
+    (finding,) = changed_chat_template(layout)
+    assert finding.expected == digest
+    layout.chat_template.write_text("{")
+    assert [finding.rule for finding in changed_chat_template(layout)] == ["unreadable"]
+
+
+def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
+    layout: RunLayout,
+) -> None:
+    text = "\x1b[2J" + "a" * 5000 + "="
+    said = describe_prompts(Prepared(1, 0, [], text, ""), layout)
+    assert "\x1b" not in said
+    assert "The first prompt:\n  ␛[2Jaaa" in said
+    assert "aaa … 3005 characters more … aaa" in said
+    assert said.endswith("a=")
+
+
+def test_messages_are_put_as_they_are_after_the_recipes_system_message(layout: RunLayout) -> None:
+    row = {"messages": CHAT, "answer": 2}
+    settings = {"question_field": "messages", "template": "{question} Answer:"}
+    prompt = prepared(layout, row, **settings, system="Be brief.")
+    assert prompt.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2 =<|im_end|>\n"
+        "<|im_start|>assistant\n #### 4<|im_end|>\n<|im_start|>user\n1 + 1 = Answer:<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert prompt.metadata == {"messages": CHAT}
+    own = prepared(layout, {"messages": [SYSTEM, ASKED], "answer": 2}, **settings, system="Ramble.")
+    assert "Ramble." not in own.text
+    assert "Be brief." in own.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([], "the user's message at the end, found no message"),
+        ([ASKED, SYSTEM], "the user's message at the end, found system"),
+        (["1 + 1 ="], "expected messages with role and content as text, found '1 + 1 ='"),
+        ([{"role": "user"}], "expected messages with role and content as text"),
+        ([{"role": "user", "content": " "}], "expected non-empty text"),
+    ],
+)
+def test_messages_that_ask_nothing_are_named_by_line_and_field(
+    layout: RunLayout, messages: Any, found: str
+) -> None:
+    path = layout.root / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages, "answer": 2}) + "\n")
+    with pytest.raises(PromptError) as raised:
+        prepare_prompts(recipe(path, question_field="messages"), layout)
+    assert "rows.jsonl, line 1: field 'messages': expected" in str(raised.value)
+    assert found in str(raised.value)
+
+
+def test_messages_without_a_chat_template_name_the_setting(layout: RunLayout) -> None:
+    path = layout.root / "rows.jsonl"
+    path.write_text(json.dumps({"messages": CHAT, "answer": 2}) + "\n")
+    with pytest.raises(PromptError, match=r"messages need prompts\.chat_template = true"):
+        prepare_prompts(recipe(path, question_field="messages", chat_template=False), layout)
+    with pytest.raises(ConfigError, match=r"needs prompts\.chat_template = true"):
+        recipe(path, chat_template=False, system="Be brief.")
+
+
+def test_tokenizer_without_a_template_is_refused(layout: RunLayout) -> None:
+    write_tiny_model(layout.model, max_model_len=512)
+    with pytest.raises(ModelError, match=r"model 'tiny' has no chat template, neither a file"):
+        prepare_prompts(recipe(layout.root / "unread.jsonl"), layout)
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "found"),
+    [
+        (
+            LLAMA_2,
+            {"system": "Be brief."},
+            "TemplateError: System role not supported",
+        ),
+        ("{{ messages[0].nothing.more }}", {}, "UndefinedError"),
+        (FORGETS_REASONING, {"workflow": {"name": "multi_turn"}}, "rewrites earlier answers"),
+    ],
+)
+def test_template_that_cannot_do_what_the_recipe_asks_is_refused(
+    layout: RunLayout, template: str, settings: dict[str, Any], found: str
+) -> None:
+    give_chat_template(layout.model, template)
+    with pytest.raises(ModelError) as raised:
+        prepare_prompts(recipe(layout.root / "unread.jsonl", **settings), layout)
+    assert found in str(raised.value)
+    assert "model 'tiny'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "following"),
+    [
+        (CHATML, "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"),
+        (LLAMA_3, "<|start|>user<|end|>\n\nno<|im_end|><|start|>assistant<|end|>\n\n"),
+        (LLAMA_2, "<s>[INST] no [/INST]"),
+    ],
+)
+def test_next_turn_is_what_follows_the_token_that_ended_the_answer(
+    layout: RunLayout, template: str, following: str
+) -> None:
+    give_chat_template(layout.model, template)
+    chat = chat_template_of(layout.model)
+    assert chat is not None
+    assert chat.next_turn("no", ended_by="<|im_end|>") == following
+    ended_otherwise = chat.next_turn("no", ended_by="<|other|>")
+    assert ended_otherwise.lstrip() == f"<|im_end|>{following}"
+
+
+def test_next_turn_of_a_template_that_rewrites_answers_is_refused(layout: RunLayout) -> None:
+    give_chat_template(layout.model, FORGETS_REASONING)
+    chat = chat_template_of(layout.model)
+    assert chat is not None
+    with pytest.raises(ValueError, match="rewrites earlier answers"):
+        chat.next_turn("no", ended_by="<|im_end|>")

@@ -259,7 +259,11 @@ class Training:
         self.writer.check_current()
         self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
         is_here = version is not None and not tracking.uri
-        model = f"models:/{tracking.registered_model}@current" if is_here else self.layout.name
+        model = (
+            f"models:/{tracking.registered_model}@{self.tracking.alias}"
+            if is_here
+            else self.layout.name
+        )
         print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:

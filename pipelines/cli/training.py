@@ -34,6 +34,8 @@ class Which:
     """The run to continue; only --num-steps and --max-minutes may change."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
+    accept_verifier: Flag = False
+    """With --resume: even if the code that scores changed; nothing is compared across it."""
 
 
 def train(
@@ -106,7 +108,14 @@ def _drive(
             )
         table = merge(load_recipe(layout.config).model_dump(mode="json"), overrides)
         recipe = build_recipe(table, source=str(layout.config))
-        outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
+        outcome = jobs.resume(
+            job,
+            layout,
+            recipe,
+            take_over=which.take_over,
+            accept_verifier=which.accept_verifier,
+            began=folders.began,
+        )
     return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 

@@ -182,6 +182,14 @@ class MemoryTracker:
         moving = {CURRENT, self.alias}
         return frozenset(path for alias, path in self.aliases.items() if alias not in moving)
 
+    def remove(self) -> int:
+        self._answer()
+        num_versions, self.delivered = len(self.versions), 0
+        for kept in (self.metrics, self.timestamps_ms, self.parameters, self.versions, self.tags):
+            kept.clear()
+        self.aliases.clear()
+        return num_versions
+
     def is_reachable(self) -> bool:
         return not self.away
 

@@ -53,13 +53,12 @@ class MlflowTracker:
 
     def begin(self) -> int:
         client = self._connect()
+        if known := self._known_run():
+            self.run_id = known.info.run_id
+            client.update_run(self.run_id, status="RUNNING")
+            return int(known.data.tags.get(DELIVERED_TAG, 0))
         found = client.get_experiment_by_name(self._experiment)
         experiment_id = found.experiment_id if found else client.create_experiment(self._experiment)
-        mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
-        if runs := client.search_runs([experiment_id], filter_string=mine, max_results=1):
-            self.run_id = runs[0].info.run_id
-            client.update_run(self.run_id, status="RUNNING")
-            return int(runs[0].data.tags.get(DELIVERED_TAG, 0))
         tags = {IDENTITY_TAG: self._identity}
         run = client.create_run(experiment_id, run_name=self._layout.name, tags=tags)
         self.run_id = run.info.run_id
@@ -107,6 +106,22 @@ class MlflowTracker:
             source_path(found.source) for found in versions if str(found.version) in named
         )
 
+    def remove(self) -> int:
+        database = self.uri.removeprefix("sqlite:///")
+        if database != self.uri and not Path(database).is_file():
+            return 0  # to ask would make one
+        self._connect()
+        if (known := self._known_run()) is None:
+            return 0
+        self.run_id = known.info.run_id
+        versions = self._versions()
+        for found in versions:
+            self._client.delete_model_version(self._model, found.version)
+        self._client.delete_run(self.run_id)
+        if versions:
+            self._aliases().point_to_best()
+        return len(versions)
+
     def is_reachable(self) -> bool:
         try:
             self._connect().search_experiments(max_results=1)
@@ -129,6 +144,13 @@ class MlflowTracker:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
             self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         return self._client
+
+    def _known_run(self) -> Any | None:
+        """Return the MLflow run of this run, whatever both are called now."""
+        found = self._client.get_experiment_by_name(self._experiment)
+        mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
+        runs = found and self._client.search_runs([found.experiment_id], mine, max_results=1)
+        return runs[0] if runs else None
 
     def _log(
         self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: dict[str, str]

@@ -56,6 +56,13 @@ class Tracker(Protocol):
         """Return the checkpoints that must not be pruned: those with `best`, or a user's alias."""
         ...
 
+    def remove(self) -> int:
+        """Remove the run with its versions and their aliases; return how many versions it had.
+
+        A sink that never had the run is left as it is.
+        """
+        ...
+
     def is_reachable(self) -> bool:
         """Return whether the sink answers at all; asked after an error."""
         ...

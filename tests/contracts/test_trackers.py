@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.errors import ConfigError, RunError, StorageError
+from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import STEPS
 from areal_flow.testing import MemoryTracker
@@ -21,7 +21,7 @@ from areal_flow.tracking import track
 from areal_flow.tracking.mlflow import MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
-from areal_flow.tracking.registry import make_tracker, start_tracking
+from areal_flow.tracking.registry import make_tracker, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
@@ -125,6 +125,16 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
     assert kept.aliases == dict.fromkeys(("r", "current", "best"), "00000002")
     assert kept.datasets == {10, 12}
     assert kept.status == "FINISHED"
+
+
+def test_removed_run_is_new_to_its_sink(make_sink: MakeSink, layout: RunLayout) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    sink = make_sink()
+    Projection(layout, sink).deliver()
+    assert (sink.remove(), sink.remove()) == (1, 0)
+    again = make_sink()
+    assert Projection(layout, again).deliver() == 3
+    assert Kept(again).aliases == {"r": "00000002"}
 
 
 def test_later_driver_delivers_the_rest_and_nothing_twice(
@@ -283,6 +293,28 @@ def test_runs_share_a_registry_and_each_keeps_its_alias(tmp_path: Path) -> None:
     assert deliver_again(RunLayout(tmp_path / "v1"), database, status="FAILED").protected() == {
         tmp_path / "v1" / "checkpoints" / "00000002"
     }
+
+
+def test_removed_run_leaves_nothing_and_takes_nothing_of_others(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    kept = deliver(tmp_path / "kept", database, 1, rate=0.1)
+    gone = deliver(tmp_path / "gone", database, 2, rate=0.9)
+    assert gone.remove() == 1
+    assert gone.remove() == 0
+    for alias in ("gone", "current"):
+        with pytest.raises(ModelError):
+            registered_version(database, f"models:/several@{alias}")
+    for alias in ("kept", "best"):
+        assert registered_version(database, f"models:/several@{alias}").tags["run"] == "kept"
+    assert Kept(kept).status == "FINISHED"
+
+
+def test_run_that_was_never_tracked_makes_no_database(layout: RunLayout, tmp_path: Path) -> None:
+    assert untrack(layout, Recipe()) == 0
+    assert not (tmp_path / "mlflow.db").exists()
+    away = Recipe(tracking=replace_settings(uri="http://127.0.0.1:9"))
+    with pytest.raises(StorageError, match="Nothing was removed"):
+        untrack(layout, away)
 
 
 def test_run_of_a_name_that_another_folder_has_gets_another_alias(tmp_path: Path) -> None:

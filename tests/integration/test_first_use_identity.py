@@ -15,6 +15,7 @@ import pytest
 import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.lease import hold_lease
 from tests.integration.runs import cli, started_cli
 
 GRADER = '''"""A grader of the user's own."""
@@ -140,3 +141,23 @@ def test_prompts_of_the_run_that_changed_are_refused(folder: Path, run: RunLayou
     assert "Dask dashboard" not in said
     assert "input-changed" in done(folder, "check", "mine", code=1)
     run.train_prompts.write_bytes(kept)
+
+
+def test_run_is_removed_with_its_registry_entries_after_asking(
+    folder: Path, run: RunLayout
+) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{folder / 'runs' / 'mlflow.db'}"
+    client = MlflowClient(uri, uri)
+    assert client.get_model_version_by_alias("areal-flow", "mine").tags["step"] == "2"
+    said = done(folder, "runs", "remove", "mine", code=2)
+    assert "expected --yes" in said
+    with hold_lease(run.writers):
+        said = done(folder, "runs", "remove", "mine", "--yes", code=1)
+        assert f"held by process {os.getpid()}" in said
+    assert run.steps.is_dir()
+    assert "removed run mine and" in done(folder, "runs", "remove", "mine", "--yes")
+    assert not list((folder / "runs").glob("*mine*"))
+    assert not client.search_model_versions("name = 'areal-flow'")
+    assert "no runs in" in done(folder, "runs")

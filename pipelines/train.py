@@ -275,7 +275,7 @@ class Training:
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
-        tracking, version = self.recipe.tracking, self.tracking.model_version
+        tracking, alias = self.recipe.tracking, self.tracking.alias
         summary = {
             **summarise(
                 self.held_out,
@@ -283,16 +283,12 @@ class Training:
                 num_generators=self.recipe.cluster.num_generators,
             ),
             "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
-            "model_version": version,
+            "model_version": self.tracking.model_version,
         }
         self.writer.check_current()
         self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-        is_here = version is not None and not tracking.uri
-        model = (
-            f"models:/{tracking.registered_model}@{self.tracking.alias}"
-            if is_here
-            else self.layout.name
-        )
+        is_here = alias is not None and not tracking.uri
+        model = f"models:/{tracking.registered_model}@{alias}" if is_here else self.layout.name
         print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:

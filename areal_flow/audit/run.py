@@ -73,7 +73,7 @@ class _Audit:
         layout, database = self.layout, self.database
         recipe = self._recipe()
         self._inputs()
-        if not layout.steps.exists() and layout.sft_rows.exists():
+        if not (layout.steps.exists() or layout.trajectories.exists()):
             self._before_training(recipe)
             return
         checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)

@@ -49,7 +49,7 @@ def remove(
             print("nothing was removed")
             return 1
     num_versions = remove_run(layout)
-    print(f"removed run {run} and {num_versions} model versions")
+    print(f"removed run {run} and its model versions: {num_versions}")
     return 0
 
 

@@ -157,7 +157,9 @@ def test_run_is_removed_with_its_registry_entries_after_asking(
         said = done(folder, "runs", "remove", "mine", "--yes", code=1)
         assert f"held by process {os.getpid()}" in said
     assert run.steps.is_dir()
-    assert "removed run mine and" in done(folder, "runs", "remove", "mine", "--yes")
+    assert "removed run mine and its model versions: " in done(
+        folder, "runs", "remove", "mine", "--yes"
+    )
     assert not list((folder / "runs").glob("*mine*"))
     assert not client.search_model_versions("name = 'areal-flow'")
     assert "no runs in" in done(folder, "runs")

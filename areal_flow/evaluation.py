@@ -74,6 +74,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
     rows = {row["submission_index"]: row for row in table.to_pylist() if row["branch"] == 0}
     texts = dict(zip(rows, decode([row["output_tokens"] for row in rows.values()]), strict=True))
     failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
+    verifier = next(row["verifier"] for row in rows.values())
     newest = max(row["version_spans"][-1]["version"] for row in rows.values())
     unanswered: dict[str, Any] = {
         "version_spans": [{"version": newest}],
@@ -81,6 +82,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
         "finish_reason": "error",
         "reward": None,
         "reward_detail": json.dumps(failed),
+        "verifier": verifier,
     }
     return [
         {
@@ -92,7 +94,9 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
             "policy_version": row["version_spans"][-1]["version"],
             "completion": texts.get(episode.submission_index, ""),
             "num_output_tokens": len(row["output_tokens"]),
-            **{name: row[name] for name in ("finish_reason", "reward", "reward_detail")},
+            **{
+                name: row[name] for name in ("finish_reason", "reward", "reward_detail", "verifier")
+            },
         }
         for episode in episodes
         for row in [rows.get(episode.submission_index, unanswered)]

@@ -3,6 +3,7 @@
 runs/NAME/
     run.json               schema version, and the run's identity
     config.toml            the whole recipe, defaults written out
+    inputs.json            what it was prepared with: the verifier's identity, hashes of files
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too;
                            chat_template.json: the template in use, of model/, and its hash
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from areal_flow.errors import RunError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
@@ -53,6 +54,7 @@ class RunLayout:
 
     identity = _Within("run.json")
     config = _Within("config.toml")
+    inputs = _Within("inputs.json")
     model = _Within("model")
     train_prompts = _Within("prompts", "train.arrow")
     held_out_prompts = _Within("prompts", "held_out.arrow")

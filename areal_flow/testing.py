@@ -13,6 +13,8 @@ from typing import Any
 
 from areal_flow.errors import WeightsError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
+from areal_flow.tracking.aliases import BEST, CURRENT
+from areal_flow.tracking.protocol import PASS_RATE_TAG
 from areal_flow.types import Completion, GroupRequest
 
 
@@ -139,6 +141,7 @@ class MemoryTracker:
         self.delivered = 0
         self.status = ""
         self.model_version: str | None = None
+        self.alias: str | None = None
 
     def begin(self) -> int:
         self._answer()
@@ -165,15 +168,27 @@ class MemoryTracker:
         for path, tags in present.items():
             number = str(len(self.tags) + 1)
             self.versions.setdefault(path, number)
-            self.tags.setdefault(path, tags)
+            self.tags[path] = tags
             self.datasets.add(int(tags["trajectories_version"]))
-            self.aliases["current"] = path
+            self.alias = tags["run"]
+            self.aliases[self.alias] = path
             self.model_version = self.versions[path]
+        if rates := {p: float(t[PASS_RATE_TAG]) for p, t in present.items() if PASS_RATE_TAG in t}:
+            self.aliases[BEST] = max(rates, key=rates.__getitem__)
         self.versions = {path: n for path, n in self.versions.items() if path in present}
 
     def protected(self) -> frozenset[Path]:
         self._answer()
-        return frozenset(path for alias, path in self.aliases.items() if alias != "current")
+        moving = {CURRENT, self.alias}
+        return frozenset(path for alias, path in self.aliases.items() if alias not in moving)
+
+    def remove(self) -> int:
+        self._answer()
+        num_versions, self.delivered = len(self.versions), 0
+        for kept in (self.metrics, self.timestamps_ms, self.parameters, self.versions, self.tags):
+            kept.clear()
+        self.aliases.clear()
+        return num_versions
 
     def is_reachable(self) -> bool:
         return not self.away
@@ -181,6 +196,8 @@ class MemoryTracker:
     def end(self, status: str) -> None:
         self._answer()
         self.status = status
+        if status == "FINISHED" and self.alias:
+            self.aliases[CURRENT] = self.aliases[self.alias]
 
     def _answer(self) -> None:
         if self.away:

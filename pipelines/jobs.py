@@ -18,12 +18,13 @@ from typing import Any
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.inputs import Verifier, accept, check_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
 from pipelines.preflight import check_devices, try_verifiers
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
-from pipelines.train import prepare_run, run_training
+from pipelines.train import found_verifier, prepare_run, run_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,18 @@ class Job:
     drive: Callable[..., Coroutine[Any, Any, Outcome]]
     prepared: Callable[[RunLayout], Path]
     """The last thing that a preparation writes."""
+    verifier: Callable[[RunLayout, Recipe], Verifier]
+    """Says which code scores, as it is now."""
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
     return "\n  ".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
 
 
-TRAINING = Job("train", _prepare_training, run_training, lambda layout: layout.steps)
-SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows)
+TRAINING = Job(
+    "train", _prepare_training, run_training, lambda layout: layout.steps, found_verifier
+)
+SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows, lambda *_: Verifier())
 
 
 def start(
@@ -81,16 +86,24 @@ def start(
 
 
 def resume(
-    job: Job, layout: RunLayout, recipe: Recipe, *, take_over: bool = False, began: float
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    take_over: bool = False,
+    accept_verifier: bool = False,
+    began: float,
 ) -> Outcome:
     """Drive a run that was made before to its end.
 
     Args:
         take_over: even if another driver holds the run; it hangs, or it will find itself refused.
+        accept_verifier: even if the code that scores is not that of the run.
         began: `monotonic()` when the program began.
 
     Raises:
-        RunError: another driver holds it, or it was never prepared for this job.
+        RunError: another driver holds it, it was never prepared for this job, or what it is made
+            of changed.
         ArealFlowError: the run ended with it, and its directory says so.
     """
     if not job.prepared(layout).exists():
@@ -99,8 +112,11 @@ def resume(
             f"of its files: start a new one, or resume it with the command that made it"
         )
     check_devices(recipe)
+    verifier = job.verifier(layout, recipe)
+    notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
     with hold_run(layout, take_over=take_over) as writer:
-        print(f"Run {layout.name} in {layout.root}", flush=True)
+        accept(layout, verifier, writer)
+        print("\n".join([f"Run {layout.name} in {layout.root}", *notes]), flush=True)
         return _drive(job, layout, recipe, writer, resume=True, began=began)
 
 

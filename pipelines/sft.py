@@ -19,6 +19,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.directory import stop_token_ids, tokenizer_of
 from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer
 from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
@@ -61,6 +62,7 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
             "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and completion: "
             f"found {recipe.sft.num_steps} and {recipe.sft.path}"
         )
+    record_inputs(layout, recipe, verifier=Verifier(), model=initial_model(recipe, layout))
     return f"{num_rows} rows to learn from"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +34,11 @@ FROM ledger WHERE step > 0
 """
 """Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
 
+_VERIFIERS = """
+SELECT verifier, min(step) AS first_step, max(step) AS last_step FROM ledger
+GROUP BY verifier ORDER BY first_step
+"""
+
 
 def summarise(
     held_out: Mapping[str, EvaluationTable], ledger: pa.Table, *, num_generators: int
@@ -50,6 +55,7 @@ def summarise(
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+        verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
     by_difficulty = {
         name: {
             str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
@@ -58,6 +64,7 @@ def summarise(
         for name, table in held_out.items()
     }
     return {
+        "verifiers": verifiers,
         **dict.fromkeys(("held_out_before", "held_out_after")),
         **{f"held_out_{name}": asdict(table.overall) for name, table in held_out.items()},
         **{name: value or 0 for name, value in totals.items()},
@@ -82,9 +89,20 @@ def print_summary(
     seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
     stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
     rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
-    print_parts(
-        make_console(), *rates, said.format(**summary, **stages), *next_commands(layout, model)
+    changes = _changes(summary["verifiers"])
+    said = said.format(**summary, **stages)
+    print_parts(make_console(), *rates, said, *changes, *next_commands(layout, model))
+
+
+def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what there is to say of a verifier that was changed and accepted."""
+    if len(verifiers) < 2:
+        return []
+    said = "The verifier changed, and nothing is compared across it:"
+    listed = (
+        f"  steps {of['first_step']} to {of['last_step']}: {of['verifier']}" for of in verifiers
     )
+    return [said, *listed]
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:

@@ -25,6 +25,7 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
+from areal_flow.errors import RunError
 from areal_flow.evaluation import answer_held_out, tabulate
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
@@ -33,6 +34,8 @@ from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
+from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.inputs import Verifier, read_inputs, record_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
@@ -50,7 +53,7 @@ from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
-from pipelines.built_in import prepare_model, with_files
+from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.sft import first_policy, prepare_sft
@@ -67,7 +70,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     Raises:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
-    WeightedRewards(recipe.rewards, layout.rewards)
+    given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     require_engine(recipe.generation.engine)
     check_cluster(recipe)
@@ -75,9 +78,20 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
     prepare_sft(layout, recipe)
+    record_inputs(layout, given, verifier=verifier, model=initial_model(given, layout))
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     return describe_prompts(prepared, layout)
+
+
+def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
+    """Return the identity of the rewards as their code is now.
+
+    Raises:
+        RewardError: one of them cannot be loaded.
+    """
+    rewards = WeightedRewards(recipe.rewards, layout.rewards)
+    return Verifier(rewards.identity, rewards.files)
 
 
 async def run_training(
@@ -132,7 +146,10 @@ class Training:
         weights = layout.weights_of(writer.writer_epoch)
         self.held_out: dict[str, EvaluationTable] = {}
         self.provenance = Provenance(
-            writer.writer_epoch, recipe.digest(), f"areal-flow {__version__}"
+            writer.writer_epoch,
+            recipe.digest(),
+            f"areal-flow {__version__}",
+            read_inputs(layout).verifier,
         )
         self.channel = DirectoryWriter(weights)
         self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights))
@@ -154,17 +171,21 @@ class Training:
         )
 
     async def go_through_stages(self, *, resume: bool) -> Outcome:
-        """Do everything from version 0, or from the ledger's head, to the last evaluation."""
-        begun = resume and self.ledger.head >= 0
+        """Do everything from version 0, or from the ledger's head, to the last evaluation.
+
+        A driver that died before version 0 was in a checkpoint left it to be made again.
+        """
+        begun = self.ledger.head > 0 or list_checkpoints(self.layout.checkpoints)
         start, _ = await asyncio.gather(
-            self.restore() if begun else self.begin(),
+            self.restore() if resume and begun else self.begin(),
             self._on_generators(generator_tasks.import_engine),
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
         await self._on_generators(generator_tasks.prepare_generator)
         if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
-            self.held_out["before"] = tabulate(rows)
+            if {row["verifier"] for row in rows} == {self.provenance.verifier}:
+                self.held_out["before"] = tabulate(rows)
         elif start.policy_version == 0:
             await self.evaluate("before", 0)
         version = await self.train(start)
@@ -184,7 +205,15 @@ class Training:
             return None
         hashes, environment = await self.replicas.lead(trainer_tasks.begin_from_directory, source)
         row = genesis_row(hashes, provenance=self.provenance, numeric_environment=environment)
-        self.ledger.append({**row, "seconds_train": monotonic() - began})
+        if self.ledger.head < 0:
+            self.ledger.append({**row, "seconds_train": monotonic() - began})
+        elif (
+            known := self.ledger.rows(["weights_hash"])[0]["weights_hash"]
+        ) != hashes.weights_hash:
+            raise RunError(
+                f"expected version 0 with weights {known}, as the ledger has it, made "
+                f"{hashes.weights_hash} of the same inputs: start a new run"
+            )
         self.channel.publish(0)
         await self.checkpoints.complete()
         if self.recipe.cluster.num_trainers > 1:
@@ -243,7 +272,7 @@ class Training:
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
-        tracking, version = self.recipe.tracking, self.tracking.model_version
+        tracking, alias = self.recipe.tracking, self.tracking.alias
         summary = {
             **summarise(
                 self.held_out,
@@ -251,12 +280,12 @@ class Training:
                 num_generators=self.recipe.cluster.num_generators,
             ),
             "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
-            "model_version": version,
+            "model_version": self.tracking.model_version,
         }
         self.writer.check_current()
         self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-        is_here = version is not None and not tracking.uri
-        model = f"models:/{tracking.registered_model}@current" if is_here else self.layout.name
+        is_here = alias is not None and not tracking.uri
+        model = f"models:/{tracking.registered_model}@{alias}" if is_here else self.layout.name
         print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:
@@ -267,7 +296,10 @@ class Training:
 
     def _plan(self) -> InitialState:
         unconsumed, committed = read_unconsumed(
-            self.layout.trajectories, self.layout.writers, self.ledger
+            self.layout.trajectories,
+            self.layout.writers,
+            self.ledger,
+            verifier=self.provenance.verifier,
         )
         return plan_initial_state(
             self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head

@@ -64,6 +64,9 @@ class StepRow(pa.DataFrameModel):
 
     config_hash: str
     code_version: str
+    verifier: str = pa.Field(
+        description="names and hashes of the code that scored since its driver"
+    )
     numeric_environment: str = pa.Field(description="JSON: threads, CPU capability, torch, dtype")
 
     seconds_wait: pl.Float64 = pa.Field(ge=0, description="for a batch")

@@ -18,11 +18,18 @@ import pyarrow as pa
 from safetensors import SafetensorError
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
+from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ModelError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.checkpoints import RNG_STATE, checkpoint_path, read_checkpoint_state
+from areal_flow.recovery.checkpoints import (
+    RNG_STATE,
+    checkpoint_path,
+    list_checkpoints,
+    read_checkpoint_state,
+)
+from areal_flow.recovery.inputs import RunInputs, file_hash
 from areal_flow.recovery.lease import newest_lease
 from areal_flow.store.maintenance import unreferenced_files
 
@@ -96,8 +103,20 @@ def read_directories(
 
 
 def not_prepared(layout: RunLayout) -> bool:
-    """Return whether a run is being prepared, or died of it: the ledger is what it makes last."""
-    return not (layout.steps.exists() or layout.checkpoints.exists() or layout.weights.exists())
+    """Return whether a run is being prepared, or died of it: `inputs.json` says that it is done."""
+    made = (layout.inputs, layout.steps, layout.checkpoints, layout.weights)
+    return not any(path.exists() for path in made)
+
+
+def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
+    """Return a note on how far a run is that has no policy of its own to train."""
+    found = "not begun to train" if layout.steps.exists() else ""
+    if layout.sft_rows.is_file():
+        taken = max(list_checkpoints(layout.sft_checkpoints), default=0)
+        fine_tuning = f"fine-tuning at step {taken:,} of {recipe.sft.num_steps:,}"
+        found = "; ".join(filter(None, (fine_tuning, found)))
+    what = (layout.steps.name, "a policy", found)
+    return Finding("before-training", *what, ADVICE["before"], "note")
 
 
 def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
@@ -128,6 +147,15 @@ def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
     found = template.sha256 if template else "none"
     if found != recorded:
         yield Finding("chat-template", "model", recorded, found, ADVICE["file"])
+
+
+def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
+    """Yield the files that the run reads and that are not what it was prepared with."""
+    for name, known in recorded.files.items():
+        path = layout.root / name
+        if path.is_file() and (found := file_hash(path)) != known:
+            expected = f"the content {known}, by {layout.inputs.name}"
+            yield Finding("input-changed", name, expected, found, ADVICE["file"])
 
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:

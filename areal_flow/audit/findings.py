@@ -21,11 +21,14 @@ ADVICE = {
     "a copy; if nobody touched them this is a bug, please report it",
     "evaluations": "evaluations.lance was changed after it was written: restore it from a copy",
     "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
+    "verifier": "inputs.json or a log was changed, or the verifier while the run went on: compare "
+    "nothing across it",
     "checkpoint": "remove it: --resume goes on from an older one",
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
     "harmless": "nothing: nobody reads it",
     "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
+    "before": "nothing: --resume goes on from there",
     "unjudged": "mend what cannot be read, then check again",
 }
 """What to do, by what is damaged."""

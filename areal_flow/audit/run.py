@@ -23,9 +23,10 @@ from areal_flow.audit.database import AuditDatabase
 from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
 from areal_flow.audit.rows import check_schema, scan
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.errors import ArealFlowError
+from areal_flow.errors import ArealFlowError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.inputs import read_inputs
 from areal_flow.store.dataset import open_dataset, that_count
 from areal_flow.store.ledger import STEPS
 from schemas import EvaluationRow, StepRow, TrajectoryRow
@@ -71,12 +72,18 @@ class _Audit:
         """Read everything once, in the order that the module explains."""
         layout, database = self.layout, self.database
         recipe = self._recipe()
+        self._inputs()
+        if not (layout.steps.exists() or layout.trajectories.exists()):
+            self._before_training(recipe)
+            return
         checkpoints, published = files.listed_checkpoints(layout), files.listed_weights(layout)
         for kind, paths in (("checkpoint", checkpoints), ("weights", published)):
             database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
         has_ledger = self._ledger()
         database.add("forks", self._kept(files.read_forks(layout)))
         has_log = self._log(recipe)
+        if has_ledger and not self.report.checked["steps"]:
+            self._before_training(recipe)
         self._judge("trajectories")
         if has_ledger:
             self._judge("ledger")
@@ -90,6 +97,10 @@ class _Audit:
         self.report.add(*files.broken_descriptions(layout))
         self.report.add(*files.changed_chat_template(layout))
         self.report.add(*files.leftovers(layout))
+
+    def _before_training(self, recipe: Recipe | None) -> None:
+        if recipe is not None:
+            self.report.add(files.before_training(self.layout, recipe))
 
     def _judge(self, rules: str) -> None:
         for finding, num_more in self.database.broken(rules):
@@ -137,6 +148,18 @@ class _Audit:
         }
         self.database.add("recipe", [row])
         return recipe
+
+    def _inputs(self) -> None:
+        """Take the verifiers that the run was prepared with, and judge the files that it reads."""
+        try:
+            recorded = read_inputs(self.layout)
+        except RunError as error:
+            self.report.add(unreadable(self.layout.inputs.name, error))
+            return
+        named = recorded.verifiers
+        rows = ({"since_epoch": epoch, "verifier": verifier} for epoch, verifier in named)
+        self.database.add("verifiers", rows)
+        self.report.add(*files.changed_inputs(self.layout, recorded))
 
     def _ledger(self) -> bool:
         """Read the ledger; return whether rules can be asked of it."""

@@ -23,6 +23,7 @@ from areal_flow.cluster.results import run_task
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import ArealFlowError, EngineError, RewardError, SchemaError
 from areal_flow.import_path import import_function
+from areal_flow.recovery.inputs import check_verifier
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import member_errors, receipts, rollout_notes, scored_table
@@ -127,6 +128,7 @@ async def _rewards(context: WorkerContext) -> WeightedRewards:
 
     def opened() -> WeightedRewards:
         rewards = WeightedRewards(context.recipe.rewards, context.layout.rewards)
+        check_verifier(context.layout, rewards.identity)
         rewards.open()
         return rewards
 

@@ -26,6 +26,8 @@ class Provenance:
     writer_epoch: int
     config_hash: str
     code_version: str
+    verifier: str = ""
+    """Names and hashes of the code that scores; empty where nothing is scored."""
 
 
 def member_seed(run_seed: int, submission_index: int, member: int) -> int:

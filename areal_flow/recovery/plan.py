@@ -31,6 +31,8 @@ class CommittedGroups:
 
     submission_indices: Set[int] = frozenset()
     num_tokens: int = 0
+    other_verifier: Set[str] = frozenset()
+    """Ids of trajectories that wait and that another verifier scored than the one that counts."""
 
 
 def plan_initial_state(
@@ -49,12 +51,16 @@ def plan_initial_state(
     """
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
-    beyond_head = [t for t in unconsumed if t.newest_version > head["step"]]
     waiting: dict[int, list[TrajectoryReceipt]] = {}
+    discards = []
     for trajectory in unconsumed:
-        if trajectory.newest_version <= head["step"]:
-            index = submission_index_of(trajectory.trajectory_id)
-            waiting.setdefault(index, []).append(trajectory)
+        identifier, num_tokens = trajectory.trajectory_id, trajectory.num_tokens
+        if trajectory.newest_version > head["step"]:
+            discards.append(Discard(identifier, num_tokens, "beyond_head"))
+        elif identifier in committed.other_verifier:
+            discards.append(Discard(identifier, num_tokens, "other_verifier"))
+        else:
+            waiting.setdefault(submission_index_of(identifier), []).append(trajectory)
     indices = committed.submission_indices
     cursor = max([head["next_submission_index"], *(index + 1 for index in indices)])
     total = {name: sum(row[name] for row in ledger) for name in PLAN_COLUMNS if "tokens" in name}
@@ -64,7 +70,7 @@ def plan_initial_state(
         next_submission_index=cursor,
         resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
-        discards=tuple(Discard(t.trajectory_id, t.num_tokens, "beyond_head") for t in beyond_head),
+        discards=tuple(discards),
         log_head=log_head,
         accounting=TokenAccounting(
             committed=committed.num_tokens,

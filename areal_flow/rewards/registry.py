@@ -42,6 +42,8 @@ class NamedReward:
     name: str
     identity: str
     reward: Reward
+    source: str = ""
+    """The file that its code stands in, if there is one."""
 
 
 def load_reward(name: str, directory: Path, *, timeout_s: float = 60.0) -> NamedReward:
@@ -65,7 +67,7 @@ def load_reward(name: str, directory: Path, *, timeout_s: float = 60.0) -> Named
         name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
     )
     reward: Any = found() if inspect.isclass(found) else FunctionReward(found, timeout_s=timeout_s)
-    return NamedReward(name, f"{name}@{code_hash(found)}", reward)
+    return NamedReward(name, f"{name}@{code_hash(found)}", reward, source_file(found))
 
 
 def code_hash(code: Any) -> str:
@@ -79,6 +81,14 @@ def code_hash(code: Any) -> str:
         compiled = getattr(code, "__code__", None)
         text = _compiled(compiled) if compiled else f"{code.__module__}:{code.__qualname__}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def source_file(code: Any) -> str:
+    """Return the file that defines a function or a class; nothing if it was never in one."""
+    try:
+        return inspect.getsourcefile(code) or ""
+    except TypeError:
+        return ""
 
 
 def _compiled(code: CodeType) -> str:
@@ -107,6 +117,8 @@ class WeightedRewards:
             for part, weight in zip(self._parts, self._weights, strict=True)
         )
         """Name and hash of the code of each reward, with its weight unless that is 1."""
+        self.files = tuple(dict.fromkeys(part.source for part in self._parts if part.source))
+        """The files that their code stands in."""
 
     def open(self) -> None:
         """Open each reward; if one cannot be opened, those before it are closed again."""

@@ -68,18 +68,25 @@ async def _maintain(maintenance: Maintenance) -> None:
 
 
 def read_unconsumed(
-    trajectories: Path, writers: Path, ledger: Ledger
+    trajectories: Path, writers: Path, ledger: Ledger, *, verifier: str
 ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
-    """Return the trajectories that no ledger row names, and the account of all that there are."""
-    columns = {"submission_index", *RECEIPT_COLUMNS, *LOG_COLUMNS}
+    """Return the trajectories that no ledger row names, and the account of all that there are.
+
+    Args:
+        verifier: the one that counts now.
+    """
+    columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
     stored = read_rows(trajectories, writers, sorted(columns))
     statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
+    waiting = stored.filter(pc.equal(statuses, "waiting"))
+    other = waiting.filter(pc.not_equal(waiting["verifier"], verifier))
     lengths = pc.struct_field(pc.list_flatten(stored["version_spans"]), "length")
     committed = CommittedGroups(
         submission_indices=frozenset(pc.unique(stored["submission_index"]).to_pylist()),
         num_tokens=pc.sum(lengths).as_py() or 0,
+        other_verifier=frozenset(other["trajectory_id"].to_pylist()),
     )
-    return receipts(stored.filter(pc.equal(statuses, "waiting"))), committed
+    return receipts(waiting), committed
 
 
 def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:

@@ -55,6 +55,11 @@ class RunTracking:
         """The registered version of the newest checkpoint, as far as it is known."""
         return self._sink.model_version if self._sink else None
 
+    @property
+    def alias(self) -> str | None:
+        """The run's own alias in the registry, as far as it is known."""
+        return self._sink.alias if self._sink else None
+
     def wake(self) -> None:
         """Have delivered what was committed; returns at once."""
         self._wake.set()

@@ -18,9 +18,12 @@ from areal_flow.config import TrackingSettings
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.tracking.aliases import Aliases, source_path
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
+ALIAS_TAG = "areal_flow.alias"
+"""Of the MLflow run: the alias that it was given stays its own, also under another name."""
 SQLITE = "sqlite:///"
 _FAST_FAILURE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -42,6 +45,7 @@ class MlflowTracker:
         self.uri = uri or default_tracking_uri(layout.root.parent)
         self.run_id = ""
         self.model_version: str | None = None
+        self.alias: str | None = None
         self._layout = layout
         self._identity = check_schema_version(layout)
         self._experiment = settings.experiment
@@ -50,13 +54,12 @@ class MlflowTracker:
 
     def begin(self) -> int:
         client = self._connect()
+        if known := self._known_run():
+            self.run_id = known.info.run_id
+            client.update_run(self.run_id, status="RUNNING")
+            return int(known.data.tags.get(DELIVERED_TAG, 0))
         found = client.get_experiment_by_name(self._experiment)
         experiment_id = found.experiment_id if found else client.create_experiment(self._experiment)
-        mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
-        if runs := client.search_runs([experiment_id], filter_string=mine, max_results=1):
-            self.run_id = runs[0].info.run_id
-            client.update_run(self.run_id, status="RUNNING")
-            return int(runs[0].data.tags.get(DELIVERED_TAG, 0))
         tags = {IDENTITY_TAG: self._identity}
         run = client.create_run(experiment_id, run_name=self._layout.name, tags=tags)
         self.run_id = run.info.run_id
@@ -78,26 +81,47 @@ class MlflowTracker:
         self._log(policy_version, metrics, timestamp_ms, tags={})
 
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
-        versions = {version.source: version.version for version in self._versions()}
-        sources = {f"file://{path}": tags for path, tags in present.items()}
+        known = {version.source: version for version in self._versions()}
+        sources = {f"file://{path}": dict(tags) for path, tags in present.items()}
         for source, tags in sources.items():
-            if source not in versions:
+            if source not in known:
                 self._log_dataset(tags)
-                versions[source] = self._register(source, dict(tags))
-        for source, version in versions.items():
+                known[source] = self._register(source, tags)
+            self._tag(known[source], tags)
+        for source, version in known.items():
             if source not in sources:
-                self._client.delete_model_version(self._model, version)
+                self._client.delete_model_version(self._model, version.version)
         if sources:
-            self.model_version = str(versions[list(sources)[-1]])
-            self._client.set_registered_model_alias(self._model, "current", self.model_version)
+            self.model_version = str(known[list(sources)[-1]].version)
+            self.alias = self._own_alias()
+            aliases = self._aliases()
+            aliases.point(self.alias, self.model_version)
+            aliases.point_to_best()
 
     def protected(self) -> frozenset[Path]:
         versions = self._versions()
         if not versions:
             return frozenset()
-        aliases = self._client.get_registered_model(self._model).aliases
-        named = {str(version) for alias, version in aliases.items() if alias != "current"}
-        return frozenset(_path(found.source) for found in versions if str(found.version) in named)
+        named = self._aliases().keeping(without=self._own_alias())
+        return frozenset(
+            source_path(found.source) for found in versions if str(found.version) in named
+        )
+
+    def remove(self) -> int:
+        database = self.uri.removeprefix("sqlite:///")
+        if database != self.uri and not Path(database).is_file():
+            return 0  # to ask would make one
+        self._connect()
+        if (known := self._known_run()) is None:
+            return 0
+        self.run_id = known.info.run_id
+        versions = self._versions()
+        for found in versions:
+            self._client.delete_model_version(self._model, found.version)
+        self._client.delete_run(self.run_id)
+        if versions:
+            self._aliases().point_to_best()
+        return len(versions)
 
     def is_reachable(self) -> bool:
         try:
@@ -108,6 +132,8 @@ class MlflowTracker:
 
     def end(self, status: str) -> None:
         self._client.set_terminated(self.run_id, status=status)
+        if status == "FINISHED" and self.model_version:
+            self._aliases().point_to_current(self.model_version)
 
     def _connect(self) -> Any:
         if self._client is None:
@@ -119,6 +145,13 @@ class MlflowTracker:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
             self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         return self._client
+
+    def _known_run(self) -> Any | None:
+        """Return the MLflow run of this run, whatever both are called now."""
+        found = self._client.get_experiment_by_name(self._experiment)
+        mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
+        runs = found and self._client.search_runs([found.experiment_id], mine, max_results=1)
+        return runs[0] if runs else None
 
     def _log(
         self, step: int, metrics: Mapping[str, float], timestamp_ms: int, *, tags: dict[str, str]
@@ -138,7 +171,24 @@ class MlflowTracker:
             self._client.create_registered_model(self._model)
         return self._client.create_model_version(
             self._model, source=source, run_id=self.run_id, tags=tags
-        ).version
+        )
+
+    def _tag(self, version: Any, tags: dict[str, str]) -> None:
+        """Give a version the tags that it lacks, or has otherwise."""
+        for name, value in tags.items():
+            if version.tags.get(name) != value:
+                self._client.set_model_version_tag(self._model, version.version, name, value)
+
+    def _aliases(self) -> Aliases:
+        return Aliases(self._client, self._model)
+
+    def _own_alias(self) -> str:
+        """Return the alias of this run, which it keeps for good."""
+        if known := self._client.get_run(self.run_id).data.tags.get(ALIAS_TAG):
+            return str(known)
+        alias = self._aliases().free_for(self._layout, identity=self._identity)
+        self._client.set_tag(self.run_id, ALIAS_TAG, alias)
+        return alias
 
     def _log_dataset(self, tags: Mapping[str, str]) -> None:
         """Name the version of the trajectories that a checkpoint was trained from as an input."""
@@ -159,10 +209,6 @@ class MlflowTracker:
 def default_tracking_uri(runs: Path) -> str:
     """Return the database beside the runs."""
     return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
-
-
-def _path(source: str) -> Path:
-    return Path(source.removeprefix("file://"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +250,6 @@ def registered_version(uri: str, reference: str) -> RegisteredVersion:
     return RegisteredVersion(
         name=version.name,
         version=str(version.version),
-        source=_path(str(version.source)),
+        source=source_path(str(version.source)),
         tags=dict(version.tags),
     )

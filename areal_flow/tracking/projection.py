@@ -20,7 +20,7 @@ from areal_flow.settings import flatten
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.tracking.protocol import Tracker
+from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ METRICS = {
 _STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
 ]
-_CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark"]
+_CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark", "committed_at"]
 _EVALUATION_COLUMNS = ["evaluation", "policy_version", "reward", "evaluated_at"]
 
 
@@ -71,7 +71,8 @@ class Projection:
         self._sink = sink
         self._delivered: int | None = None
         self._evaluations = 0
-        self._checkpoints: dict[int, str] | None = None
+        self._pass_rates: dict[int, float] = {}
+        self._checkpoints: Any = None
 
     def deliver(self) -> int:
         """Deliver whatever is committed and not in the sink yet; return how many steps that was.
@@ -121,15 +122,17 @@ class Projection:
         )
         for name, version, rate, at in measured.iter_rows():
             metrics, log = {"held_out/pass_rate": rate}, self._sink.log_evaluation
+            self._pass_rates[version] = rate
             what = f"evaluation {name}"
             self._attempt(what, log, version, metrics, timestamp_ms=_milliseconds(at))
         self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:
         hashes = checkpoint_hashes(self._layout.checkpoints)
-        if hashes == self._checkpoints:
+        known = hashes, self._pass_rates.copy()
+        if known == self._checkpoints:
             return
-        rows = self._ledger().rows(_CHECKPOINT_COLUMNS)
+        rows, rates = self._ledger().rows(_CHECKPOINT_COLUMNS), self._pass_rates
         present = {
             checkpoint_path(self._layout.checkpoints, step): {
                 "step": str(step),
@@ -137,12 +140,14 @@ class Projection:
                 "weights_hash": weights_hash,
                 "trajectories_version": str(rows[step]["lance_version"]),
                 "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
+                TRAINED_AT_TAG: rows[step]["committed_at"].isoformat(),
+                **({PASS_RATE_TAG: f"{rates[step]:.6f}"} if step in rates else {}),
             }
             for step, weights_hash in hashes.items()
             if step < len(rows) and rows[step]["weights_hash"] == weights_hash
         }
         self._attempt("checkpoints", self._sink.register_checkpoints, present)
-        self._checkpoints = hashes
+        self._checkpoints = known
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)

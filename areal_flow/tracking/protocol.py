@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+TRAINED_AT_TAG = "trained_at"
+"""Of a registered version: when the ledger had its step, as text that sorts by time."""
+PASS_RATE_TAG = "held_out_pass_rate"
+"""Of a registered version: what its newest held-out evaluation found, if there was one."""
+
 
 class Tracker(Protocol):
     """One sink of one run. One thread calls it; it may block, and raise while it cannot be reached.
@@ -15,6 +20,8 @@ class Tracker(Protocol):
 
     model_version: str | None
     """The registered version of the newest checkpoint, once there is one."""
+    alias: str | None
+    """The run's own alias, which follows that version."""
 
     def begin(self) -> int:
         """Find this run in the sink, or make it there; return the last step delivered, or 0."""
@@ -33,16 +40,25 @@ class Tracker(Protocol):
     def register_checkpoints(self, present: Mapping[Path, Mapping[str, str]]) -> None:
         """Register these checkpoints, without a copy, and no others of this run.
 
+        The newest gets the run's alias. `best` goes to the highest pass rate of all runs.
+
         Args:
             present: the tags of each directory, which say of which version of the trajectories it
-                was made; ascending by step. The newest gets the alias `current`.
+                was made; ascending by step. Those of a registered one may have changed.
         """
 
     def protected(self) -> frozenset[Path]:
-        """Return the checkpoints with an alias other than `current`: they must not be pruned."""
+        """Return the checkpoints that must not be pruned: those with `best`, or a user's alias."""
+
+    def remove(self) -> int:
+        """Remove the run with its versions and their aliases; return how many versions it had.
+
+        A sink that never had the run is left as it is.
+        """
 
     def is_reachable(self) -> bool:
         """Return whether the sink answers at all; asked after an error."""
 
     def end(self, status: str) -> None:
-        """Mark the run ended: FINISHED, KILLED or FAILED."""
+        """Mark the run ended: FINISHED, which gives its newest version the alias `current`, KILLED
+        or FAILED."""

@@ -46,6 +46,28 @@ def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
     return RunTracking(layout, sink)
 
 
+def untrack(layout: RunLayout, recipe: Recipe) -> int:
+    """Remove a run from the recipe's sink, if it has one; return how many versions it had.
+
+    Raises:
+        StorageError: the sink cannot be reached.
+    """
+    settings = recipe.tracking
+    if not settings.enabled:
+        return 0
+    sink = make_tracker(layout, settings, settings.uri)
+    try:
+        return sink.remove()
+    except Exception as error:
+        if sink.is_reachable():
+            raise
+        at = settings.uri or "the database beside the runs"
+        raise StorageError(
+            f"expected the tracker of run {layout.name} at {at}, found none: {error}. Nothing was "
+            "removed"
+        ) from error
+
+
 def track(run_directory: Path, uri: str) -> int:
     """Deliver a run to a server, whatever it has of the run; return how many steps it lacked.
 

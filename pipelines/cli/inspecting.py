@@ -186,13 +186,6 @@ def check(run: str, /, *, folders: Given) -> Report:
     return report_check(find_run(folders.runs, run))
 
 
-def runs(*, folders: Given) -> Report:
-    """List runs with their state."""
-    from pipelines.cli.reports import report_runs
-
-    return report_runs(folders.runs)
-
-
 def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
     """Fill an MLflow server with a run's metrics and models, again from step 0.
 
@@ -227,4 +220,4 @@ def ui(*, port: int = 5000, folders: Given) -> None:
     os.execv(sys.executable, (sys.executable, "-m", "mlflow", "server", *where, *few))
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, replay, check, runs, track, ui)
+COMMANDS = (evaluate, export, trajectories, lineage, replay, check, track, ui)

@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli import inspecting, training, workers
+from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
@@ -33,7 +33,7 @@ app = App(
     print_error=False,
 )
 app.register_install_completion_command()
-for command in (*training.COMMANDS, *inspecting.COMMANDS, *workers.COMMANDS):
+for command in (*training.COMMANDS, *inspecting.COMMANDS, *runs.COMMANDS, *workers.COMMANDS):
     app.command(command)
 
 

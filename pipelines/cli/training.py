@@ -35,6 +35,8 @@ class Which:
     """The run to continue; only --num-steps and --max-minutes may change."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
+    accept_verifier: Flag = False
+    """With --resume: even if the code that scores changed; nothing is compared across it."""
 
 
 def train(
@@ -107,7 +109,14 @@ def _drive(
             )
         table = load_recipe(layout.config).model_dump(mode="json")
         recipe = build_recipe(table, overrides, source=str(layout.config), spelling=OPTION)
-        outcome = jobs.resume(job, layout, recipe, take_over=which.take_over, began=folders.began)
+        outcome = jobs.resume(
+            job,
+            layout,
+            recipe,
+            take_over=which.take_over,
+            accept_verifier=which.accept_verifier,
+            began=folders.began,
+        )
     return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 

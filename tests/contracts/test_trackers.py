@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.errors import ConfigError, RunError, StorageError
+from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.store.ledger import STEPS
 from areal_flow.testing import MemoryTracker
@@ -21,7 +21,7 @@ from areal_flow.tracking import track
 from areal_flow.tracking.mlflow import MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
-from areal_flow.tracking.registry import make_tracker, start_tracking
+from areal_flow.tracking.registry import make_tracker, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
 from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
@@ -56,7 +56,7 @@ class Kept:
             self.timestamps_ms = sink.timestamps_ms
             self.parameters = sink.parameters
             self.versions = {path.name: dict(sink.tags[path]) for path in sink.versions}
-            self.current = sink.aliases["current"].name if "current" in sink.aliases else ""
+            self.aliases = {alias: path.name for alias, path in sink.aliases.items()}
             self.status, self.datasets = sink.status, sink.datasets
             return
         from mlflow import MlflowClient
@@ -73,10 +73,9 @@ class Kept:
         self.parameters = run.data.params
         found = client.search_model_versions(f"run_id = '{sink.run_id}'")
         self.versions = {Path(v.source).name: dict(v.tags) for v in found}
-        self.current = ""
-        if found:
-            version = client.get_model_version_by_alias(found[0].name, "current")
-            self.current = Path(version.source).name
+        names = {v.version: Path(v.source).name for v in found}
+        aliases = client.get_registered_model(found[0].name).aliases if found else {}
+        self.aliases = {alias: names[int(version)] for alias, version in aliases.items()}
         self.status = run.info.status
         self.datasets = {int(d.dataset.digest[1:]) for d in run.inputs.dataset_inputs}
 
@@ -99,13 +98,15 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
     for step in (0, 2):
         write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
     append_evaluation(layout, 3, [1.0, 0.0, None, 1.0])
+    append_evaluation(layout, 2, [1.0])
     sink = make_sink()
     assert Projection(layout, sink).deliver() == 3
+    assert "current" not in Kept(sink).aliases, "the run has not finished"
     sink.end("FINISHED")
     kept = Kept(sink)
     assert kept.metrics["train/loss"] == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
     assert kept.metrics["rollout/reward_mean"] == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
-    assert kept.metrics["held_out/pass_rate"] == {3: 0.5}
+    assert kept.metrics["held_out/pass_rate"] == {2: 1.0, 3: 0.5}
     assert set(METRICS.values()) <= set(STEPS.names)
     assert set(kept.metrics) == {*METRICS, "held_out/pass_rate"}
     assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
@@ -118,10 +119,22 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
         "weights_hash": "w2",
         "trajectories_version": "12",
         "trajectories_watermark": "200",
+        "trained_at": "2026-01-01T00:00:02+00:00",
+        "held_out_pass_rate": "1.000000",
     }
-    assert kept.current == "00000002"
+    assert kept.aliases == dict.fromkeys(("r", "current", "best"), "00000002")
     assert kept.datasets == {10, 12}
     assert kept.status == "FINISHED"
+
+
+def test_removed_run_is_new_to_its_sink(make_sink: MakeSink, layout: RunLayout) -> None:
+    write_fake_checkpoint(layout, 2, weights_hash="w2")
+    sink = make_sink()
+    Projection(layout, sink).deliver()
+    assert (sink.remove(), sink.remove()) == (1, 0)
+    again = make_sink()
+    assert Projection(layout, again).deliver() == 3
+    assert Kept(again).aliases == {"r": "00000002"}
 
 
 def test_later_driver_delivers_the_rest_and_nothing_twice(
@@ -163,7 +176,7 @@ def test_pruned_checkpoint_leaves_the_registry(make_sink: MakeSink, layout: RunL
     write_fake_checkpoint(layout, 3, weights_hash="w3")
     projection.deliver()
     assert set(Kept(sink).versions) == {"00000002", "00000003"}
-    assert Kept(sink).current == "00000003"
+    assert Kept(sink).aliases == {"r": "00000003"}
     assert sink.model_version == "3"
 
 
@@ -236,12 +249,85 @@ def test_checkpoint_with_an_alias_of_its_own_is_protected_in_mlflow(
     assert (
         registered_version(database, "models:/m@champion").source == layout.checkpoints / "00000000"
     )
-    assert (
-        registered_version(database, "models:/m@current").source == layout.checkpoints / "00000002"
-    )
+    assert registered_version(database, "models:/m@r").source == layout.checkpoints / "00000002"
     assert registered_version(database, f"models:/m/{sink.model_version}").source == (
         layout.checkpoints / "00000002"
     )
+
+
+def deliver(
+    root: Path, database: str, step: int, *, rate: float, status: str = "FINISHED"
+) -> MlflowTracker:
+    """Deliver a run with one checkpoint, of which so many of ten answers are right."""
+    layout = make_run(root)
+    write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
+    append_evaluation(layout, step, [float(n < 10 * rate) for n in range(10)])
+    return deliver_again(layout, database, status=status)
+
+
+def deliver_again(layout: RunLayout, database: str, *, status: str = "FINISHED") -> MlflowTracker:
+    sink = make_tracker(layout, TrackingSettings(registered_model="several"), database)
+    assert isinstance(sink, MlflowTracker)
+    Projection(layout, sink).deliver()
+    sink.end(status)
+    return sink
+
+
+def test_runs_share_a_registry_and_each_keeps_its_alias(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+    def run_at(alias: str) -> str:
+        return registered_version(database, f"models:/several@{alias}").tags["run"]
+
+    first = deliver(tmp_path / "first", database, 1, rate=0.6)
+    assert (run_at("first"), run_at("current"), run_at("best")) == ("first",) * 3
+    deliver(tmp_path / "stopped", database, 3, rate=0.2, status="KILLED")
+    assert (run_at("stopped"), run_at("current"), run_at("best")) == ("stopped", "first", "first")
+    deliver(tmp_path / "v1", database, 2, rate=0.9, status="FAILED")
+    assert (run_at("current"), run_at("best")) == ("first", "v1")
+    second = deliver(tmp_path / "second", database, 2, rate=0.9)
+    assert (run_at("current"), run_at("best")) == ("second", "v1"), "of equals the first"
+    deliver_again(RunLayout(tmp_path / "first"), database)
+    assert run_at("current") == "second", "delivered again, it takes nothing from a newer run"
+    assert (first.protected(), second.protected()) == (frozenset(), frozenset())
+    assert deliver_again(RunLayout(tmp_path / "v1"), database, status="FAILED").protected() == {
+        tmp_path / "v1" / "checkpoints" / "00000002"
+    }
+
+
+def test_removed_run_leaves_nothing_and_takes_nothing_of_others(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    kept = deliver(tmp_path / "kept", database, 1, rate=0.1)
+    gone = deliver(tmp_path / "gone", database, 2, rate=0.9)
+    assert gone.remove() == 1
+    assert gone.remove() == 0
+    for alias in ("gone", "current"):
+        with pytest.raises(ModelError):
+            registered_version(database, f"models:/several@{alias}")
+    for alias in ("kept", "best"):
+        assert registered_version(database, f"models:/several@{alias}").tags["run"] == "kept"
+    assert Kept(kept).status == "FINISHED"
+
+
+def test_run_that_was_never_tracked_makes_no_database(layout: RunLayout, tmp_path: Path) -> None:
+    assert untrack(layout, Recipe()) == 0
+    assert not (tmp_path / "mlflow.db").exists()
+    away = Recipe(tracking=replace_settings(uri="http://127.0.0.1:9"))
+    with pytest.raises(StorageError, match="Nothing was removed"):
+        untrack(layout, away)
+
+
+def test_run_of_a_name_that_another_folder_has_gets_another_alias(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    here = deliver(tmp_path / "a" / "sums", database, 1, rate=0.1)
+    there = deliver(tmp_path / "b" / "sums", database, 2, rate=0.2)
+    assert here.alias == "sums"
+    assert (there.alias or "").startswith("sums-")
+    for sink, folder in ((here, "a"), (there, "b")):
+        version = registered_version(database, f"models:/several@{sink.alias}")
+        assert version.source.is_relative_to(tmp_path / folder)
+    renamed = RunLayout((tmp_path / "b" / "sums").rename(tmp_path / "b" / "renamed"))
+    assert deliver_again(renamed, database).alias == there.alias
 
 
 def test_run_can_be_tracked_anywhere_from_its_first_step(

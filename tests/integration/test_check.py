@@ -154,6 +154,7 @@ def other_fork(run: RunLayout) -> None:
     run.forks.write_text(json.dumps({"step": 2, "recorded": hashes, "replayed": hashes}))
 
 
+UNSCORED = edit_trained(lambda row: row.update(reward=None))
 DAMAGES: dict[str, tuple[str, Damage]] = {
     # the ledger alone
     "a step is gone": ("step-missing", edit_ledger(lambda rows: rows.pop(2))),
@@ -207,11 +208,8 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         "newer-version",
         edit_trained(lambda row: row["version_spans"][-1].update(version=3)),
     ),
-    "trained without a reward": (
-        "trained-unscored",
-        edit_trained(lambda row: row.update(reward=None)),
-    ),
-    "no mean of rewards": ("reward-mean", edit_trained(lambda row: row.update(reward=None))),
+    "trained without a reward": ("trained-unscored", UNSCORED),
+    "no mean of rewards": ("reward-mean", UNSCORED),
     "log-probabilities are not numbers": (
         "trained-not-finite",
         edit_trained(lambda row: row["behavior_logprobs"].__setitem__(0, float("nan"))),
@@ -238,6 +236,9 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "another run seed": ("prompt", edit_recipe("seed = 0", "seed = 1")),
     "another prompt": ("prompt", edit_log(add(5, "prompt_tokens", [1]))),
     "other prompts": ("prompt", lambda run: run.held_out_prompts.replace(run.train_prompts)),
+    "another verifier in the ledger": ("verifier", edit_ledger(put(2, verifier="other@1"))),
+    "another verifier": ("trajectory-verifier", edit_log(put(5, verifier="other@1"))),
+    "regraded": ("trained-other-verifier", edit_trained(lambda row: row.update(verifier="x@1"))),
     # checkpoints and published weights
     "checkpoint weights changed": (
         "checkpoint-weights",
@@ -288,6 +289,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "evaluations are cut": ("unreadable", lambda run: cut_a_data_file(run.evaluations)),
     "no held-out prompts": ("unreadable", lambda run: run.held_out_prompts.unlink()),
     "no state": ("unreadable", lambda run: run.state.unlink()),
+    "another model": ("input-changed", lambda run: (run.model / "config.json").write_text("{}")),
     "no tokenizer": ("unreadable", lambda run: (run.model / "tokenizer.json").unlink()),
     "forks are not JSON": ("unreadable", lambda run: run.forks.write_text("{")),
 }
@@ -350,9 +352,9 @@ def test_run_that_is_being_prepared_is_no_damage(
 ) -> None:
     for path in (layout.steps, layout.checkpoints, layout.weights, layout.trajectories):
         shutil.rmtree(path)
+    layout.inputs.unlink()
     code, report = check(layout, capsys)
-    assert code == 0
-    assert rules(report, "note") == {"not-prepared"}
+    assert (code, rules(report, "note")) == (0, {"not-prepared"})
 
 
 def test_more_trajectories_than_the_ledger_knows_are_no_damage(

@@ -255,11 +255,11 @@ def test_staleness_of_trajectories_is_that_of_the_ledger(run: areal_flow.Run) ->
 
 
 def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> None:
-    printed = ask("lineage", "models:/areal-flow@current")
+    printed = ask("lineage", "models:/areal-flow@small")
     assert "version 6 of run small" in printed
     assert "the last 5 of 6 steps" in printed
     assert printed.count("✓") == 2
-    found = json.loads(ask("lineage", "models:/areal-flow@current", "--json"))
+    found = json.loads(ask("lineage", "models:/areal-flow@small", "--json"))
     assert found["registered"]["tags"]["weights_hash"] == found["weights_hash"]
     assert found["weights_hash"] == run.steps(where="step = 6").weights_hash[0]
     assert [check["holds"] for check in found["checks"]] == [True, True]

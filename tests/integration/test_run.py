@@ -63,8 +63,9 @@ def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
     for command in (
         "areal-flow ui",
         "open_run('runs/first')",
-        "areal-flow evaluate",
-        "areal-flow export",
+        "areal-flow evaluate models:/areal-flow@first",
+        "areal-flow export models:/areal-flow@first",
+        "areal-flow lineage models:/areal-flow@first",
     ):
         assert command in output
     assert "Traceback" not in output
@@ -78,7 +79,7 @@ def test_lineage_from_model_version_to_prompts(workspace: Path, layout: RunLayou
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{workspace / 'runs' / 'mlflow.db'}"
-    version = MlflowClient(uri, uri).get_model_version_by_alias("areal-flow", "current")
+    version = MlflowClient(uri, uri).get_model_version_by_alias("areal-flow", "first")
     run = areal_flow.open_run(layout.root)
     steps = run.steps()
     row = steps[steps.step == int(version.tags["step"])].iloc[0]
@@ -108,7 +109,7 @@ def test_mlflow_has_every_step(workspace: Path, layout: RunLayout) -> None:
 
 
 def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:
-    done = cli("export", "models:/areal-flow@current", "exported", cwd=workspace)
+    done = cli("export", "models:/areal-flow@first", "exported", cwd=workspace)
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,7 +126,7 @@ def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:
 
 
 def test_registered_model_can_be_evaluated(workspace: Path) -> None:
-    done = cli("evaluate", "models:/areal-flow@current", "--num-prompts", "40", cwd=workspace)
+    done = cli("evaluate", "models:/areal-flow@best", "--num-prompts", "40", cwd=workspace)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["n"] == 40

@@ -37,11 +37,15 @@ SETTINGS = {
 }
 
 
+VERIFIERS = [{"since_epoch": 1, "verifier": "numeric@0"}, {"since_epoch": 3, "verifier": "mine@1"}]
+
+
 def judged(ledger: Rows, *logs: Rows, **settings: Any) -> list[Finding]:
     """Return what rules find in a ledger and a log, which is read a part at a time."""
     with closing(AuditDatabase()) as database:
         database.add_ledger(pa.Table.from_pylist(list(ledger), schema=STEPS))
         database.add("recipe", [SETTINGS | settings])
+        database.add("verifiers", VERIFIERS)
         database.add("files", [{"kind": "checkpoint", "step": 0}][: len(ledger)])
         num_rows = 0
         for rows in logs:
@@ -235,3 +239,19 @@ def test_leftovers_are_listed_while_directories_come_and_go(tmp_path: Path) -> N
     finally:
         ended.set()
         pruning.join()
+
+
+def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
+    rows = [
+        step_row(0, verifier="numeric@0"),
+        step_row(1, verifier="numeric@0", writer_epoch=2),
+        step_row(2, verifier="mine@1", writer_epoch=3),
+        step_row(3, verifier="numeric@0", writer_epoch=4),
+    ]
+    log = group_table(0).to_pylist() + group_table(1, writer_epoch=3).to_pylist()
+    found = [f for f in judged(rows, log) if f.rule in ("verifier", "trajectory-verifier")]
+    assert [(f.where, f.expected, f.found) for f in found] == [
+        ("step 3", "mine@1", "numeric@0"),
+        ("00000001-0000-00", "mine@1", "numeric@0"),
+        ("00000001-0001-00", "mine@1", "numeric@0"),
+    ]

@@ -157,7 +157,9 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
     (read,) = TrainingRows(layout.trajectories, layout.writers)(["00000002-0000-00"])
     assert read["reward"] == 0.5, "the new driver's, not the stale one's"
-    left, committed = read_unconsumed(layout.trajectories, layout.writers, new_ledger)
+    left, committed = read_unconsumed(
+        layout.trajectories, layout.writers, new_ledger, verifier="numeric@0"
+    )
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [2]
@@ -177,6 +179,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "finish_reason": "stop",
         "reward": 1.0,
         "reward_detail": "{}",
+        "verifier": "numeric@0",
         "evaluated_at": datetime.now(UTC),
     }
     return [answer] * 3

@@ -277,6 +277,14 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
     assert planned.discards == (Discard(trajectory_id(8, 0), 5, "beyond_head"),)
 
 
+def test_what_another_verifier_scored_is_not_trained() -> None:
+    left = [receipt(3, 0, version=1), receipt(7, 0, version=2, num_tokens=5)]
+    other = frozenset({trajectory_id(7, 0)})
+    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7}, 0, other), LogHead())
+    assert [group.submission_index for group in planned.waiting] == [3]
+    assert planned.discards == (Discard(trajectory_id(7, 0), 5, "other_verifier"),)
+
+
 def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
     planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), LogHead())
     assert planned.accounting == TokenAccounting(

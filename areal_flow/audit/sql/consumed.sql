@@ -1,7 +1,8 @@
 -- Each trajectory that a step trained or discarded, as often as a row says so, and where it does.
 
 CREATE VIEW placed AS
-SELECT consumed.*, steps.place, steps.trajectory_watermark FROM consumed JOIN steps USING (step);
+SELECT consumed.*, steps.place, steps.trajectory_watermark, steps.verifier AS step_verifier
+FROM consumed JOIN steps USING (step);
 
 CREATE VIEW repeated AS
 WITH said AS (

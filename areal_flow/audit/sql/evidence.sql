@@ -8,6 +8,7 @@ CREATE TABLE log (
     trajectory_id VARCHAR, group_id VARCHAR, submission_index BIGINT, member INTEGER,
     branch INTEGER, seed BIGINT, reward DOUBLE, commit_order BIGINT, num_tokens BIGINT,
     finite BOOLEAN, spans STRUCT("version" INTEGER, length INTEGER, num_chosen BIGINT)[],
+    verifier VARCHAR, writer_epoch INTEGER,
     other_content VARCHAR[], -- its content_hash and the hash of what was found, if they differ
     other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
 );
@@ -20,6 +21,9 @@ CREATE TABLE recipe (
     config_hash VARCHAR, code_version VARCHAR, seed BIGINT, group_size BIGINT,
     groups_per_step BIGINT, max_staleness BIGINT
 );
+
+-- The verifiers that inputs.json names, and the first writer epoch of each.
+CREATE TABLE verifiers (since_epoch BIGINT, verifier VARCHAR);
 
 -- Replays that made other weights than recorded_hash.
 CREATE TABLE forks (

@@ -2,6 +2,7 @@
 
 INSERT INTO log BY NAME
 SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
+       verifier, writer_epoch,
        _rowid AS commit_order,
        len(output_tokens) AS num_tokens,
        coalesce(

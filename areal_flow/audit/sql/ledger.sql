@@ -61,6 +61,11 @@ SELECT place, 'the hash of config.toml, ' || recipe.config_hash, ledger.config_h
 FROM ledger JOIN recipe USING (code_version)
 WHERE ledger.config_hash <> recipe.config_hash;
 
+-- rule verifier: verifier
+SELECT place, verifiers.verifier, steps.verifier
+FROM steps ASOF JOIN verifiers ON steps.writer_epoch >= verifiers.since_epoch
+WHERE steps.verifier <> verifiers.verifier;
+
 -- rule batch-size: ledger
 SELECT place, groups_per_step || ' groups', num_groups || ' groups'
 FROM recipe, (

@@ -72,10 +72,15 @@ WHERE status = 'trained' AND reward IS NULL;
 SELECT row_place, 'finite log-probabilities', 'infinities or NaN' FROM consumed_trajectories
 WHERE status = 'trained' AND NOT finite;
 
+-- rule trained-other-verifier: verifier
+SELECT row_place, 'scored by the verifier of the step, ' || step_verifier, verifier
+FROM consumed_trajectories WHERE status = 'trained' AND verifier <> step_verifier;
+
 -- rule discard-reason: both
 SELECT row_place, 'a reason that holds', reason FROM consumed_trajectories, recipe
 WHERE status = 'discarded' AND NOT CASE reason
     WHEN 'stale' THEN policy_version - newest_version > max_staleness
     WHEN 'verifier_error' THEN reward IS NULL
+    WHEN 'other_verifier' THEN verifier <> step_verifier
     WHEN 'beyond_head' THEN newest_version > policy_version
     ELSE true END;

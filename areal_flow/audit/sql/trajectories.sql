@@ -32,6 +32,11 @@ FROM (SELECT trajectory_id, log.seed, seed_of(recipe.seed, submission_index, mem
       FROM log, recipe)
 WHERE seed <> right_seed;
 
+-- rule trajectory-verifier: verifier
+SELECT trajectory_id, verifiers.verifier, log.verifier
+FROM log ASOF JOIN verifiers ON log.writer_epoch >= verifiers.since_epoch
+WHERE log.verifier <> verifiers.verifier;
+
 -- rule prompt: log
 SELECT trajectory_id, unnest(other_prompt) || ' of the prompt table at its submission', 'another'
 FROM log;

@@ -1,0 +1,104 @@
+"""The aliases of registered versions: one of each run, `current` and `best`, and users' own.
+
+MLflow's client is passed in; this module knows which alias belongs where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_flow.layout import RunLayout
+from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
+
+CURRENT = "current"
+"""The newest checkpoint of the run that was trained last, of those that finished."""
+BEST = "best"
+"""The version with the highest held-out pass rate, of all runs."""
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_-]+")
+_RESERVED = re.compile(rf"{CURRENT}|{BEST}|latest|v\d+", re.IGNORECASE)
+
+
+def run_alias(name: str) -> str:
+    """Return the alias of a run, which follows its newest checkpoint: its name, where that can be.
+
+    A registry allows letters, digits, dashes and underscores, and has `latest` and `v1` for itself.
+    Any other name gets underscores for its dots, and six digits of its hash, so that no two runs
+    have the same: `sums.2` becomes `sums_2-ee0c0b`.
+    """
+    if _ALLOWED.fullmatch(name) and not _RESERVED.fullmatch(name):
+        return name
+    return f"{name.replace('.', '_')}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """The aliases of one registered model."""
+
+    client: Any
+    model: str
+
+    def versions(self) -> dict[str, str]:
+        """Return the version that each alias points to."""
+        found = self.client.get_registered_model(self.model).aliases
+        return {alias: str(version) for alias, version in found.items()}
+
+    def keeping(self, *, without: str) -> frozenset[str]:
+        """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases.
+
+        Args:
+            without: the alias of the run that asks, which only follows.
+        """
+        moving = {CURRENT, without}
+        return frozenset(v for alias, v in self.versions().items() if alias not in moving)
+
+    def free_for(self, layout: RunLayout, *, identity: str) -> str:
+        """Return the alias that a run is to have: that of its name, if no other run has it.
+
+        In a registry of several folders of runs there may be two of one name. One that was in the
+        same place is gone.
+        """
+        alias = run_alias(layout.name)
+        if alias in self.versions():
+            holder = self.client.get_model_version_by_alias(self.model, alias)
+            if source_path(holder.source).parent != layout.checkpoints:
+                return f"{alias}-{identity[:6]}"
+        return alias
+
+    def point(self, alias: str, version: str) -> None:
+        """Have an alias point to a version, wherever it points now."""
+        if self.versions().get(alias) != version:
+            self.client.set_registered_model_alias(self.model, alias, version)
+
+    def point_to_best(self) -> None:
+        """Have `best` point to the highest pass rate; of equals, to the version that was first."""
+        found = self.client.search_model_versions(f"name = '{self.model}'")
+        rates = {
+            int(version.version): float(version.tags[PASS_RATE_TAG])
+            for version in found
+            if PASS_RATE_TAG in version.tags
+        }
+        if rates:
+            self.point(BEST, str(max(sorted(rates), key=rates.__getitem__)))
+
+    def point_to_current(self, version: str) -> None:
+        """Have `current` point to a version of a run that finished.
+
+        One that was trained before the version there takes nothing from it: a run may be delivered
+        late, or again.
+        """
+        if CURRENT in self.versions():
+            there = self.client.get_model_version_by_alias(self.model, CURRENT)
+            found = self.client.get_model_version(self.model, version)
+            if there.tags.get(TRAINED_AT_TAG, "") > found.tags.get(TRAINED_AT_TAG, ""):
+                return
+        self.point(CURRENT, version)
+
+
+def source_path(source: str) -> Path:
+    """Return where a registered version's files lie."""
+    return Path(source.removeprefix("file://"))

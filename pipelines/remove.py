@@ -1,0 +1,42 @@
+"""Removes a run with all that a registry has of it: first the registry's entries, then the files.
+
+So a run whose registry cannot be reached is still there, and no entry is left that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from areal_flow.config import load_recipe
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import hold_lease, is_held, newest_lease
+from areal_flow.tracking.registry import untrack
+
+
+def check_unheld(layout: RunLayout) -> None:
+    """Return if no living driver has the run.
+
+    Raises:
+        RunError: one has; says which and since when.
+    """
+    lease = newest_lease(layout.writers)
+    if lease and is_held(layout.writers, lease.writer_epoch):
+        raise RunError(f"run {layout.name} is held by {lease}: stop it first; nothing was removed")
+
+
+def remove_run(layout: RunLayout) -> int:
+    """Remove a run that nobody holds; return how many model versions it had.
+
+    The directory is renamed first: one that is half removed must not look like a run.
+
+    Raises:
+        RunError: a driver holds it.
+        StorageError: the registry cannot be reached, and nothing was removed.
+    """
+    check_unheld(layout)
+    with hold_lease(layout.writers):
+        num_versions = untrack(layout, load_recipe(layout.config))
+        removed = layout.root.rename(layout.root.with_name(f".removed-{layout.name}"))
+        shutil.rmtree(removed)
+    return num_versions

@@ -21,6 +21,7 @@ from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, merge, require
 from areal_flow.workflows.registry import WORKFLOWS, WorkflowSettings
@@ -164,6 +165,8 @@ class Recipe(Settings):
     """What an episode is: a workflow's name and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), min_length=1, strict=False)
     """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
+    pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
+    """A completion passes if its reward is above this: verdicts, pass rates, reports."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

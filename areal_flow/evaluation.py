@@ -1,4 +1,4 @@
-"""How good a policy is on prompts that training never sees: held-out answers and their intervals.
+"""How good a policy is on prompts that training never sees: its held-out answers.
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
 prompt is a group of one member, with a seed that no training episode has. This module refuses to
@@ -11,21 +11,19 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
-from math import sqrt
-from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
 
 from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
-from areal_flow.types import Episode, EvaluationTable, PassRate, Prompt
+from areal_flow.types import Episode, Prompt
 
 PROMPTS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
 """Stands for the member in the seed: training's members count from 0."""
-Z_95 = 1.959963984540054
+
+_COPIED = ("finish_reason", "reward", "reward_detail", "verifier")
 
 Decode = Callable[[list[list[int]]], list[str]]
 """Turns lists of tokens into texts."""
@@ -81,6 +79,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
         "finish_reason": "error",
         "reward": None,
         "reward_detail": json.dumps(failed),
+        "verifier": next(row["verifier"] for row in rows.values()),
     }
     return [
         {
@@ -92,34 +91,8 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
             "policy_version": row["version_spans"][-1]["version"],
             "completion": texts.get(episode.submission_index, ""),
             "num_output_tokens": len(row["output_tokens"]),
-            **{name: row[name] for name in ("finish_reason", "reward", "reward_detail")},
+            **{name: row[name] for name in _COPIED},
         }
         for episode in episodes
         for row in [rows.get(episode.submission_index, unanswered)]
     ]
-
-
-def tabulate(rows: Sequence[dict[str, Any]]) -> EvaluationTable:
-    """Return the overall pass rate, and pass rate and mean length by difficulty."""
-    difficulty = itemgetter("difficulty")
-    by_difficulty: dict[int, tuple[PassRate, float]] = {}
-    for value, found in groupby(sorted(rows, key=difficulty), difficulty):
-        part = [*found]
-        mean_tokens = sum(row["num_output_tokens"] for row in part) / len(part)
-        by_difficulty[value] = _pass_rate(part), mean_tokens
-    return EvaluationTable(_pass_rate(rows), by_difficulty)
-
-
-def _pass_rate(rows: Sequence[dict[str, Any]]) -> PassRate:
-    return wilson_interval(sum((row["reward"] or 0.0) > 0 for row in rows), len(rows))
-
-
-def wilson_interval(num_passed: int, n: int) -> PassRate:
-    """Return the pass rate with Wilson's 95% score interval (Wilson 1927); all 0 when n is 0."""
-    if n == 0:
-        return PassRate(0.0, 0.0, 0.0, 0)
-    rate = num_passed / n
-    spread = 1 + Z_95**2 / n
-    center = (rate + Z_95**2 / (2 * n)) / spread
-    half = Z_95 / spread * sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2))
-    return PassRate(rate, max(0.0, center - half), min(1.0, center + half), n)

@@ -77,10 +77,13 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's word on one completion; `reward` is None when the verifier itself failed."""
+    """A verifier's word on one completion; `reward` is None when the verifier itself failed.
+
+    A verifier that gives a bare number leaves the verdict open: `right` if the completion passes.
+    """
 
     reward: float | None
-    verdict: Verdict
+    verdict: Verdict | None = None
     extracted: str = ""
     error: str = ""
     message: str = ""
@@ -248,12 +251,46 @@ class PassRate:
     n: int
 
 
-@dataclass(slots=True)
-class EvaluationTable:
-    """A held-out evaluation: the overall rate, and rate and mean length by difficulty."""
+@dataclass(frozen=True, slots=True)
+class RewardMean:
+    """A mean reward with its 95% normal interval; `n` answers had a reward."""
 
-    overall: PassRate
-    by_difficulty: dict[int, tuple[PassRate, float]] = field(default_factory=dict)
+    reward_mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationScores:
+    """What some held-out answers were worth, and how long they were."""
+
+    passed: PassRate
+    reward: RewardMean
+    mean_tokens: float
+
+    def by_name(self) -> dict[str, float]:
+        """Return rates, means and bounds by the names that reports, sinks and files show."""
+        return {
+            "pass_rate": self.passed.pass_rate,
+            "pass_rate_low": self.passed.low,
+            "pass_rate_high": self.passed.high,
+            "reward_mean": self.reward.reward_mean,
+            "reward_mean_low": self.reward.low,
+            "reward_mean_high": self.reward.high,
+        }
+
+    def as_json(self) -> dict[str, float]:
+        """Return `by_name`, the number of answers and their mean length."""
+        return {**self.by_name(), "n": self.passed.n, "mean_tokens": self.mean_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTable:
+    """A held-out evaluation: what its answers were worth, overall and by difficulty."""
+
+    overall: EvaluationScores
+    by_difficulty: Mapping[int, EvaluationScores] = field(default_factory=dict)
 
 
 def group_id(submission_index: int) -> str:

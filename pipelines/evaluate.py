@@ -18,13 +18,14 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
-from areal_flow.evaluation import answer_held_out, tabulate
+from areal_flow.evaluation import answer_held_out
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     copy_model_description,
     tokenizer_of,
 )
+from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable, Prompt
@@ -38,7 +39,7 @@ NO_WRITER = 0
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Pass rates, and the answers that they were counted from: rows of the evaluation schema."""
+    """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
 
     table: EvaluationTable
     answers: list[dict[str, Any]]
@@ -79,7 +80,7 @@ def evaluate_model(
             held_out = run.held_out_prompts
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
         answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
-    return EvaluationResult(tabulate(answers), answers)
+    return EvaluationResult(tabulate(answers, threshold=recipe.pass_threshold), answers)
 
 
 async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:

@@ -25,10 +25,11 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.evaluation import answer_held_out, tabulate
+from areal_flow.evaluation import answer_held_out
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
+from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
@@ -167,7 +168,7 @@ class Training:
             return Outcome(False, self.signals.received[0])
         await self._on_generators(generator_tasks.prepare_generator)
         if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
-            self.held_out["before"] = tabulate(rows)
+            self.held_out["before"] = tabulate(rows, threshold=self.recipe.pass_threshold)
         elif start.policy_version == 0:
             await self.evaluate("before", 0)
         version = await self.train(start)
@@ -242,7 +243,7 @@ class Training:
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
-        self.held_out[name] = tabulate(rows)
+        self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""

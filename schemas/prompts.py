@@ -41,6 +41,7 @@ class EvaluationRow(pa.DataFrameModel):
     finish_reason: str = pa.Field(description="'error' where the prompt could not be answered")
     reward: pl.Float64 = pa.Field(nullable=True)
     reward_detail: str
+    verifier: str = pa.Field(description="names and hashes of the code that scored it")
     evaluated_at: pl.Datetime("us", "UTC")
 
     class Config:

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.controller.records import member_seed
-from areal_flow.evaluation import answer_held_out, tabulate, wilson_interval
+from areal_flow.evaluation import answer_held_out
+from areal_flow.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
@@ -74,6 +75,7 @@ def test_each_prompt_has_one_answer_in_the_order_asked(workflow: Workflow) -> No
     assert [len(episodes) for episodes in answering.episodes] == [64, 64, 22]
     assert all(len(row["completion"].split()) == row["num_output_tokens"] for row in rows)
     assert {(row["evaluation"], row["writer_epoch"]) for row in rows} == {("before", 3)}
+    assert {row["verifier"] for row in rows} == {"v@0"}
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
 
@@ -98,15 +100,7 @@ def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
     assert [row["difficulty"] for row in failed] == [2] * 50
     assert all("no tool for this" in json.loads(row["reward_detail"])["error"] for row in failed)
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
-    table = tabulate(rows)
-    assert table.overall.n == 150
-    assert table.by_difficulty[2][0].pass_rate == 0.0
-    assert table.by_difficulty[1][0].pass_rate > 0.0
-
-
-def test_intervals_are_wilsons() -> None:
-    half = wilson_interval(50, 100)
-    assert (half.low, half.high) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)
-    none = wilson_interval(0, 10)
-    assert (none.low, none.high) == pytest.approx((0.0, 0.2775328), abs=1e-6)
-    assert wilson_interval(0, 0).n == 0
+    table = tabulate(rows, threshold=0.5)
+    assert table.overall.passed.n == 150
+    assert table.by_difficulty[2].passed.pass_rate == 0.0
+    assert table.by_difficulty[1].passed.pass_rate > 0.0

@@ -177,6 +177,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "finish_reason": "stop",
         "reward": 1.0,
         "reward_detail": "{}",
+        "verifier": "v@0",
         "evaluated_at": datetime.now(UTC),
     }
     return [answer] * 3

@@ -121,6 +121,13 @@ class TrainerSettings(Settings):
     """So many newest checkpoints are kept, and that of step 0."""
 
 
+class EvaluationSettings(Settings):
+    """How often held-out prompts are answered, beside before and after training."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations while training goes on; 0: only before and after it."""
+
+
 class TrackingSettings(Settings):
     """MLflow: a database beside the runs unless a server's address is given."""
 
@@ -167,6 +174,8 @@ class Recipe(Settings):
     """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this: verdicts, pass rates, reports."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Held-out prompts, answered while training goes on."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

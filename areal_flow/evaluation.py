@@ -23,7 +23,7 @@ PROMPTS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
 """Stands for the member in the seed: training's members count from 0."""
 
-_COPIED = ("finish_reason", "reward", "reward_detail", "verifier")
+_COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifier")
 
 Decode = Callable[[list[list[int]]], list[str]]
 """Turns lists of tokens into texts."""
@@ -41,6 +41,9 @@ async def answer_held_out(
     decode: Decode,
 ) -> list[dict[str, Any]]:
     """Answer every prompt once with the newest weights; return rows of the evaluation schema.
+
+    Beside training, newer weights arrive while prompts are answered: no token is older than the
+    evaluation's `policy_version`, and each row says which versions sampled it.
 
     Args:
         name: of the evaluation; the rows carry it.
@@ -60,11 +63,12 @@ async def answer_held_out(
         for start in range(0, len(episodes), PROMPTS_PER_TASK)
     ]
     tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
-    return [
-        {"evaluation": name, "writer_epoch": writer_epoch, **row}
-        for task, table in zip(tasks, tables, strict=True)
-        for row in _rows(task, table, decode)
+    rows = [
+        row for task, table in zip(tasks, tables, strict=True) for row in _rows(task, table, decode)
     ]
+    oldest = min(span["version"] for row in rows for span in row["version_spans"])
+    made = {"evaluation": name, "writer_epoch": writer_epoch, "policy_version": oldest}
+    return [{**made, **row} for row in rows]
 
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
@@ -72,9 +76,8 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
     rows = {row["submission_index"]: row for row in table.to_pylist() if row["branch"] == 0}
     texts = dict(zip(rows, decode([row["output_tokens"] for row in rows.values()]), strict=True))
     failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
-    newest = max(row["version_spans"][-1]["version"] for row in rows.values())
     unanswered: dict[str, Any] = {
-        "version_spans": [{"version": newest}],
+        "version_spans": [],
         "output_tokens": [],
         "finish_reason": "error",
         "reward": None,
@@ -88,7 +91,6 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
             "prompt": episode.prompt.text,
             "answer": episode.prompt.answer,
             "evaluated_at": datetime.now(UTC),
-            "policy_version": row["version_spans"][-1]["version"],
             "completion": texts.get(episode.submission_index, ""),
             "num_output_tokens": len(row["output_tokens"]),
             **{name: row[name] for name in _COPIED},

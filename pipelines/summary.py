@@ -41,7 +41,7 @@ def summarise(
     """Return the summary of a whole run.
 
     Args:
-        held_out: the evaluations "before" and "after", as far as there are any.
+        held_out: evaluations by name; those "before" and "after" are summarised.
         ledger: every row, the genesis too.
     """
     import duckdb
@@ -50,15 +50,16 @@ def summarise(
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+    compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
     by_difficulty = {
         name: {
             str(difficulty): scores.as_json() for difficulty, scores in table.by_difficulty.items()
         }
-        for name, table in held_out.items()
+        for name, table in compared.items()
     }
     return {
         **dict.fromkeys(("held_out_before", "held_out_after")),
-        **{f"held_out_{name}": table.overall.as_json() for name, table in held_out.items()},
+        **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
         **{name: value or 0 for name, value in totals.items()},
         "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
     }
@@ -78,7 +79,7 @@ def print_summary(
         "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
         "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
-    both = len(held_out) == 2
+    both = {"before", "after"} <= held_out.keys()
     compared = _comparison(held_out["before"], held_out["after"]) if both else []
     print_parts(make_console(), *compared, said.format_map(summary), *next_commands(layout, model))
 

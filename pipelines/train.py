@@ -41,6 +41,7 @@ from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.committed import (
     CommittedLogs,
     append_evaluation,
+    evaluation_names,
     read_evaluation,
     read_unconsumed,
 )
@@ -53,6 +54,8 @@ from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
+from pipelines.cli.tables import with_interval
+from pipelines.periodic_evaluation import PeriodicEvaluations
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -146,6 +149,12 @@ class Training:
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
+        self.evaluations = PeriodicEvaluations(
+            self._evaluate_beside,
+            every_steps=recipe.evaluation.every_steps if recipe.prompts.num_held_out else 0,
+            num_steps=recipe.num_steps,
+            made=evaluation_names(layout.evaluations, writer.root),
+        )
         self.trainer = DaskTrainer(self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
@@ -167,9 +176,7 @@ class Training:
         if start is None:
             return Outcome(False, self.signals.received[0])
         await self._on_generators(generator_tasks.prepare_generator)
-        if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
-            self.held_out["before"] = tabulate(rows, threshold=self.recipe.pass_threshold)
-        elif start.policy_version == 0:
+        if start.policy_version == 0 or self._answered("before", 0):
             await self.evaluate("before", 0)
         version = await self.train(start)
         if self.signals.received:
@@ -217,9 +224,13 @@ class Training:
         deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
         try:
             with self.signals.finishing_steps(flow.request_stop):
+                self.evaluations.reached(start.policy_version)
                 await SCHEDULES[self.recipe.schedule](flow)
+            if not self.signals.received:
+                await self.evaluations.settle()
         finally:
             deadline.cancel()
+            await self.evaluations.cancel()
             await flow.close()
             await self.logs.close()
             await self.checkpoints.settle()
@@ -230,6 +241,9 @@ class Training:
     async def evaluate(self, name: str, version: int) -> None:
         """Answer the held-out prompts, if there are any, with the version that is served."""
         if not self.recipe.prompts.num_held_out:
+            return
+        if rows := self._answered(name, version):
+            self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
             return
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
@@ -244,6 +258,18 @@ class Training:
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
         self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
+
+    def _answered(self, name: str, version: int) -> list[dict[str, Any]]:
+        """Return the rows of an evaluation that an earlier driver made of this version."""
+        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        return [row for row in rows if row["policy_version"] == version]
+
+    async def _evaluate_beside(self, name: str) -> None:
+        """Evaluate the newest version while training goes on, and say what was found."""
+        await self.evaluate(name, self.ledger.head)
+        found = self.held_out[name].overall
+        rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
+        self.progress.update(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
@@ -266,6 +292,7 @@ class Training:
     async def on_step(self, row: dict[str, Any]) -> None:
         """Show a committed step, and have it tracked and checkpointed."""
         self.progress.step(row)
+        self.evaluations.reached(row["step"])
         self.tracking.wake()
         await self.checkpoints.after_step(row)
 

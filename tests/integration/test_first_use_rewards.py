@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -10,8 +11,15 @@ from statistics import fmean
 import pytest
 
 import areal_flow
+from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import PASS_RATE
-from tests.integration.runs import check_accounting, cli, small_arguments
+from tests.integration.runs import (
+    check_accounting,
+    cli,
+    small_arguments,
+    started_cli,
+    step_reached,
+)
 
 LENGTHS = '[{verifier = "tests.integration.verifiers:reward_length"}]'
 """It gives 0, 0.25, 0.5, 0.75 or 1."""
@@ -84,3 +92,42 @@ def test_evaluation_from_python_has_both(run: areal_flow.Run) -> None:
     overall = found.table.overall
     assert overall.reward.reward_mean == pytest.approx(fmean(rewards))
     assert overall.passed.pass_rate == pytest.approx(fmean(reward > 0.5 for reward in rewards))
+
+
+@pytest.fixture(scope="module")
+def resumed(workspace: Path) -> areal_flow.Run:
+    """Kill a driver while it evaluates beside training, and let another one finish the run."""
+    settings = ["--num-steps", "7", "--evaluation.every-steps", "2"]
+    layout = RunLayout((workspace / "runs" / "killed").resolve())
+    arguments = [*small_arguments(), *settings, "--rewards", LENGTHS]
+    with started_cli("train", "--name", "killed", *arguments, cwd=workspace):
+        asyncio.run(asyncio.wait_for(step_reached(layout, 2), 200))
+    done = cli("train", "--resume", "killed", cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert "evaluation step-0000000" in done.stdout
+    return areal_flow.open_run(layout.root)
+
+
+def test_evaluation_beside_training_is_made_once_though_its_driver_was_killed(
+    resumed: areal_flow.Run,
+) -> None:
+    answers = resumed.evaluations()
+    counts = answers.groupby("evaluation").prompt_id.agg(["size", "nunique"])
+    assert set(counts["size"]) == set(counts["nunique"]) == {64}
+    beside = {name for name in counts.index if name.startswith("step-")}
+    assert beside
+    assert set(counts.index) == {"before", "after", *beside}
+    assert beside <= {f"step-{step:08d}" for step in (2, 4, 6)}
+    check_accounting(resumed.layout)
+
+
+def test_evaluation_beside_training_says_which_versions_answered(resumed: areal_flow.Run) -> None:
+    query = """
+        SELECT evaluation, min(policy_version), max(policy_version),
+               min(list_min(list_transform(version_spans, lambda span: span.version)))
+        FROM evaluations GROUP BY evaluation
+    """
+    for name, version, other, oldest in resumed.database().sql(query).fetchall():
+        assert version == other == oldest
+        if name.startswith("step-"):
+            assert version >= int(name.removeprefix("step-"))

@@ -31,13 +31,14 @@ PROMPTS = [replace(PROMPT, prompt_id=f"p{index}", difficulty=1 + index % 3) for 
 class Answering:
     """Answers without a cluster."""
 
-    def __init__(self, workflow: Workflow) -> None:
+    def __init__(self, workflow: Workflow, **services: Any) -> None:
         self.workflow = workflow
+        self.services = services
         self.episodes: list[Sequence[Episode]] = []
 
     async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         self.episodes.append(episodes)
-        services = FakeServices(max_model_len=200)
+        services = FakeServices(max_model_len=200, **self.services)
         groups = [await run_group(self.workflow, episode, services) for episode in episodes]
         table = rollout_table(
             list(zip(episodes, groups, strict=True)),
@@ -75,6 +76,8 @@ def test_each_prompt_has_one_answer_in_the_order_asked(workflow: Workflow) -> No
     assert [len(episodes) for episodes in answering.episodes] == [64, 64, 22]
     assert all(len(row["completion"].split()) == row["num_output_tokens"] for row in rows)
     assert {(row["evaluation"], row["writer_epoch"]) for row in rows} == {("before", 3)}
+    for row in rows:
+        assert sum(span["length"] for span in row["version_spans"]) == row["num_output_tokens"]
     assert {row["verifier"] for row in rows} == {"v@0"}
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
@@ -104,3 +107,12 @@ def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
     assert table.overall.passed.n == 150
     assert table.by_difficulty[2].passed.pass_rate == 0.0
     assert table.by_difficulty[1].passed.pass_rate > 0.0
+
+
+def test_evaluation_beside_training_says_which_versions_answered() -> None:
+    rows = answers_of(Answering(SingleTurn(), tokens_per_version=30))
+    assert {row["policy_version"] for row in rows} == {0}, "no token is older"
+    versions = [[span["version"] for span in row["version_spans"]] for row in rows]
+    assert versions[0] == [0]
+    assert any(len(found) > 1 for found in versions), "newer weights arrived in mid-answer"
+    assert versions[63][-1] > 0

@@ -178,6 +178,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "reward": 1.0,
         "reward_detail": "{}",
         "verifier": "v@0",
+        "version_spans": [],
         "evaluated_at": datetime.now(UTC),
     }
     return [answer] * 3

@@ -122,10 +122,23 @@ class TrainerSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """How often held-out prompts are answered, beside before and after training."""
+    """How held-out prompts are answered, and how often."""
 
     every_steps: int = Field(0, ge=0)
     """Steps between evaluations while training goes on; 0: only before and after it."""
+    num_samples: int = Field(1, ge=1)
+    """Answers a prompt; several give pass@k."""
+    temperature: float | None = Field(None, ge=0)
+    """Of the answers; 0: always the likeliest token; by default that of `generation`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        require(
+            self.temperature != 0 or self.num_samples == 1,
+            f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
+            "the likeliest answer is always the same",
+        )
+        return self
 
 
 class TrackingSettings(Settings):
@@ -175,7 +188,7 @@ class Recipe(Settings):
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this: verdicts, pass rates, reports."""
     evaluation: EvaluationSettings = EvaluationSettings()
-    """Held-out prompts, answered while training goes on."""
+    """How held-out prompts are answered, and how often."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

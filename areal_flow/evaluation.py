@@ -1,8 +1,8 @@
 """How good a policy is on prompts that training never sees: its held-out answers.
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
-prompt is a group of one member, with a seed that no training episode has. This module refuses to
-know which cluster answers.
+prompt is a group with a member a sample, and with seeds that no training episode has. This module
+refuses to know which cluster answers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt
 
-PROMPTS_PER_TASK = 64
+ANSWERS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
-"""Stands for the member in the seed: training's members count from 0."""
+"""Stands for the first sample in the seed, later ones count down: training's count from 0."""
 
 _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifier")
 
@@ -35,17 +36,19 @@ async def answer_held_out(
     answer: Answer,
     prompts: Sequence[Prompt],
     *,
+    settings: EvaluationSettings,
     name: str,
     seed: int,
     writer_epoch: int,
     decode: Decode,
 ) -> list[dict[str, Any]]:
-    """Answer every prompt once with the newest weights; return rows of the evaluation schema.
+    """Answer every prompt with the newest weights; return rows of the evaluation schema.
 
     Beside training, newer weights arrive while prompts are answered: no token is older than the
     evaluation's `policy_version`, and each row says which versions sampled it.
 
     Args:
+        settings: how many answers a prompt has, and at which temperature.
         name: of the evaluation; the rows carry it.
         seed: of the run.
         writer_epoch: of the driver that will append the rows, 0 if none will.
@@ -54,13 +57,22 @@ async def answer_held_out(
         ArealFlowError: the prompts could not be answered.
     """
     began = datetime.now(UTC)
+    members = range(HELD_OUT_MEMBER, HELD_OUT_MEMBER - settings.num_samples, -1)
     episodes = [
-        Episode(index, prompt, (member_seed(seed, index, HELD_OUT_MEMBER),), 0, writer_epoch, began)
+        Episode(
+            index,
+            prompt,
+            tuple(member_seed(seed, index, member) for member in members),
+            0,
+            writer_epoch,
+            began,
+            settings.temperature,
+        )
         for index, prompt in enumerate(prompts)
     ]
+    num_together = max(1, ANSWERS_PER_TASK // settings.num_samples)
     tasks = [
-        episodes[start : start + PROMPTS_PER_TASK]
-        for start in range(0, len(episodes), PROMPTS_PER_TASK)
+        episodes[start : start + num_together] for start in range(0, len(episodes), num_together)
     ]
     tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
     rows = [
@@ -72,8 +84,12 @@ async def answer_held_out(
 
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
-    """Return one row a prompt: its answer, or that it has none. Only branch 0 is the answer."""
-    rows = {row["submission_index"]: row for row in table.to_pylist() if row["branch"] == 0}
+    """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
+    rows = {
+        (row["submission_index"], row["member"]): row
+        for row in table.to_pylist()
+        if row["branch"] == 0
+    }
     texts = dict(zip(rows, decode([row["output_tokens"] for row in rows.values()]), strict=True))
     failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
     unanswered: dict[str, Any] = {
@@ -87,14 +103,16 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
     return [
         {
             "prompt_id": episode.prompt.prompt_id,
+            "sample": sample,
             "difficulty": episode.prompt.difficulty,
             "prompt": episode.prompt.text,
             "answer": episode.prompt.answer,
             "evaluated_at": datetime.now(UTC),
-            "completion": texts.get(episode.submission_index, ""),
+            "completion": texts.get((episode.submission_index, sample), ""),
             "num_output_tokens": len(row["output_tokens"]),
             **{name: row[name] for name in _COPIED},
         }
         for episode in episodes
-        for row in [rows.get(episode.submission_index, unanswered)]
+        for sample in range(len(episode.seeds))
+        for row in [rows.get((episode.submission_index, sample), unanswered)]
     ]

@@ -6,9 +6,10 @@ equal. So do the two means of an evaluation with their 95% intervals.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from math import sqrt
+from math import comb, sqrt
 from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
@@ -40,18 +41,56 @@ def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> Evaluati
 def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationScores:
     """Return pass rate, mean reward and mean length of some answers.
 
-    An answer without a reward has not passed, and is no part of the mean reward.
+    An answer without a reward has not passed, and is no part of the mean reward. Samples of one
+    prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
+    then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample.
 
     Args:
-        rows: `reward` and `num_output_tokens` of each answer.
+        rows: `prompt_id`, `sample`, `reward` and `num_output_tokens` of each answer.
     """
-    rewards = [row["reward"] for row in rows]
-    num_passed = sum(passes(reward, threshold=threshold) for reward in rewards)
+    by_prompt = _by_prompt(rows)
+    num_samples = max((row["sample"] + 1 for row in rows), default=1)
+    passed = [[passes(r, threshold=threshold) for r in rewards] for rewards in by_prompt]
+    scored = [[r for r in rewards if r is not None] for rewards in by_prompt]
     return EvaluationScores(
-        wilson_interval(num_passed, len(rows)),
-        normal_interval([reward for reward in rewards if reward is not None]),
+        _pass_rate(passed, num_samples=num_samples),
+        normal_interval([fmean(rewards) for rewards in scored if rewards]),
         sum(row["num_output_tokens"] for row in rows) / max(1, len(rows)),
+        num_samples,
+        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(num_samples)},
     )
+
+
+def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Return the rewards of each prompt; two prompts of one id are told apart by their samples."""
+    found: dict[tuple[str, int], list[float | None]] = {}
+    num_seen = Counter[tuple[str, int]]()
+    for row in rows:
+        sample = row["prompt_id"], row["sample"]
+        found.setdefault((row["prompt_id"], num_seen[sample]), []).append(row["reward"])
+        num_seen[sample] += 1
+    return [*found.values()]
+
+
+def _pass_rate(passed: Sequence[Sequence[bool]], *, num_samples: int) -> PassRate:
+    if num_samples == 1:
+        return wilson_interval(sum(map(sum, passed)), len(passed))
+    mean = normal_interval([fmean(samples) for samples in passed])
+    return PassRate(mean.reward_mean, max(0.0, mean.low), min(1.0, mean.high), mean.n)
+
+
+def sizes(num_samples: int) -> list[int]:
+    """Return the k of which pass@k is shown: powers of two, and all samples; none of one sample."""
+    powers = [2**exponent for exponent in range(1, num_samples.bit_length())]
+    return sorted({*powers, num_samples} - {1})
+
+
+def pass_at(k: int, n: int, num_passed: int) -> float:
+    """Return pass@k, unbiased: 1 - C(n - c, k) / C(n, k) of c passed among n samples.
+
+    Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1.0 - comb(n - num_passed, k) / comb(n, k)
 
 
 def wilson_interval(num_passed: int, n: int) -> PassRate:

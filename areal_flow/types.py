@@ -39,7 +39,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution."""
+    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution;
+    `temperature=0` takes the likeliest token, with log-probability 0."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -101,6 +102,8 @@ class Episode:
     attempt: int
     writer_epoch: int
     submitted_at: datetime
+    temperature: float | None = None
+    """Of an evaluation's answers; that of the recipe's `generation` if None, as in training."""
 
     @property
     def group_id(self) -> str:
@@ -243,7 +246,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """A rate with its 95% Wilson interval."""
+    """A rate with its 95% interval: Wilson's, or normal where prompts have several samples."""
 
     pass_rate: float
     low: float
@@ -253,7 +256,7 @@ class PassRate:
 
 @dataclass(frozen=True, slots=True)
 class RewardMean:
-    """A mean reward with its 95% normal interval; `n` answers had a reward."""
+    """A mean reward with its 95% normal interval; `n` prompts had a reward."""
 
     reward_mean: float
     low: float
@@ -268,10 +271,15 @@ class EvaluationScores:
     passed: PassRate
     reward: RewardMean
     mean_tokens: float
+    num_samples: int = 1
+    """Of each prompt."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """pass@k by k, of several samples: how likely one of k passes."""
 
     def by_name(self) -> dict[str, float]:
         """Return rates, means and bounds by the names that reports, sinks and files show."""
         return {
+            **{f"pass_at_{k}": rate for k, rate in self.pass_at.items()},
             "pass_rate": self.passed.pass_rate,
             "pass_rate_low": self.passed.low,
             "pass_rate_high": self.passed.high,
@@ -281,8 +289,9 @@ class EvaluationScores:
         }
 
     def as_json(self) -> dict[str, float]:
-        """Return `by_name`, the number of answers and their mean length."""
-        return {**self.by_name(), "n": self.passed.n, "mean_tokens": self.mean_tokens}
+        """Return `by_name`, the numbers of prompts and of their samples, and the mean length."""
+        counts = {"n": self.passed.n, "num_samples": self.num_samples}
+        return {**self.by_name(), **counts, "mean_tokens": self.mean_tokens}
 
 
 @dataclass(frozen=True, slots=True)

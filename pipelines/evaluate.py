@@ -91,6 +91,7 @@ async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> l
         answers = answer_held_out(
             DaskRollouts(cluster.client, reader).answer,
             prompts,
+            settings=recipe.evaluation,
             name="evaluate",
             seed=recipe.seed,
             writer_epoch=NO_WRITER,

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import Table, make_console, print_parts, with_interval
+from pipelines.cli.tables import Table, make_console, print_parts, samples_text, with_interval
 
 _TOTALS = """
 SELECT
@@ -114,12 +114,13 @@ def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[Rendera
         }
         for difficulty, first, last in [*both, ("all", before.overall, after.overall)]
     ]
+    kind = "Wilson" if after.overall.num_samples == 1 else "normal"
     changes = [
         f"{label} {with_interval(before.overall, name)} -> {with_interval(after.overall, name)}"
         f" (95%, {kind})"
         for label, name, kind in (
-            ("pass rate  ", "pass_rate", "Wilson"),
+            ("pass rate  ", "pass_rate", kind),
             ("mean reward", "reward_mean", "normal"),
         )
     ]
-    return [Table(rows, "Held-out prompts, one sample each"), "", *changes, ""]
+    return [Table(rows, f"Held-out prompts, {samples_text(after.overall)}"), "", *changes, ""]

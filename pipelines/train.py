@@ -250,6 +250,7 @@ class Training:
         rows = await answer_held_out(
             self.rollouts.answer,
             table.rows(),
+            settings=self.recipe.evaluation,
             name=name,
             seed=self.recipe.seed,
             writer_epoch=self.writer.writer_epoch,

@@ -38,6 +38,7 @@ class EvaluationRow(pa.DataFrameModel):
         description="which versions sampled this answer; empty where there is none"
     )
     prompt_id: str
+    sample: pl.Int32 = pa.Field(ge=0, description="which of the prompt's answers")
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt: str
     completion: str

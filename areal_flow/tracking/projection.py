@@ -49,7 +49,8 @@ _STEP_COLUMNS = [
 ]
 _CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark"]
 _EVALUATION_COLUMNS = [
-    *("evaluation", "policy_version", "reward", "num_output_tokens", "evaluated_at"),
+    *("evaluation", "policy_version", "prompt_id", "sample", "reward", "num_output_tokens"),
+    "evaluated_at",
 ]
 
 

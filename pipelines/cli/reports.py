@@ -18,7 +18,7 @@ from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import Report, Table, facts, with_interval
+from pipelines.cli.tables import Report, Table, facts, samples_text, with_interval
 from pipelines.models import Traced
 
 _BARS = 30
@@ -55,7 +55,7 @@ def report_evaluation(found: EvaluationTable, model: Path) -> Report:
         }
         for difficulty, scores in found.by_difficulty.items()
     ]
-    table = Table(shown, f"{model.name}: held-out prompts, one sample each")
+    table = Table(shown, f"{model.name}: held-out prompts, {samples_text(found.overall)}")
     data = {"model": model, "overall": overall, "by_difficulty": rows}
     return Report(data, [table, json.dumps(overall)])
 

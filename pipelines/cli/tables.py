@@ -149,6 +149,14 @@ def with_interval(scores: EvaluationScores, name: str) -> str:
     return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
 
 
+def samples_text(scores: EvaluationScores) -> str:
+    """Return how many samples each prompt has, and pass@k where it has several."""
+    if scores.num_samples == 1:
+        return "one sample each"
+    rates = ", ".join(f"pass@{k} {rate:.3f}" for k, rate in scores.pass_at.items())
+    return f"{scores.num_samples} samples each: {rates}"
+
+
 def plain(value: Any) -> str:
     """Return what JSON has no type for as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -43,8 +43,12 @@ def append_evaluation(layout: RunLayout, version: int, rewards: list[float | Non
         "writer_epoch": 1,
         "evaluated_at": BEGAN + timedelta(hours=1),
     }
-    answer["num_output_tokens"] = 4
-    table = pa.Table.from_pylist([{**answer, "reward": reward} for reward in rewards])
+    answer |= {"num_output_tokens": 4, "sample": 0}
+    rows = [
+        {**answer, "prompt_id": f"p{index}", "reward": reward}
+        for index, reward in enumerate(rewards)
+    ]
+    table = pa.Table.from_pylist(rows)
     lance.write_dataset(table, str(layout.evaluations), mode="append")
 
 

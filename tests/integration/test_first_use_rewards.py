@@ -86,6 +86,36 @@ def test_summary_has_both_with_their_intervals(run: areal_flow.Run) -> None:
     assert set(answers.verifier) == set(run.trajectories(columns=["verifier"]).verifier)
 
 
+def test_several_samples_give_pass_at_k_from_the_command_line(
+    workspace: Path, trained: object
+) -> None:
+    settings = ["--num-steps", "1", "--prompts.num-held-out", "16", "--rewards", LENGTHS]
+    evaluation = ["--evaluation.num-samples", "4", "--evaluation.temperature", "0.8"]
+    arguments = [*small_arguments(), *settings, *evaluation]
+    done = cli("train", "--name", "sampled", *arguments, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert "Held-out prompts, 4 samples each: pass@2 0." in done.stdout
+    run = areal_flow.open_run(workspace / "runs" / "sampled")
+    answers = run.evaluations()
+    after = answers[answers.evaluation == "after"].assign(passed=lambda rows: rows.reward > 0.5)
+    by_prompt = after.groupby("prompt_id").passed
+    found = run.summary()["held_out_after"]
+    assert (found["n"], found["num_samples"], len(after)) == (16, 4, 64)
+    assert found["pass_rate"] == pytest.approx(by_prompt.mean().mean())
+    assert found["pass_at_4"] == pytest.approx(by_prompt.any().mean())
+
+
+def test_likeliest_answers_are_the_same_from_any_command(workspace: Path, trained: object) -> None:
+    greedy = ["--evaluation.temperature", "0", "--prompts.num-held-out", "16"]
+    arguments = [*small_arguments(), "--num-steps", "0", *greedy]
+    done = cli("train", "--name", "greedy", *arguments, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    run = areal_flow.open_run(workspace / "runs" / "greedy")
+    answers = run.evaluations(columns=["evaluation", "prompt_id", "completion"])
+    assert len(answers.drop_duplicates(["prompt_id", "completion"])) == 16
+    assert set(answers.evaluation) == {"before", "after"}
+
+
 def test_evaluation_from_python_has_both(run: areal_flow.Run) -> None:
     found = areal_flow.evaluate(run, num_prompts=16)
     rewards = [answer["reward"] for answer in found.answers]

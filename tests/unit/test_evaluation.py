@@ -12,7 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from areal_flow.config import EvaluationSettings, build_recipe
 from areal_flow.controller.records import member_seed
+from areal_flow.errors import ConfigError
 from areal_flow.evaluation import answer_held_out
 from areal_flow.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
@@ -55,11 +57,12 @@ class Answering:
         return scored_table(table, scores, verifier="v@0")
 
 
-def answers_of(answering: Answering, *, seed: int = 0) -> list[dict[str, Any]]:
+def answers_of(answering: Answering, *, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
     return asyncio.run(
         answer_held_out(
             answering.answer,
             PROMPTS,
+            settings=EvaluationSettings(**settings),
             name="before",
             seed=seed,
             writer_epoch=3,
@@ -116,3 +119,34 @@ def test_evaluation_beside_training_says_which_versions_answered() -> None:
     assert versions[0] == [0]
     assert any(len(found) > 1 for found in versions), "newer weights arrived in mid-answer"
     assert versions[63][-1] > 0
+
+
+def test_several_samples_are_members_with_seeds_of_their_own() -> None:
+    answering = Answering(SingleTurn())
+    rows = answers_of(answering, num_samples=3)
+    assert [(row["prompt_id"], row["sample"]) for row in rows] == [
+        (prompt.prompt_id, sample) for prompt in PROMPTS for sample in range(3)
+    ]
+    episodes = [episode for asked in answering.episodes for episode in asked]
+    assert [episode.seeds for episode in episodes] == [
+        tuple(member_seed(0, index, -1 - sample) for sample in range(3)) for index in range(150)
+    ]
+    assert max(len(asked) for asked in answering.episodes) == 64 // 3
+    first = [row for row in rows if row["sample"] == 0]
+    assert [row["completion"] for row in first] == [
+        row["completion"] for row in answers_of(Answering(SingleTurn()))
+    ]
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+
+
+def test_temperature_is_that_of_generation_unless_the_evaluation_has_its_own() -> None:
+    def completions(**settings: Any) -> set[str]:
+        return {row["completion"] for row in answers_of(Answering(SingleTurn()), **settings)}
+
+    assert completions() == completions(temperature=1.0) != completions(temperature=0.7)
+    assert len(completions(temperature=0.0)) == 1, "one question, the likeliest answer"
+
+
+def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
+        build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")

@@ -179,6 +179,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "reward_detail": "{}",
         "verifier": "v@0",
         "version_spans": [],
+        "sample": 0,
         "evaluated_at": datetime.now(UTC),
     }
     return [answer] * 3

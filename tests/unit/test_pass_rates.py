@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import closing
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import duckdb
@@ -20,7 +23,9 @@ from areal_flow.pass_rates import (
     PASS_RATE,
     evaluation_scores,
     normal_interval,
+    pass_at,
     passes,
+    sizes,
     tabulate,
     wilson_interval,
 )
@@ -82,8 +87,10 @@ def test_bare_number_is_right_if_its_completion_passes(
 
 
 def answers(*rewards: float | None, difficulty: int = 1) -> list[dict[str, Any]]:
+    made = {"difficulty": difficulty, "num_output_tokens": 4, "sample": 0}
     return [
-        {"reward": reward, "difficulty": difficulty, "num_output_tokens": 4} for reward in rewards
+        {**made, "prompt_id": f"{difficulty}-{index}", "reward": reward}
+        for index, reward in enumerate(rewards)
     ]
 
 
@@ -154,3 +161,46 @@ def test_evaluation_is_reported_with_both_labelled() -> None:
     assert (overall["pass_rate"], overall["reward_mean"], overall["n"]) == (0.5, 0.5, 2)
     assert overall["pass_rate_low"] < 0.5 < overall["pass_rate_high"]
     assert report.parts[-1] == json.dumps(overall)
+
+
+def sampled(*prompts: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Return answers with several samples a prompt."""
+    made = {"difficulty": 1, "num_output_tokens": 4}
+    return [
+        {**made, "prompt_id": f"p{index}", "sample": sample, "reward": reward}
+        for index, rewards in enumerate(prompts)
+        for sample, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_one_that_passed(
+    n: int, k: int
+) -> None:
+    for num_passed in range(n + 1):
+        samples = [True] * num_passed + [False] * (n - num_passed)
+        choices = [any(chosen) for chosen in combinations(samples, k)]
+        assert pass_at(k, n, num_passed) == pytest.approx(fmean(choices))
+
+
+def test_several_samples_give_pass_at_k_and_intervals_over_prompts() -> None:
+    """Prompts pass in 4, 2, 0 and 0 of 4 samples: pass@1 3/8, pass@2 (1 + 5/6) / 4, pass@4 1/2."""
+    found = evaluation_scores(
+        sampled([1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0], [0, None, 0, 0]), threshold=0.5
+    )
+    assert (found.num_samples, found.passed.n, found.passed.pass_rate) == (4, 4, 0.375)
+    assert found.pass_at == pytest.approx({2: (1 + 5 / 6) / 4, 4: 0.5})
+    assert found.by_name()["pass_at_4"] == 0.5
+    over_prompts = normal_interval([1.0, 0.5, 0.0, 0.0])
+    assert (found.passed.low, found.passed.high) == (0.0, pytest.approx(over_prompts.high))
+    assert found.reward.reward_mean == 0.375
+
+
+def test_prompts_that_share_an_id_are_two_prompts() -> None:
+    found = evaluation_scores([*answers(1.0), *answers(0.0)], threshold=0.5)
+    assert (found.passed.n, found.passed.pass_rate, found.num_samples) == (2, 0.5, 1)
+    assert found.pass_at == {}
+
+
+def test_ks_are_powers_of_two_and_all_samples() -> None:
+    assert [sizes(n) for n in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]

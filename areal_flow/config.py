@@ -130,6 +130,8 @@ class EvaluationSettings(Settings):
     """Answers a prompt; several give pass@k."""
     temperature: float | None = Field(None, ge=0)
     """Of the answers; 0: always the likeliest token; by default that of `generation`."""
+    stop_after_plateau: int = Field(0, ge=0)
+    """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
@@ -137,6 +139,11 @@ class EvaluationSettings(Settings):
             self.temperature != 0 or self.num_samples == 1,
             f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
             "the likeliest answer is always the same",
+        )
+        require(
+            not self.stop_after_plateau or self.every_steps > 0,
+            f"evaluation.stop_after_plateau ({self.stop_after_plateau}) needs evaluations while "
+            "training goes on: set evaluation.every_steps",
         )
         return self
 

@@ -93,6 +93,18 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
     return 1.0 - comb(n - num_passed, k) / comb(n, k)
 
 
+def has_plateaued(rates: Sequence[float], *, patience: int) -> bool:
+    """Return whether none of the last rates is better than the best before them.
+
+    Args:
+        rates: of the evaluations so far, in their order.
+        patience: how many may be no better; 0: any number.
+    """
+    if not patience or len(rates) <= patience:
+        return False
+    return max(rates[-patience:]) <= max(rates[:-patience])
+
+
 def wilson_interval(num_passed: int, n: int) -> PassRate:
     """Return the pass rate with Wilson's 95% score interval (Wilson 1927); all 0 when n is 0."""
     if n == 0:

@@ -1,8 +1,8 @@
 """Evaluations beside training: which one is due, and one at a time.
 
 An evaluation is named by the step at which it is due, so that it is made once, whatever dies: a
-driver that resumes makes the newest one that is due and has no rows. It refuses to know how
-prompts are answered.
+driver that resumes makes the newest one that is due and has no rows. This module refuses to know
+how prompts are answered.
 
 | who           | waits for                  | unblocked by                                 |
 |---------------|----------------------------|----------------------------------------------|
@@ -15,11 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError
+from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import has_plateaued, tabulate
+from areal_flow.store.committed import evaluation_names, read_evaluation
+from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
+
+_PREFIX = "step-"
 
 
 class PeriodicEvaluations:
@@ -28,20 +35,14 @@ class PeriodicEvaluations:
     def __init__(
         self,
         evaluate: Callable[[str], Awaitable[None]],
+        recipe: Recipe,
         *,
-        every_steps: int,
-        num_steps: int,
         made: Iterable[str] = (),
     ) -> None:
-        """Take what makes the evaluation of a name.
-
-        Args:
-            every_steps: 0 for none.
-            num_steps: of the run; its last version is evaluated after training.
-            made: names of evaluations that are there already.
-        """
+        """Take what makes the evaluation of a name, and the names of those that are there."""
         self._evaluate = evaluate
-        self._every_steps, self._num_steps = every_steps, num_steps
+        self._every_steps = recipe.evaluation.every_steps if recipe.prompts.num_held_out else 0
+        self._num_steps = recipe.num_steps
         self._begun = set(made)
         self._waiting = ""
         self._making: asyncio.Task[None] | None = None
@@ -85,4 +86,23 @@ class PeriodicEvaluations:
 
 def evaluation_name(step: int) -> str:
     """Return the name of the evaluation that is due at a step; names sort by step."""
-    return f"step-{step:08d}"
+    return f"{_PREFIX}{step:08d}"
+
+
+def read_periodic(layout: RunLayout, *, threshold: float) -> dict[str, EvaluationTable]:
+    """Return the evaluations that were made beside training, by name, in order."""
+    names = evaluation_names(layout.evaluations, layout.writers)
+    return {
+        name: tabulate(
+            read_evaluation(layout.evaluations, layout.writers, name), threshold=threshold
+        )
+        for name in names
+        if name.startswith(_PREFIX)
+    }
+
+
+def is_flat(held_out: Mapping[str, EvaluationTable], *, patience: int) -> bool:
+    """Return whether the pass rate, before training and beside it, has plateaued."""
+    names = ["before", *sorted(name for name in held_out if name.startswith(_PREFIX))]
+    rates = [held_out[name].overall.passed.pass_rate for name in names if name in held_out]
+    return has_plateaued(rates, patience=patience)

@@ -41,7 +41,6 @@ from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.committed import (
     CommittedLogs,
     append_evaluation,
-    evaluation_names,
     read_evaluation,
     read_unconsumed,
 )
@@ -55,7 +54,7 @@ from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.cli.tables import with_interval
-from pipelines.periodic_evaluation import PeriodicEvaluations
+from pipelines.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -149,12 +148,6 @@ class Training:
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
         )
-        self.evaluations = PeriodicEvaluations(
-            self._evaluate_beside,
-            every_steps=recipe.evaluation.every_steps if recipe.prompts.num_held_out else 0,
-            num_steps=recipe.num_steps,
-            made=evaluation_names(layout.evaluations, writer.root),
-        )
         self.trainer = DaskTrainer(self.replicas, self._restore_trainer)
         self.checkpoints = Checkpoints(
             layout,
@@ -217,6 +210,7 @@ class Training:
         """Train until all steps are done, time is over or a signal came; return the version."""
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        self.evaluations = self._evaluations_beside(flow)
         self.cluster.pool.subscribe(
             lambda num_generators: flow.set_max_running(self._max_running(num_generators))
         )
@@ -224,6 +218,7 @@ class Training:
         deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
         try:
             with self.signals.finishing_steps(flow.request_stop):
+                self._stop_on_plateau(flow)
                 self.evaluations.reached(start.policy_version)
                 await SCHEDULES[self.recipe.schedule](flow)
             if not self.signals.received:
@@ -265,12 +260,25 @@ class Training:
         rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
         return [row for row in rows if row["policy_version"] == version]
 
-    async def _evaluate_beside(self, name: str) -> None:
-        """Evaluate the newest version while training goes on, and say what was found."""
-        await self.evaluate(name, self.ledger.head)
-        found = self.held_out[name].overall
-        rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
-        self.progress.update(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
+    def _evaluations_beside(self, flow: Flow) -> PeriodicEvaluations:
+        """Return what evaluates while training goes on, after what earlier drivers evaluated."""
+        made = read_periodic(self.layout, threshold=self.recipe.pass_threshold)
+        self.held_out |= made
+
+        async def evaluate(name: str) -> None:
+            await self.evaluate(name, self.ledger.head)
+            found = self.held_out[name].overall
+            rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
+            self.progress.update(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
+            self._stop_on_plateau(flow)
+
+        return PeriodicEvaluations(evaluate, self.recipe, made=made)
+
+    def _stop_on_plateau(self, flow: Flow) -> None:
+        patience = self.recipe.evaluation.stop_after_plateau
+        if is_flat(self.held_out, patience=patience) and not flow.stop_requested:
+            self.progress.phase(f"No better pass rate in {patience} evaluations: training ends")
+            flow.request_stop()
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""

@@ -161,3 +161,20 @@ def test_evaluation_beside_training_says_which_versions_answered(resumed: areal_
         assert version == other == oldest
         if name.startswith("step-"):
             assert version >= int(name.removeprefix("step-"))
+
+
+def test_training_ends_on_a_plateau_and_so_does_its_resumption(workspace: Path) -> None:
+    """Nothing passes a threshold of 2, so the first evaluation beside training is no better."""
+    plateau = ["--evaluation.every-steps", "1", "--evaluation.stop-after-plateau", "1"]
+    few = ["--num-steps", "500", "--pass-threshold", "2", "--prompts.num-held-out", "16"]
+    arguments = [*small_arguments(), *few, *plateau, "--rewards", LENGTHS]
+    done = cli("train", "--name", "flat", *arguments, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert "No better pass rate in 1 evaluations: training ends" in done.stdout
+    run = areal_flow.open_run(workspace / "runs" / "flat")
+    num_steps = run.summary()["num_steps"]
+    assert 1 <= num_steps < 500
+    assert cli("train", "--resume", "flat", cwd=workspace).returncode == 0
+    assert run.summary()["num_steps"] == num_steps
+    answers = run.evaluations()
+    assert not answers.duplicated(["evaluation", "prompt_id"]).any()

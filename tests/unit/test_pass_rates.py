@@ -22,6 +22,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.pass_rates import (
     PASS_RATE,
     evaluation_scores,
+    has_plateaued,
     normal_interval,
     pass_at,
     passes,
@@ -204,3 +205,17 @@ def test_prompts_that_share_an_id_are_two_prompts() -> None:
 
 def test_ks_are_powers_of_two_and_all_samples() -> None:
     assert [sizes(n) for n in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]
+
+
+def test_plateau_is_as_many_evaluations_without_a_better_rate_than_all_before() -> None:
+    assert not has_plateaued([0.3, 0.2, 0.1], patience=0)
+    assert not has_plateaued([0.3, 0.2], patience=2), "only one was no better"
+    assert has_plateaued([0.3, 0.2, 0.3], patience=2), "an equal rate is no better"
+    assert not has_plateaued([0.3, 0.2, 0.31], patience=2)
+    assert not has_plateaued([0.1, 0.3, 0.2], patience=2)
+    assert has_plateaued([0.1, 0.3, 0.2, 0.1], patience=2)
+
+
+def test_plateau_without_evaluations_beside_training_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set evaluation.every_steps"):
+        build_recipe({"evaluation": {"stop_after_plateau": 2}}, source="test")

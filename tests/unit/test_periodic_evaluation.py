@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from areal_flow.config import build_recipe
 from areal_flow.errors import EngineError
-from pipelines.periodic_evaluation import PeriodicEvaluations, evaluation_name
+from areal_flow.pass_rates import normal_interval, wilson_interval
+from areal_flow.types import EvaluationScores, EvaluationTable
+from pipelines.periodic_evaluation import PeriodicEvaluations, evaluation_name, is_flat
 
 
 class Evaluating:
@@ -33,7 +36,10 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def periodic(evaluating: Evaluating, **settings: Any) -> PeriodicEvaluations:
-    return PeriodicEvaluations(evaluating, **{"every_steps": 2, "num_steps": 9, **settings})
+    made = settings.pop("made", ())
+    evaluation = {"every_steps": 2, **settings}
+    recipe = build_recipe({"num_steps": 9, "evaluation": evaluation}, source="test")
+    return PeriodicEvaluations(evaluating, recipe, made=made)
 
 
 def names(*steps: int) -> list[str]:
@@ -129,3 +135,14 @@ def test_stop_cancels_what_is_being_made_and_the_end_waits_for_it() -> None:
         assert evaluating.made == names(4)
 
     run(scenario())
+
+
+def test_pass_rates_are_compared_from_before_training_on() -> None:
+    def table(num_passed: int) -> EvaluationTable:
+        rate = wilson_interval(num_passed, 10)
+        return EvaluationTable(EvaluationScores(rate, normal_interval([]), 0.0))
+
+    later, sooner = names(10, 2)
+    rising = {"before": table(1), later: table(3), sooner: table(2), "after": table(0)}
+    assert not is_flat(rising, patience=1)
+    assert is_flat({**rising, "before": table(3)}, patience=2)

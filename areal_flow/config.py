@@ -22,6 +22,7 @@ from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
 from areal_flow.workflows.registry import WorkflowSettings
@@ -129,6 +130,33 @@ class TrainerSettings(Settings):
     """So many newest checkpoints are kept, and that of step 0."""
 
 
+class EvaluationSettings(Settings):
+    """How held-out prompts are answered, and how often."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations while training goes on; 0: only before and after it."""
+    num_samples: int = Field(1, ge=1)
+    """Answers a prompt; several give pass@k."""
+    temperature: float | None = Field(None, ge=0)
+    """Of the answers; 0: always the likeliest token; by default that of `generation`."""
+    stop_after_plateau: int = Field(0, ge=0)
+    """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        require(
+            self.temperature != 0 or self.num_samples == 1,
+            f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
+            "the likeliest answer is always the same",
+        )
+        require(
+            not self.stop_after_plateau or self.every_steps > 0,
+            f"evaluation.stop_after_plateau ({self.stop_after_plateau}) needs evaluations while "
+            "training goes on: set evaluation.every_steps",
+        )
+        return self
+
+
 class TrackingSettings(Settings):
     """MLflow: a database beside the runs unless a server's address is given."""
 
@@ -173,6 +201,10 @@ class Recipe(Settings):
     """What an episode is: a workflow's name and its own settings."""
     rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), min_length=1, strict=False)
     """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
+    pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
+    """A completion passes if its reward is above this: verdicts, pass rates, reports."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """How held-out prompts are answered, and how often."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()

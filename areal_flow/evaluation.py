@@ -1,8 +1,8 @@
-"""How good a policy is on prompts that training never sees: held-out answers and their intervals.
+"""How good a policy is on prompts that training never sees: its held-out answers.
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
-prompt is a group of one member, with a seed that no training episode has. This module refuses to
-know which cluster answers.
+prompt is a group with a member a sample, and with seeds that no training episode has. This module
+refuses to know which cluster answers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
-from math import sqrt
-from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
 
+from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
-from areal_flow.types import Episode, EvaluationTable, PassRate, Prompt, answer_text
+from areal_flow.types import Episode, Prompt, answer_text
 
-PROMPTS_PER_TASK = 64
+ANSWERS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
-"""Stands for the member in the seed: training's members count from 0."""
-Z_95 = 1.959963984540054
+"""Stands for the first sample in the seed, later ones count down: training's count from 0."""
+
+_COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifier")
 
 Decode = Callable[[list[list[int]]], list[str]]
 """Turns lists of tokens into texts."""
@@ -37,14 +36,19 @@ async def answer_held_out(
     answer: Answer,
     prompts: Sequence[Prompt],
     *,
+    settings: EvaluationSettings,
     name: str,
     seed: int,
     writer_epoch: int,
     decode: Decode,
 ) -> list[dict[str, Any]]:
-    """Answer every prompt once with the newest weights; return rows of the evaluation schema.
+    """Answer every prompt with the newest weights; return rows of the evaluation schema.
+
+    Beside training, newer weights arrive while prompts are answered: no token is older than the
+    evaluation's `policy_version`, and each row says which versions sampled it.
 
     Args:
+        settings: how many answers a prompt has, and at which temperature.
         name: of the evaluation; the rows carry it.
         seed: of the run.
         writer_epoch: of the driver that will append the rows, 0 if none will.
@@ -53,77 +57,62 @@ async def answer_held_out(
         ArealFlowError: the prompts could not be answered.
     """
     began = datetime.now(UTC)
+    members = range(HELD_OUT_MEMBER, HELD_OUT_MEMBER - settings.num_samples, -1)
     episodes = [
-        Episode(index, prompt, (member_seed(seed, index, HELD_OUT_MEMBER),), 0, writer_epoch, began)
+        Episode(
+            index,
+            prompt,
+            tuple(member_seed(seed, index, member) for member in members),
+            0,
+            writer_epoch,
+            began,
+            settings.temperature,
+        )
         for index, prompt in enumerate(prompts)
     ]
+    num_together = max(1, ANSWERS_PER_TASK // settings.num_samples)
     tasks = [
-        episodes[start : start + PROMPTS_PER_TASK]
-        for start in range(0, len(episodes), PROMPTS_PER_TASK)
+        episodes[start : start + num_together] for start in range(0, len(episodes), num_together)
     ]
     tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
-    return [
-        {"evaluation": name, "writer_epoch": writer_epoch, **row}
-        for task, table in zip(tasks, tables, strict=True)
-        for row in _rows(task, table, decode)
+    rows = [
+        row for task, table in zip(tasks, tables, strict=True) for row in _rows(task, table, decode)
     ]
+    oldest = min(span["version"] for row in rows for span in row["version_spans"])
+    made = {"evaluation": name, "writer_epoch": writer_epoch, "policy_version": oldest}
+    return [{**made, **row} for row in rows]
 
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
-    """Return one row a prompt: its answer, or that it has none. Only branch 0 is the answer."""
-    rows = {row["submission_index"]: row for row in table.to_pylist() if row["branch"] == 0}
+    """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
+    rows = {
+        (row["submission_index"], row["member"]): row
+        for row in table.to_pylist()
+        if row["branch"] == 0
+    }
     texts = dict(zip(rows, decode([row["output_tokens"] for row in rows.values()]), strict=True))
     failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
-    verifier = next(row["verifier"] for row in rows.values())
-    newest = max(row["version_spans"][-1]["version"] for row in rows.values())
     unanswered: dict[str, Any] = {
-        "version_spans": [{"version": newest}],
+        "version_spans": [],
         "output_tokens": [],
         "finish_reason": "error",
         "reward": None,
         "reward_detail": json.dumps(failed),
-        "verifier": verifier,
+        "verifier": next(row["verifier"] for row in rows.values()),
     }
     return [
         {
             "prompt_id": episode.prompt.prompt_id,
+            "sample": sample,
             "difficulty": episode.prompt.difficulty,
             "prompt": episode.prompt.text,
             "answer": answer_text(episode.prompt.answer),
             "evaluated_at": datetime.now(UTC),
-            "policy_version": row["version_spans"][-1]["version"],
-            "completion": texts.get(episode.submission_index, ""),
+            "completion": texts.get((episode.submission_index, sample), ""),
             "num_output_tokens": len(row["output_tokens"]),
-            **{
-                name: row[name] for name in ("finish_reason", "reward", "reward_detail", "verifier")
-            },
+            **{name: row[name] for name in _COPIED},
         }
         for episode in episodes
-        for row in [rows.get(episode.submission_index, unanswered)]
+        for sample in range(len(episode.seeds))
+        for row in [rows.get((episode.submission_index, sample), unanswered)]
     ]
-
-
-def tabulate(rows: Sequence[dict[str, Any]]) -> EvaluationTable:
-    """Return the overall pass rate, and pass rate and mean length by difficulty."""
-    difficulty = itemgetter("difficulty")
-    by_difficulty: dict[int, tuple[PassRate, float]] = {}
-    for value, found in groupby(sorted(rows, key=difficulty), difficulty):
-        part = [*found]
-        mean_tokens = sum(row["num_output_tokens"] for row in part) / len(part)
-        by_difficulty[value] = _pass_rate(part), mean_tokens
-    return EvaluationTable(_pass_rate(rows), by_difficulty)
-
-
-def _pass_rate(rows: Sequence[dict[str, Any]]) -> PassRate:
-    return wilson_interval(sum((row["reward"] or 0.0) > 0 for row in rows), len(rows))
-
-
-def wilson_interval(num_passed: int, n: int) -> PassRate:
-    """Return the pass rate with Wilson's 95% score interval (Wilson 1927); all 0 when n is 0."""
-    if n == 0:
-        return PassRate(0.0, 0.0, 0.0, 0)
-    rate = num_passed / n
-    spread = 1 + Z_95**2 / n
-    center = (rate + Z_95**2 / (2 * n)) / spread
-    half = Z_95 / spread * sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2))
-    return PassRate(rate, max(0.0, center - half), min(1.0, center + half), n)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ class BigramEngine:
 
 
 def _log_softmax(logits: Sequence[float], temperature: float) -> list[float]:
+    if temperature == 0:
+        likeliest = max(range(len(logits)), key=logits.__getitem__)
+        return [0.0 if token == likeliest else -inf for token in range(len(logits))]
     scaled = [value / temperature for value in logits]
     largest = max(scaled)
     total = largest + log(sum(exp(value - largest) for value in scaled))

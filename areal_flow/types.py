@@ -41,7 +41,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution."""
+    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution;
+    `temperature=0` takes the likeliest token, with log-probability 0."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -79,10 +80,13 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's word on one completion; `reward` is None when the verifier itself failed."""
+    """A verifier's word on one completion; `reward` is None when the verifier itself failed.
+
+    A verifier that gives a bare number leaves the verdict open: `right` if the completion passes.
+    """
 
     reward: float | None
-    verdict: Verdict
+    verdict: Verdict | None = None
     extracted: str = ""
     error: str = ""
     message: str = ""
@@ -100,6 +104,8 @@ class Episode:
     attempt: int
     writer_epoch: int
     submitted_at: datetime
+    temperature: float | None = None
+    """Of an evaluation's answers; that of the recipe's `generation` if None, as in training."""
 
     @property
     def group_id(self) -> str:
@@ -242,7 +248,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class PassRate:
-    """A rate with its 95% Wilson interval."""
+    """A rate with its 95% interval: Wilson's, or normal where prompts have several samples."""
 
     pass_rate: float
     low: float
@@ -250,12 +256,52 @@ class PassRate:
     n: int
 
 
-@dataclass(slots=True)
-class EvaluationTable:
-    """A held-out evaluation: the overall rate, and rate and mean length by difficulty."""
+@dataclass(frozen=True, slots=True)
+class RewardMean:
+    """A mean reward with its 95% normal interval; `n` prompts had a reward."""
 
-    overall: PassRate
-    by_difficulty: dict[int, tuple[PassRate, float]] = field(default_factory=dict)
+    reward_mean: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationScores:
+    """What some held-out answers were worth, and how long they were."""
+
+    passed: PassRate
+    reward: RewardMean
+    mean_tokens: float
+    num_samples: int = 1
+    """Of each prompt."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """pass@k by k, of several samples: how likely one of k passes."""
+
+    def by_name(self) -> dict[str, float]:
+        """Return rates, means and bounds by the names that reports, sinks and files show."""
+        return {
+            **{f"pass_at_{k}": rate for k, rate in self.pass_at.items()},
+            "pass_rate": self.passed.pass_rate,
+            "pass_rate_low": self.passed.low,
+            "pass_rate_high": self.passed.high,
+            "reward_mean": self.reward.reward_mean,
+            "reward_mean_low": self.reward.low,
+            "reward_mean_high": self.reward.high,
+        }
+
+    def as_json(self) -> dict[str, float]:
+        """Return `by_name`, the numbers of prompts and of their samples, and the mean length."""
+        counts = {"n": self.passed.n, "num_samples": self.num_samples}
+        return {**self.by_name(), **counts, "mean_tokens": self.mean_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTable:
+    """A held-out evaluation: what its answers were worth, overall and by difficulty."""
+
+    overall: EvaluationScores
+    by_difficulty: Mapping[int, EvaluationScores] = field(default_factory=dict)
 
 
 def answer_text(answer: Any) -> str:

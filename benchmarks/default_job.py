@@ -65,7 +65,7 @@ def print_table(summaries: dict[int, dict[str, Any]]) -> None:
 
 
 def interval(rate: dict[str, float]) -> str:
-    return f"{rate['pass_rate']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}]"
+    return f"{rate['pass_rate']:.3f} [{rate['pass_rate_low']:.3f}, {rate['pass_rate_high']:.3f}]"
 
 
 def print_example(path: Path) -> None:

@@ -22,13 +22,14 @@ from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
-from areal_flow.evaluation import answer_held_out, tabulate
+from areal_flow.evaluation import answer_held_out
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     copy_model_description,
     tokenizer_of,
 )
+from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import Episode, EvaluationTable, Prompt
@@ -43,7 +44,7 @@ NO_WRITER = 0
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Pass rates, and the answers that they were counted from: rows of the evaluation schema."""
+    """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
 
     table: EvaluationTable
     answers: list[dict[str, Any]]
@@ -87,7 +88,7 @@ def evaluate_model(
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
         _tell(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
         answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
-    return EvaluationResult(tabulate(answers), answers)
+    return EvaluationResult(tabulate(answers, threshold=recipe.pass_threshold), answers)
 
 
 def _tell(text: str) -> None:
@@ -112,6 +113,7 @@ async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> l
         answers = answer_held_out(
             answer,
             prompts,
+            settings=recipe.evaluation,
             name="evaluate",
             seed=recipe.seed,
             writer_epoch=NO_WRITER,

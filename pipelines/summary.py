@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
+from rich.console import RenderableType
 
 from areal_flow.layout import RunLayout
-from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import Table, make_console, print_parts
+from areal_flow.types import EvaluationTable
+from pipelines.cli.tables import Table, make_console, print_parts, samples_text, with_interval
 
 _TOTALS = """
 SELECT
@@ -46,7 +46,7 @@ def summarise(
     """Return the summary of a whole run.
 
     Args:
-        held_out: the evaluations "before" and "after", as far as there are any.
+        held_out: evaluations by name; those "before" and "after" are summarised.
         ledger: every row, the genesis too.
     """
     import duckdb
@@ -56,17 +56,17 @@ def summarise(
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
         verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
+    compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
     by_difficulty = {
         name: {
-            str(difficulty): {"pass_rate": rate.pass_rate, "n": rate.n, "mean_tokens": length}
-            for difficulty, (rate, length) in table.by_difficulty.items()
+            str(difficulty): scores.as_json() for difficulty, scores in table.by_difficulty.items()
         }
-        for name, table in held_out.items()
+        for name, table in compared.items()
     }
     return {
         "verifiers": verifiers,
         **dict.fromkeys(("held_out_before", "held_out_after")),
-        **{f"held_out_{name}": asdict(table.overall) for name, table in held_out.items()},
+        **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
         **{name: value or 0 for name, value in totals.items()},
         "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
     }
@@ -88,10 +88,11 @@ def print_summary(
     )
     seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
     stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
-    rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
+    both = {"before", "after"} <= held_out.keys()
+    compared = _comparison(held_out["before"], held_out["after"]) if both else []
     changes = _changes(summary["verifiers"])
     said = said.format(**summary, **stages)
-    print_parts(make_console(), *rates, said, *changes, *next_commands(layout, model))
+    print_parts(make_console(), *compared, said, *changes, *next_commands(layout, model))
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,22 +121,28 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 
-def _rates(before: EvaluationTable, after: EvaluationTable) -> Table:
-    rows: list[dict[str, Any]] = [
+def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[RenderableType]:
+    both = [
+        (difficulty, scores, after.by_difficulty[difficulty])
+        for difficulty, scores in before.by_difficulty.items()
+    ]
+    rows = [
         {
             "difficulty": difficulty,
-            "prompts": rate.n,
-            "before": f"{rate.pass_rate:.3f}",
-            "after": f"{after.by_difficulty[difficulty][0].pass_rate:.3f}",
-            "mean tokens": f"{length:.1f} -> {after.by_difficulty[difficulty][1]:.1f}",
+            "prompts": first.passed.n,
+            "pass rate": f"{first.passed.pass_rate:.3f} -> {last.passed.pass_rate:.3f}",
+            "mean reward": f"{first.reward.reward_mean:.3f} -> {last.reward.reward_mean:.3f}",
+            "mean tokens": f"{first.mean_tokens:.1f} -> {last.mean_tokens:.1f}",
         }
-        for difficulty, (rate, length) in before.by_difficulty.items()
+        for difficulty, first, last in [*both, ("all", before.overall, after.overall)]
     ]
-    overall = {"before": _interval(before.overall), "after": _interval(after.overall)}
-    rows.append({"difficulty": "all", "prompts": before.overall.n, **overall, "mean tokens": ""})
-    title = "Held-out prompts, one sample each, 95% intervals"
-    return Table(rows, title)
-
-
-def _interval(rate: PassRate) -> str:
-    return f"{rate.pass_rate:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
+    kind = "Wilson" if after.overall.num_samples == 1 else "normal"
+    changes = [
+        f"{label} {with_interval(before.overall, name)} -> {with_interval(after.overall, name)}"
+        f" (95%, {kind})"
+        for label, name, kind in (
+            ("pass rate  ", "pass_rate", kind),
+            ("mean reward", "reward_mean", "normal"),
+        )
+    ]
+    return [Table(rows, f"Held-out prompts, {samples_text(after.overall)}"), "", *changes, ""]

@@ -26,10 +26,11 @@ from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import RunError
-from areal_flow.evaluation import answer_held_out, tabulate
+from areal_flow.evaluation import answer_held_out
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
+from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
@@ -56,6 +57,8 @@ from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.cli.prompt_report import describe_prompts
+from pipelines.cli.tables import with_interval
+from pipelines.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -183,10 +186,7 @@ class Training:
         if start is None:
             return Outcome(False, self.signals.received[0])
         await self._on_generators(generator_tasks.prepare_generator)
-        if rows := read_evaluation(self.layout.evaluations, self.layout.writers, "before"):
-            if {row["verifier"] for row in rows} == {self.provenance.verifier}:
-                self.held_out["before"] = tabulate(rows)
-        elif start.policy_version == 0:
+        if start.policy_version == 0 or self._answered("before", 0):
             await self.evaluate("before", 0)
         version = await self.train(start)
         if self.signals.received:
@@ -235,6 +235,7 @@ class Training:
         """Train until all steps are done, time is over or a signal came; return the version."""
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
+        self.evaluations = self._evaluations_beside(flow)
         self.cluster.pool.subscribe(
             lambda num_generators: flow.set_max_running(self._max_running(num_generators))
         )
@@ -242,9 +243,14 @@ class Training:
         deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
         try:
             with self.signals.finishing_steps(flow.request_stop):
+                self._stop_on_plateau(flow)
+                self.evaluations.reached(start.policy_version)
                 await SCHEDULES[self.recipe.schedule](flow)
+            if not self.signals.received:
+                await self.evaluations.settle()
         finally:
             deadline.cancel()
+            await self.evaluations.cancel()
             await flow.close()
             await self.logs.close()
             await self.checkpoints.settle()
@@ -256,11 +262,16 @@ class Training:
         """Answer the held-out prompts, if there are any, with the version that is served."""
         if not self.recipe.prompts.num_held_out:
             return
+        if rows := self._answered(name, version):
+            if {row["verifier"] for row in rows} == {self.provenance.verifier}:
+                self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
+            return
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
             self.rollouts.answer,
             table.rows(),
+            settings=self.recipe.evaluation,
             name=name,
             seed=self.recipe.seed,
             writer_epoch=self.writer.writer_epoch,
@@ -268,7 +279,32 @@ class Training:
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
-        self.held_out[name] = tabulate(rows)
+        self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
+
+    def _answered(self, name: str, version: int) -> list[dict[str, Any]]:
+        """Return the rows of an evaluation that an earlier driver made of this version."""
+        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        return [row for row in rows if row["policy_version"] == version]
+
+    def _evaluations_beside(self, flow: Flow) -> PeriodicEvaluations:
+        """Return what evaluates while training goes on, after what earlier drivers evaluated."""
+        made = read_periodic(self.layout, threshold=self.recipe.pass_threshold)
+        self.held_out |= made
+
+        async def evaluate(name: str) -> None:
+            await self.evaluate(name, self.ledger.head)
+            found = self.held_out[name].overall
+            rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
+            self.progress.update(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
+            self._stop_on_plateau(flow)
+
+        return PeriodicEvaluations(evaluate, self.recipe, made=made)
+
+    def _stop_on_plateau(self, flow: Flow) -> None:
+        patience = self.recipe.evaluation.stop_after_plateau
+        if is_flat(self.held_out, patience=patience) and not flow.stop_requested:
+            self.progress.phase(f"No better pass rate in {patience} evaluations: training ends")
+            flow.request_stop()
 
     def summarise(self) -> None:
         """Write and print the summary of the whole run, earlier drivers' lives included."""
@@ -291,6 +327,7 @@ class Training:
     async def on_step(self, row: dict[str, Any]) -> None:
         """Show a committed step, and have it tracked and checkpointed."""
         self.progress.step(row)
+        self.evaluations.reached(row["step"])
         self.tracking.wake()
         await self.checkpoints.after_step(row)
 

@@ -29,10 +29,16 @@ class PromptRow(pa.DataFrameModel):
 class EvaluationRow(pa.DataFrameModel):
     """A sampled answer to a prompt that training never sees."""
 
-    evaluation: str = pa.Field(description="'before', 'after' or a name of the caller's")
+    evaluation: str = pa.Field(description="'before', 'after', 'step-' and a step, or a caller's")
     writer_epoch: pl.Int32 = pa.Field(ge=0, description="which driver wrote it; 0 is none")
-    policy_version: pl.Int64 = pa.Field(ge=0)
+    policy_version: pl.Int64 = pa.Field(
+        ge=0, description="the oldest that sampled an answer of this evaluation"
+    )
+    version_spans: pl.List(pl.Struct({"version": pl.Int32, "length": pl.Int32})) = pa.Field(
+        description="which versions sampled this answer; empty where there is none"
+    )
     prompt_id: str
+    sample: pl.Int32 = pa.Field(ge=0, description="which of the prompt's answers")
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt: str
     completion: str

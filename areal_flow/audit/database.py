@@ -41,7 +41,7 @@ class AuditDatabase:
             ("seed_of", member_seed, ["BIGINT", "BIGINT", "BIGINT"], "BIGINT"),
         ):
             self._connection.create_function(name, function, parameters, returned)
-        self._connection.execute(read_sql("tokens") + _sql("evidence"))
+        self._connection.execute(read_sql("tokens") + read_sql("passing") + _sql("evidence"))
 
     def close(self) -> None:
         self._connection.close()

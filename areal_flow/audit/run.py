@@ -145,6 +145,7 @@ class _Audit:
             "group_size": recipe.controller.group_size,
             "groups_per_step": recipe.groups_per_step,
             "max_staleness": recipe.controller.max_staleness,
+            "pass_threshold": recipe.pass_threshold,
         }
         self.database.add("recipe", [row])
         return recipe

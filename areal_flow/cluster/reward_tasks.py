@@ -127,7 +127,10 @@ async def _rewards(context: WorkerContext) -> WeightedRewards:
     """Return this worker's rewards, which may take their time to be opened."""
 
     def opened() -> WeightedRewards:
-        rewards = WeightedRewards(context.recipe.rewards, context.layout.rewards)
+        recipe = context.recipe
+        rewards = WeightedRewards(
+            recipe.rewards, context.layout.rewards, pass_threshold=recipe.pass_threshold
+        )
         check_verifier(context.layout, rewards.identity)
         rewards.open()
         return rewards

@@ -56,7 +56,13 @@ def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[T
 
 
 def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Return float32 log-probabilities after temperature, top-k and top-p, renormalised."""
+    """Return float32 log-probabilities after temperature, top-k and top-p, renormalised.
+
+    At temperature 0 the likeliest token has all probability; of several, the first.
+    """
+    if sampling.temperature == 0:
+        certain_SV = torch.full_like(logits_SV, float("-inf"), dtype=torch.float32)
+        return certain_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
     logprobs_SV = (logits_SV.float() / sampling.temperature).log_softmax(dim=1)
     if sampling.top_k:
         logprobs_SV = _keep_top_k(logprobs_SV, sampling.top_k)

@@ -109,6 +109,8 @@ class FunctionReward:
 def judged(returned: Any) -> Score:
     """Return the score that a verifier's word stands for; none where it failed, with the cause.
 
+    A bare number has no verdict yet: whether it passes is for the weighted sum to say.
+
     Args:
         returned: a score, a bare reward, or what the verifier raised.
     """
@@ -117,8 +119,7 @@ def judged(returned: Any) -> Score:
             raise returned
         score = returned
         if not isinstance(score, Score):
-            reward = _as_number(returned)
-            score = Score(reward, "right" if reward > 0 else "wrong")
+            score = Score(_as_number(returned))
         if score.reward is not None and not math.isfinite(score.reward):
             raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
         return score

@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.import_path import import_function
+from areal_flow.pass_rates import PASS_THRESHOLD, passes
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
@@ -26,7 +27,7 @@ from areal_flow.rewards.protocol import (
     judged,
 )
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
-from areal_flow.types import RewardPart, Score
+from areal_flow.types import RewardPart, Score, Verdict
 
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,
@@ -100,8 +101,17 @@ def _compiled(code: CodeType) -> str:
 class WeightedRewards:
     """A `Reward` that is the sum of others, each times its weight."""
 
-    def __init__(self, settings: Sequence[RewardSettings], directory: Path) -> None:
+    def __init__(
+        self,
+        settings: Sequence[RewardSettings],
+        directory: Path,
+        *,
+        pass_threshold: float = PASS_THRESHOLD,
+    ) -> None:
         """Load each reward by its name; see `load_reward`.
+
+        Args:
+            pass_threshold: a completion passes if the sum is above it.
 
         Raises:
             RewardError: one of them cannot be loaded.
@@ -111,6 +121,7 @@ class WeightedRewards:
             for chosen in settings
         ]
         self._weights = [chosen.weight for chosen in settings]
+        self._pass_threshold = pass_threshold
         self._opened = ExitStack()
         self.identity = " + ".join(
             part.identity if weight == 1 else f"{weight:g}*{part.identity}"
@@ -137,7 +148,10 @@ class WeightedRewards:
         return [self._sum(scores) for scores in zip(*columns, strict=True)]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
-        """Return the sum; verdict and extracted answer are those of the first reward listed."""
+        """Return the sum; verdict and extracted answer are those of the first reward listed.
+
+        Where that one gave a bare number, the verdict says whether the completion passes.
+        """
         parts = tuple(
             RewardPart(part.name, score.reward)
             for part, score in zip(self._parts, scores, strict=True)
@@ -147,7 +161,9 @@ class WeightedRewards:
         total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
         message = next((score.message for score in scores if score.message), "")
         first = scores[0]
-        return Score(total, first.verdict, first.extracted, message=message, parts=parts)
+        passed: Verdict = "right" if passes(total, threshold=self._pass_threshold) else "wrong"
+        verdict = first.verdict or passed
+        return Score(total, verdict, first.extracted, message=message, parts=parts)
 
 
 async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:

@@ -104,6 +104,14 @@ def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer
         lance.write_dataset(table, str(path), mode="append")
 
 
+def evaluation_names(path: Path, writers: Path) -> list[str]:
+    """Return the names of the evaluations that count; none before the first."""
+    if not path.is_dir():
+        return []
+    found = pc.unique(read_rows(path, writers, ["evaluation"])["evaluation"]).to_pylist()
+    return sorted(found)
+
+
 def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]]:
     """Return the rows of an evaluation, those that count; none if it was never made."""
     if not path.is_dir():

@@ -8,12 +8,14 @@ pushed down, and a derived column costs only the queries that use it. The views 
         status, step, reason           trained, discarded or waiting; by which step; why
         policy_version               that the step started from
         verdict                      the verifier's word
+        passed                       whether the reward is above the recipe's `pass_threshold`
         num_tokens                   of the completion
         token_versions               the policy version that sampled each token
         num_trained_tokens           with gradient; null unless trained
         num_masked_tokens            too old for gradient, or not the policy's choice
         staleness                    mean over the trained tokens, in versions
-    steps, evaluations, prompts
+    evaluations    every stored column, and `passed`
+    steps, prompts
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+
+from areal_flow.pass_rates import PASS_THRESHOLD
 
 Decode = Callable[[pa.Array], pa.Array]
 """Turns a column of token ids into a column of texts."""
@@ -65,15 +69,20 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
 
 
 def connect(
-    tables: Mapping[str, Any], *, decode: Decode, max_staleness: int
+    tables: Mapping[str, Any],
+    *,
+    decode: Decode,
+    max_staleness: int,
+    pass_threshold: float = PASS_THRESHOLD,
 ) -> duckdb.DuckDBPyConnection:
     """Return a connection with the views of this module.
 
     Args:
-        tables: Arrow tables or datasets by name: `stored` (trajectories), `consumption`, `steps`
-            and whatever else the run has.
+        tables: Arrow tables or datasets by name: `stored` (trajectories), `consumption`, `steps`,
+            `stored_evaluations` if there are any, and whatever else the run has.
         decode: turns tokens into text.
         max_staleness: of the run, in versions.
+        pass_threshold: of the run.
     """
     connection = duckdb.connect()
     # An open connection with a Python function in it complains when the interpreter ends.
@@ -86,7 +95,10 @@ def connect(
         connection.register(name, table)
     connection.create_function("decode_tokens", decode, ["INTEGER[]"], "VARCHAR", type="arrow")
     connection.execute(f"CREATE MACRO max_staleness() AS {max_staleness}")
-    connection.execute(read_sql("tokens") + read_sql("trajectories"))
+    connection.execute(f"CREATE MACRO pass_threshold() AS {pass_threshold}::DOUBLE")
+    connection.execute(read_sql("tokens") + read_sql("passing") + read_sql("trajectories"))
+    if "stored_evaluations" in tables:
+        connection.execute(read_sql("evaluations"))
     return connection
 
 

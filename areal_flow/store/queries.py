@@ -146,16 +146,26 @@ class Run:
             "steps": self.steps("arrow", where=_until(at)),
         }
         if self.layout.evaluations.is_dir():
-            tables["evaluations"] = self.evaluations("arrow")
+            tables["stored_evaluations"] = self.evaluations("arrow")
         if self.layout.train_prompts.is_file():
             prompts = pa.memory_map(str(self.layout.train_prompts))
             tables["prompts"] = pa.ipc.open_file(prompts).read_all()
-        return connect(tables, decode=self.decode, max_staleness=self.max_staleness)
+        return connect(
+            tables,
+            decode=self.decode,
+            max_staleness=self.max_staleness,
+            pass_threshold=self.pass_threshold,
+        )
 
     @property
     def max_staleness(self) -> int:
         """The recipe's bound: how many versions old a token may be when it is trained."""
         return load_recipe(self.layout.config).controller.max_staleness
+
+    @property
+    def pass_threshold(self) -> float:
+        """The recipe's: a completion passes if its reward is above it."""
+        return load_recipe(self.layout.config).pass_threshold
 
     def decode(self, tokens: Any) -> pa.Array:
         """Return the texts of a column of token ids, without special tokens."""

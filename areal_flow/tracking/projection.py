@@ -12,9 +12,8 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import polars as pl
-
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import evaluation_scores
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.settings import flatten
 from areal_flow.store.dataset import open_dataset
@@ -49,7 +48,10 @@ _STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
 ]
 _CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark", "committed_at"]
-_EVALUATION_COLUMNS = ["evaluation", "policy_version", "reward", "evaluated_at"]
+_EVALUATION_COLUMNS = [
+    *("evaluation", "policy_version", "prompt_id", "sample", "reward", "num_output_tokens"),
+    "evaluated_at",
+]
 
 
 def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -116,15 +118,16 @@ class Projection:
         version_now = open_dataset(self._layout.evaluations).version
         if version_now == self._evaluations:
             return
-        answers = Run(self._layout.root).evaluations("polars", columns=_EVALUATION_COLUMNS)
-        measured = answers.group_by("evaluation", "policy_version", maintain_order=True).agg(
-            rate=(pl.col("reward").fill_null(0) > 0).mean(), at=pl.col("evaluated_at").max()
-        )
-        for name, version, rate, at in measured.iter_rows():
-            metrics, log = {"held_out/pass_rate": rate}, self._sink.log_evaluation
-            self._pass_rates[version] = rate
-            what = f"evaluation {name}"
-            self._attempt(what, log, version, metrics, timestamp_ms=_milliseconds(at))
+        run = Run(self._layout.root)
+        answers = run.evaluations("polars", columns=_EVALUATION_COLUMNS)
+        made = answers.partition_by(["evaluation", "policy_version"], as_dict=True)
+        for (name, version), part in made.items():
+            scores = evaluation_scores(part.to_dicts(), threshold=run.pass_threshold)
+            self._pass_rates[version] = scores.passed.pass_rate
+            metrics = {f"held_out/{label}": value for label, value in scores.by_name().items()}
+            at = _milliseconds(part["evaluated_at"].max())
+            log = self._sink.log_evaluation
+            self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
         self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:

@@ -180,7 +180,9 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
 
     async def generate(key: tuple[int, Tokens, int], seeds: Sequence[int]) -> Sequence[Completion]:
         _, tokens, max_new_tokens = key
-        sampling = replace(services.sampling, max_new_tokens=max_new_tokens)
+        chosen = services.sampling
+        temperature = chosen.temperature if episode.temperature is None else episode.temperature
+        sampling = replace(chosen, max_new_tokens=max_new_tokens, temperature=temperature)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
         return await services.generate(GroupRequest(name, tokens, tuple(seeds), sampling))
 

@@ -68,7 +68,7 @@ def trajectories(
     """List a run's trajectories, show one, or write them to a file.
 
     Columns for --where and --sort: those of schemas/trajectories.py, and prompt, completion (text),
-    status, step, reason, policy_version, verdict, num_tokens, num_trained_tokens,
+    status, step, reason, policy_version, verdict, passed, num_tokens, num_trained_tokens,
     num_masked_tokens, staleness, token_versions.
 
     Args:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from areal_flow.pass_rates import PASS_RATE
 
 WINDOW_STEPS = 8
 """Rates are means over this many steps."""
@@ -47,7 +50,8 @@ class Progress:
         training = (self._sum("seconds_train") + self._sum("seconds_stage")) / seconds
         return {
             "step": f"{row['step']}/{self._num_steps}",
-            "pass": f"{self._sum('reward_mean') / len(self._rows):.3f}",
+            "reward": f"{self._sum('reward_mean') / len(self._rows):.3f}",
+            "pass": f"{fmean(row['metrics'][PASS_RATE] for row in self._rows):.3f}",
             "length": f"{row['completion_tokens_mean']:.1f}",
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
             "generated tok/s": f"{self._sum('num_generated_tokens') / seconds:,.0f}",

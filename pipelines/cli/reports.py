@@ -18,7 +18,7 @@ from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import Report, Table, facts
+from pipelines.cli.tables import Report, Table, facts, samples_text, with_interval
 from pipelines.models import Traced
 
 _BARS = 30
@@ -39,23 +39,23 @@ def report_check(layout: RunLayout) -> Report:
 
 
 def report_evaluation(found: EvaluationTable, model: str) -> Report:
-    """Report pass rates by difficulty, and the overall one as a line of JSON."""
-    overall = asdict(found.overall)
+    """Report pass rates and mean rewards by difficulty, the overall ones as a line of JSON."""
+    overall = found.overall.as_json()
     rows = [
-        {"difficulty": difficulty, **asdict(rate), "mean_length": length}
-        for difficulty, (rate, length) in found.by_difficulty.items()
+        {"difficulty": difficulty, **scores.as_json()}
+        for difficulty, scores in found.by_difficulty.items()
     ]
     shown = [
         {
             "difficulty": difficulty,
-            "prompts": rate.n,
-            "pass rate": f"{rate.pass_rate:.3f}",
-            "95% interval": f"[{rate.low:.3f}, {rate.high:.3f}]",
-            "mean length": f"{length:.1f}",
+            "prompts": scores.passed.n,
+            "pass rate, 95%": with_interval(scores, "pass_rate"),
+            "mean reward, 95%": with_interval(scores, "reward_mean"),
+            "mean tokens": f"{scores.mean_tokens:.1f}",
         }
-        for difficulty, (rate, length) in found.by_difficulty.items()
+        for difficulty, scores in found.by_difficulty.items()
     ]
-    table = Table(shown, f"{model}: held-out prompts, one sample each")
+    table = Table(shown, f"{model}: held-out prompts, {samples_text(found.overall)}")
     data = {"model": model, "overall": overall, "by_difficulty": rows}
     return Report(data, [table, json.dumps(overall)])
 

@@ -21,6 +21,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+from areal_flow.types import EvaluationScores
+
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
 
@@ -139,6 +141,20 @@ def make_console() -> Console:
     """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def with_interval(scores: EvaluationScores, name: str) -> str:
+    """Return a rate or a mean, by its name in `by_name`, with its interval."""
+    found = scores.by_name()
+    return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
+
+
+def samples_text(scores: EvaluationScores) -> str:
+    """Return how many samples each prompt has, and pass@k where it has several."""
+    if scores.num_samples == 1:
+        return "one sample each"
+    rates = ", ".join(f"pass@{k} {rate:.3f}" for k, rate in scores.pass_at.items())
+    return f"{scores.num_samples} samples each: {rates}"
 
 
 def plain(value: Any) -> str:

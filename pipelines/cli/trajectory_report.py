@@ -26,8 +26,8 @@ from pipelines.cli.table_file import write_table_file
 from pipelines.cli.tables import Report, Table, facts, one_line, printable
 
 _LISTED = (
-    *("trajectory_id", "difficulty", "reward", "num_tokens", "version_spans", "finish_reason"),
-    *("status", "step", "reason", "prompt", "completion"),
+    *("trajectory_id", "difficulty", "reward", "passed", "num_tokens", "version_spans"),
+    *("finish_reason", "status", "step", "reason", "prompt", "completion"),
 )
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
@@ -73,7 +73,7 @@ def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Tab
             "#": number,
             "trajectory": row["trajectory_id"],
             "diff": row["difficulty"],
-            "reward": Text(_short(row["reward"]), _reward_style(row["reward"])),
+            "reward": Text(_short(row["reward"]), _reward_style(row)),
             "tokens": row["num_tokens"],
             "versions": _versions([str(span["version"]) for span in row["version_spans"]]),
             "end": row["finish_reason"],
@@ -86,8 +86,8 @@ def listing(rows: Sequence[dict[str, Any]], *, extra: Sequence[str] = ()) -> Tab
     return Table(listed, texts=texts)
 
 
-def _reward_style(reward: float | None) -> str:
-    return "yellow" if reward is None else "green" if reward > 0 else "red"
+def _reward_style(row: dict[str, Any]) -> str:
+    return "yellow" if row["reward"] is None else "green" if row["passed"] else "red"
 
 
 def _versions(versions: Sequence[str]) -> str:
@@ -171,7 +171,7 @@ def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
 def _reward(shown: ShownTrajectory) -> Text:
     reward, detail = shown.row["reward"], json.loads(shown.row["reward_detail"])
     text = Text()
-    text.append("none" if reward is None else f"{reward:g}", style=_reward_style(reward))
+    text.append("none" if reward is None else f"{reward:g}", style=_reward_style(shown.row))
     text.append(f"  {detail.get('verdict', '')}")
     if extracted := detail.get("extracted"):
         text.append(f", answered {printable(extracted)!r}")

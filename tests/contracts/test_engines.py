@@ -255,6 +255,23 @@ def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
     assert chisquare(observed, scaled).pvalue > 1e-3
 
 
+def test_temperature_0_takes_the_likeliest_token_whatever_the_seed(subject: Subject) -> None:
+    prompt, seeds = (3, 5, 2), tuple(range(8))
+    greedy = GroupRequest("r", prompt, seeds, Sampling(max_new_tokens=4, temperature=0.0))
+    beside = GroupRequest("s", prompt, seeds, Sampling(max_new_tokens=4))
+    members = run_all(subject.make(max_num_seqs=16), greedy, beside)
+    (tokens,) = {completion.tokens for completion in members["r"]}
+    assert all(completion.logprobs == (0.0,) * 4 for completion in members["r"])
+    for position, token in enumerate(tokens):
+        before = tokens[:position]
+        given = [
+            subject.reference(0, prompt, (*before, other), Sampling(4))[-1]
+            for other in range(VOCABULARY)
+        ]
+        assert token == max(range(VOCABULARY), key=given.__getitem__)
+    assert len({completion.tokens for completion in members["s"]}) > 1
+
+
 def test_recipes_name_engines_of_the_registry() -> None:
     for name in ENGINES:
         assert callable(engine_factory(name))

@@ -43,7 +43,12 @@ def append_evaluation(layout: RunLayout, version: int, rewards: list[float | Non
         "writer_epoch": 1,
         "evaluated_at": BEGAN + timedelta(hours=1),
     }
-    table = pa.Table.from_pylist([{**answer, "reward": reward} for reward in rewards])
+    answer |= {"num_output_tokens": 4, "sample": 0}
+    rows = [
+        {**answer, "prompt_id": f"p{index}", "reward": reward}
+        for index, reward in enumerate(rewards)
+    ]
+    table = pa.Table.from_pylist(rows)
     lance.write_dataset(table, str(layout.evaluations), mode="append")
 
 
@@ -97,7 +102,7 @@ def make_sink(request: pytest.FixtureRequest, layout: RunLayout) -> MakeSink:
 def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout) -> None:
     for step in (0, 2):
         write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
-    append_evaluation(layout, 3, [1.0, 0.0, None, 1.0])
+    append_evaluation(layout, 3, [1.0, 0.25, None, 0.75])
     append_evaluation(layout, 2, [1.0])
     sink = make_sink()
     assert Projection(layout, sink).deliver() == 3
@@ -107,8 +112,13 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
     assert kept.metrics["train/loss"] == pytest.approx({1: 1.0, 2: 0.5, 3: 1 / 3})
     assert kept.metrics["rollout/reward_mean"] == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3})
     assert kept.metrics["held_out/pass_rate"] == {2: 1.0, 3: 0.5}
+    assert kept.metrics["held_out/reward_mean"] == pytest.approx({2: 1.0, 3: 2 / 3})
+    for name in ("pass_rate", "reward_mean"):
+        bounds = [kept.metrics[f"held_out/{name}{end}"][3] for end in ("_low", "", "_high")]
+        assert bounds == sorted(set(bounds))
     assert set(METRICS.values()) <= set(STEPS.names)
-    assert set(kept.metrics) == {*METRICS, "held_out/pass_rate"}
+    held_out = {name for name in kept.metrics if name.startswith("held_out/")}
+    assert set(kept.metrics) == {*METRICS, *held_out}
     assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
     assert kept.parameters["seed"] == "3"
     assert kept.parameters["trainer.learning_rate"] == str(Recipe().trainer.learning_rate)

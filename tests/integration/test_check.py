@@ -13,6 +13,7 @@ import pytest
 
 from areal_flow.audit.database import rules_of
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import create_dataset
@@ -85,6 +86,10 @@ def _edit(path: Path, schema: Any, change: Change) -> None:
 
 def put(at: int, **values: Any) -> Change:
     return lambda rows: rows[at].update(values)
+
+
+def put_metric(at: int, name: str, value: float) -> Change:
+    return lambda rows: rows[at].update(metrics={**dict(rows[at]["metrics"]), name: value})
 
 
 def add(at: int, column: str, change: Any) -> Change:
@@ -204,6 +209,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         edit_ledger(put(2, num_trained_tokens=2**63 - 1, num_masked_tokens=1)),
     ),
     "another mean reward": ("reward-mean", edit_ledger(add(2, "reward_mean", 0.5))),
+    "another pass rate": ("pass-rate", edit_ledger(put_metric(2, PASS_RATE, 2.0))),
     "a version from the future": (
         "newer-version",
         edit_trained(lambda row: row["version_spans"][-1].update(version=3)),

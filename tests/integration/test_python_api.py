@@ -73,5 +73,5 @@ async def test_fine_tuned_trained_and_evaluated_in_a_running_event_loop(tmp_path
     assert set(run.trajectories().difficulty) <= {0, 1, 2}
     check_accounting(run.layout)
     found = areal_flow.evaluate(run, prompts=ROWS, num_prompts=8)
-    assert found.table.overall.n == 8
+    assert found.table.overall.passed.n == 8
     assert len(found.answers) == 8

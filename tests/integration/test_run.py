@@ -11,6 +11,7 @@ import areal_flow
 from areal_flow.layout import RunLayout
 from tests.integration.runs import check_accounting, cli, small_arguments
 
+BOUNDS = ("", "_low", "_high")
 SUMMARY_KEYS = {
     "held_out_before",
     "held_out_after",
@@ -47,7 +48,8 @@ def test_summary_has_what_was_promised(layout: RunLayout) -> None:
     summary = json.loads(layout.summary.read_text())
     assert set(summary) >= SUMMARY_KEYS
     for moment in ("held_out_before", "held_out_after"):
-        assert set(summary[moment]) == {"pass_rate", "low", "high", "n"}
+        names = {f"{name}{end}" for name in ("pass_rate", "reward_mean") for end in BOUNDS}
+        assert set(summary[moment]) == {*names, "n", "mean_tokens"}
         assert summary[moment]["n"] == 64
     assert summary["num_steps"] == 4
     assert summary["model_version"] == "3"
@@ -130,7 +132,7 @@ def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["n"] == 40
-    assert found["low"] <= found["pass_rate"] <= found["high"]
+    assert found["pass_rate_low"] <= found["pass_rate"] <= found["pass_rate_high"]
 
 
 def test_run_can_be_evaluated_on_a_file(workspace: Path) -> None:

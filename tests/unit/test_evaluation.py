@@ -12,8 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from areal_flow.config import EvaluationSettings, build_recipe
 from areal_flow.controller.records import member_seed
-from areal_flow.evaluation import answer_held_out, tabulate, wilson_interval
+from areal_flow.errors import ConfigError
+from areal_flow.evaluation import answer_held_out
+from areal_flow.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
@@ -30,13 +33,14 @@ PROMPTS = [replace(PROMPT, prompt_id=f"p{index}", difficulty=1 + index % 3) for 
 class Answering:
     """Answers without a cluster."""
 
-    def __init__(self, workflow: Workflow) -> None:
+    def __init__(self, workflow: Workflow, **services: Any) -> None:
         self.workflow = workflow
+        self.services = services
         self.episodes: list[Sequence[Episode]] = []
 
     async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         self.episodes.append(episodes)
-        services = FakeServices(max_model_len=200)
+        services = FakeServices(max_model_len=200, **self.services)
         groups = [await run_group(self.workflow, episode, services) for episode in episodes]
         table = rollout_table(
             list(zip(episodes, groups, strict=True)),
@@ -53,11 +57,12 @@ class Answering:
         return scored_table(table, scores, verifier="v@0")
 
 
-def answers_of(answering: Answering, *, seed: int = 0) -> list[dict[str, Any]]:
+def answers_of(answering: Answering, *, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
     return asyncio.run(
         answer_held_out(
             answering.answer,
             PROMPTS,
+            settings=EvaluationSettings(**settings),
             name="before",
             seed=seed,
             writer_epoch=3,
@@ -74,6 +79,9 @@ def test_each_prompt_has_one_answer_in_the_order_asked(workflow: Workflow) -> No
     assert [len(episodes) for episodes in answering.episodes] == [64, 64, 22]
     assert all(len(row["completion"].split()) == row["num_output_tokens"] for row in rows)
     assert {(row["evaluation"], row["writer_epoch"]) for row in rows} == {("before", 3)}
+    for row in rows:
+        assert sum(span["length"] for span in row["version_spans"]) == row["num_output_tokens"]
+    assert {row["verifier"] for row in rows} == {"v@0"}
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
 
@@ -98,15 +106,47 @@ def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
     assert [row["difficulty"] for row in failed] == [2] * 50
     assert all("no tool for this" in json.loads(row["reward_detail"])["error"] for row in failed)
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
-    table = tabulate(rows)
-    assert table.overall.n == 150
-    assert table.by_difficulty[2][0].pass_rate == 0.0
-    assert table.by_difficulty[1][0].pass_rate > 0.0
+    table = tabulate(rows, threshold=0.5)
+    assert table.overall.passed.n == 150
+    assert table.by_difficulty[2].passed.pass_rate == 0.0
+    assert table.by_difficulty[1].passed.pass_rate > 0.0
 
 
-def test_intervals_are_wilsons() -> None:
-    half = wilson_interval(50, 100)
-    assert (half.low, half.high) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)
-    none = wilson_interval(0, 10)
-    assert (none.low, none.high) == pytest.approx((0.0, 0.2775328), abs=1e-6)
-    assert wilson_interval(0, 0).n == 0
+def test_evaluation_beside_training_says_which_versions_answered() -> None:
+    rows = answers_of(Answering(SingleTurn(), tokens_per_version=30))
+    assert {row["policy_version"] for row in rows} == {0}, "no token is older"
+    versions = [[span["version"] for span in row["version_spans"]] for row in rows]
+    assert versions[0] == [0]
+    assert any(len(found) > 1 for found in versions), "newer weights arrived in mid-answer"
+    assert versions[63][-1] > 0
+
+
+def test_several_samples_are_members_with_seeds_of_their_own() -> None:
+    answering = Answering(SingleTurn())
+    rows = answers_of(answering, num_samples=3)
+    assert [(row["prompt_id"], row["sample"]) for row in rows] == [
+        (prompt.prompt_id, sample) for prompt in PROMPTS for sample in range(3)
+    ]
+    episodes = [episode for asked in answering.episodes for episode in asked]
+    assert [episode.seeds for episode in episodes] == [
+        tuple(member_seed(0, index, -1 - sample) for sample in range(3)) for index in range(150)
+    ]
+    assert max(len(asked) for asked in answering.episodes) == 64 // 3
+    first = [row for row in rows if row["sample"] == 0]
+    assert [row["completion"] for row in first] == [
+        row["completion"] for row in answers_of(Answering(SingleTurn()))
+    ]
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+
+
+def test_temperature_is_that_of_generation_unless_the_evaluation_has_its_own() -> None:
+    def completions(**settings: Any) -> set[str]:
+        return {row["completion"] for row in answers_of(Answering(SingleTurn()), **settings)}
+
+    assert completions() == completions(temperature=1.0) != completions(temperature=0.7)
+    assert len(completions(temperature=0.0)) == 1, "one question, the likeliest answer"
+
+
+def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
+        build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")

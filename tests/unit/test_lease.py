@@ -180,6 +180,8 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "reward": 1.0,
         "reward_detail": "{}",
         "verifier": "numeric@0",
+        "version_spans": [],
+        "sample": 0,
         "evaluated_at": datetime.now(UTC),
     }
     return [answer] * 3

@@ -159,6 +159,7 @@ def listed(**changes: Any) -> dict[str, Any]:
         "trajectory_id": "00000000-0000-00",
         "difficulty": 3,
         "reward": 1.0,
+        "passed": True,
         "num_tokens": 4,
         "version_spans": [{"version": v, "length": 1} for v in (4, 5)],
         "finish_reason": "stop",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
@@ -150,10 +152,14 @@ def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: S
         "importance_weight_mean",
         "importance_weight_max",
         "ratio_overflow_fraction",
+        PASS_RATE,
     }
+    given = [row["reward"] for row in rows(0, 1)]
+    assert metrics[PASS_RATE] == fmean(reward > RECIPE.pass_threshold for reward in given)
     table = validate(ledger_table(result), StepRow)
     (row,) = table.to_pylist(maps_as_pydicts="strict")
     assert row["metrics"] == metrics
     tracked = step_metrics(row)
     assert tracked["train/importance_weight_max"] == metrics["importance_weight_max"]
     assert tracked["train/loss"] == result.metrics.loss
+    assert tracked["rollout/pass_rate"] == metrics[PASS_RATE]

@@ -19,7 +19,7 @@ CREATE TABLE dataset (num_rows BIGINT);
 -- What rules need of the recipe: one row, or none if it cannot be read.
 CREATE TABLE recipe (
     config_hash VARCHAR, code_version VARCHAR, seed BIGINT, group_size BIGINT,
-    groups_per_step BIGINT, max_staleness BIGINT
+    groups_per_step BIGINT, max_staleness BIGINT, pass_threshold DOUBLE
 );
 
 -- The verifiers that inputs.json names, and the first writer epoch of each.

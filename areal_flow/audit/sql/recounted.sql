@@ -19,6 +19,7 @@ WITH so_far AS (
 trained AS (
     SELECT step, count(*) AS num_known, sum(num_tokens) AS num_tokens,
            avg(coalesce(reward, 'NaN')) AS reward_mean,
+           avg(passes(reward, pass_threshold)::INT) AS pass_rate,
            sum(trained_tokens(spans, policy_version, max_staleness)) AS num_trained_tokens,
            sum(staleness_sum(spans, policy_version, max_staleness)) AS staleness_sum,
            max(staleness_max(spans, policy_version, max_staleness)) AS staleness_max
@@ -38,6 +39,7 @@ SELECT steps.*,
        log_committed_tokens - sum(log_step_tokens + log_discarded_tokens) OVER by_step
            AS log_waiting_tokens,
        trained.reward_mean AS log_reward_mean,
+       trained.pass_rate AS log_pass_rate,
        coalesce(trained.num_known = len(trajectory_ids), false)
            AND EXISTS (FROM recipe) AS can_be_masked_again,
        trained.num_trained_tokens AS log_num_trained_tokens,

@@ -11,6 +11,7 @@ WITH consumed AS (
         policy_version,
         reason,
         reward_detail->>'verdict' AS verdict,
+        passes(reward, pass_threshold()) AS passed,
         len(output_tokens) AS num_tokens,
         flatten(
             list_transform(

@@ -1,0 +1,128 @@
+"""Reward and pass are two things: what a completion is worth, and whether that is enough.
+
+The one rule of what passes stands here, and in SQL in `store/sql/passing.sql`; a test holds both
+equal. So do the two means of an evaluation with their 95% intervals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import comb, sqrt
+from operator import itemgetter
+from statistics import fmean, stdev
+from typing import Any
+
+from areal_flow.types import EvaluationScores, EvaluationTable, PassRate, RewardMean
+
+PASS_THRESHOLD = 0.5
+"""Halfway between wrong and right of a verifier that gives 0 and 1."""
+PASS_RATE = "rollout/pass_rate"
+"""The pass rate of a step's trajectories, in the ledger's `metrics` and in sinks."""
+Z_95 = 1.959963984540054
+
+
+def passes(reward: float | None, *, threshold: float) -> bool:
+    """Return whether a completion passes: its reward is above the threshold; none never is."""
+    return reward is not None and reward > threshold
+
+
+def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:
+    """Return what the rows of one evaluation were worth, overall and by difficulty."""
+    difficulty = itemgetter("difficulty")
+    by_difficulty = groupby(sorted(rows, key=difficulty), difficulty)
+    return EvaluationTable(
+        evaluation_scores(rows, threshold=threshold),
+        {value: evaluation_scores([*part], threshold=threshold) for value, part in by_difficulty},
+    )
+
+
+def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationScores:
+    """Return pass rate, mean reward and mean length of some answers.
+
+    An answer without a reward has not passed, and is no part of the mean reward. Samples of one
+    prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
+    then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample.
+
+    Args:
+        rows: `prompt_id`, `sample`, `reward` and `num_output_tokens` of each answer.
+    """
+    by_prompt = _by_prompt(rows)
+    num_samples = max((row["sample"] + 1 for row in rows), default=1)
+    passed = [[passes(r, threshold=threshold) for r in rewards] for rewards in by_prompt]
+    scored = [[r for r in rewards if r is not None] for rewards in by_prompt]
+    return EvaluationScores(
+        _pass_rate(passed, num_samples=num_samples),
+        normal_interval([fmean(rewards) for rewards in scored if rewards]),
+        sum(row["num_output_tokens"] for row in rows) / max(1, len(rows)),
+        num_samples,
+        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(num_samples)},
+    )
+
+
+def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Return the rewards of each prompt; two prompts of one id are told apart by their samples."""
+    found: dict[tuple[str, int], list[float | None]] = {}
+    num_seen = Counter[tuple[str, int]]()
+    for row in rows:
+        sample = row["prompt_id"], row["sample"]
+        found.setdefault((row["prompt_id"], num_seen[sample]), []).append(row["reward"])
+        num_seen[sample] += 1
+    return [*found.values()]
+
+
+def _pass_rate(passed: Sequence[Sequence[bool]], *, num_samples: int) -> PassRate:
+    if num_samples == 1:
+        return wilson_interval(sum(map(sum, passed)), len(passed))
+    mean = normal_interval([fmean(samples) for samples in passed])
+    return PassRate(mean.reward_mean, max(0.0, mean.low), min(1.0, mean.high), mean.n)
+
+
+def sizes(num_samples: int) -> list[int]:
+    """Return the k of which pass@k is shown: powers of two, and all samples; none of one sample."""
+    powers = [2**exponent for exponent in range(1, num_samples.bit_length())]
+    return sorted({*powers, num_samples} - {1})
+
+
+def pass_at(k: int, n: int, num_passed: int) -> float:
+    """Return pass@k, unbiased: 1 - C(n - c, k) / C(n, k) of c passed among n samples.
+
+    Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1.0 - comb(n - num_passed, k) / comb(n, k)
+
+
+def has_plateaued(rates: Sequence[float], *, patience: int) -> bool:
+    """Return whether none of the last rates is better than the best before them.
+
+    Args:
+        rates: of the evaluations so far, in their order.
+        patience: how many may be no better; 0: any number.
+    """
+    if not patience or len(rates) <= patience:
+        return False
+    return max(rates[-patience:]) <= max(rates[:-patience])
+
+
+def wilson_interval(num_passed: int, n: int) -> PassRate:
+    """Return the pass rate with Wilson's 95% score interval (Wilson 1927); all 0 when n is 0."""
+    if n == 0:
+        return PassRate(0.0, 0.0, 0.0, 0)
+    rate = num_passed / n
+    spread = 1 + Z_95**2 / n
+    center = (rate + Z_95**2 / (2 * n)) / spread
+    half = Z_95 / spread * sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2))
+    return PassRate(rate, max(0.0, center - half), min(1.0, center + half), n)
+
+
+def normal_interval(rewards: Sequence[float]) -> RewardMean:
+    """Return the mean with its 95% normal interval, mean ± 1.96 s / √n; no width below two.
+
+    s is the sample's standard deviation (unbiased variance).
+    """
+    if not rewards:
+        return RewardMean(0.0, 0.0, 0.0, 0)
+    mean, n = fmean(rewards), len(rewards)
+    half = Z_95 * stdev(rewards) / sqrt(n) if n > 1 else 0.0
+    return RewardMean(mean, mean - half, mean + half, n)

@@ -1,0 +1,221 @@
+"""Reward and pass are two things, told apart by one rule: in Python and in SQL the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError
+from areal_flow.pass_rates import (
+    PASS_RATE,
+    evaluation_scores,
+    has_plateaued,
+    normal_interval,
+    pass_at,
+    passes,
+    sizes,
+    tabulate,
+    wilson_interval,
+)
+from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rewards.shipping import ship_function
+from areal_flow.store.database import connect, read_sql
+from areal_flow.types import Score, Verdict
+from pipelines.cli.progress import Progress
+from pipelines.cli.reports import report_evaluation
+from tests.rows import group_table
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.one_of(st.none(), finite), finite)
+def test_sql_and_python_agree_on_what_passes(reward: float | None, threshold: float) -> None:
+    with closing(duckdb.connect()) as connection:
+        connection.execute(read_sql("passing"))
+        query = "SELECT passes($reward::DOUBLE, $threshold::DOUBLE)"
+        found = connection.execute(query, {"reward": reward, "threshold": threshold}).fetchall()
+    assert found == [(passes(reward, threshold=threshold),)]
+
+
+def test_completion_passes_above_the_threshold_and_not_at_it() -> None:
+    assert Recipe().pass_threshold == 0.5
+    assert [passes(reward, threshold=0.5) for reward in (None, 0.0, 0.5, 0.51)] == [
+        *(False, False, False, True)
+    ]
+    assert passes(-1.0, threshold=-2.0)
+
+
+def test_threshold_that_nothing_can_pass_is_refused() -> None:
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="pass_threshold"):
+            build_recipe({"pass_threshold": wrong}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("returned", "weight", "threshold", "verdict"),
+    [
+        (0.25, 1.0, 0.5, "wrong"),
+        (0.5, 1.0, 0.5, "wrong"),
+        (0.75, 1.0, 0.5, "right"),
+        (0.25, 1.0, 0.2, "right"),
+        (0.25, 4.0, 0.5, "right"),
+        (Score(0.25, "right"), 1.0, 0.5, "right"),
+        (Score(1.0, "parse_error"), 1.0, 0.5, "parse_error"),
+    ],
+)
+def test_bare_number_is_right_if_its_completion_passes(
+    tmp_path: Path, returned: Any, weight: float, threshold: float, verdict: Verdict
+) -> None:
+    name = ship_function(lambda completion: returned, tmp_path)
+    settings = [RewardSettings(verifier=name, weight=weight)]
+    rewards = WeightedRewards(settings, tmp_path, pass_threshold=threshold)
+    (score,) = asyncio.run(rewards.score([RewardInput("", "", "")]))
+    assert score.verdict == verdict
+
+
+def answers(*rewards: float | None, difficulty: int = 1) -> list[dict[str, Any]]:
+    made = {"difficulty": difficulty, "num_output_tokens": 4, "sample": 0}
+    return [
+        {**made, "prompt_id": f"{difficulty}-{index}", "reward": reward}
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def test_constant_reward_of_a_half_passes_nothing_and_is_a_mean_of_a_half() -> None:
+    found = tabulate([*answers(*[0.5] * 8), *answers(1.0, 0.0, difficulty=2)], threshold=0.5)
+    half = found.by_difficulty[1]
+    assert (half.passed.pass_rate, half.reward.reward_mean, half.mean_tokens) == (0.0, 0.5, 4.0)
+    assert found.by_difficulty[2].passed.pass_rate == 0.5
+    assert (found.overall.passed.pass_rate, found.overall.passed.n) == (0.1, 10)
+
+
+def test_answer_without_a_reward_has_not_passed_and_is_no_part_of_the_mean() -> None:
+    found = evaluation_scores(answers(1.0, None), threshold=0.5)
+    assert (found.passed.pass_rate, found.passed.n) == (0.5, 2)
+    assert (found.reward.reward_mean, found.reward.n) == (1.0, 1)
+
+
+def test_pass_rates_have_wilsons_intervals() -> None:
+    half = wilson_interval(50, 100)
+    assert (half.low, half.high) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)
+    none = wilson_interval(0, 10)
+    assert (none.low, none.high) == pytest.approx((0.0, 0.2775328), abs=1e-6)
+    assert wilson_interval(0, 0).n == 0
+
+
+def test_mean_rewards_have_normal_intervals() -> None:
+    """Of 1, 2, 3, 4: mean 2.5, s = sqrt(5/3) = 1.2909944, half = 1.959964 s / 2 = 1.2651514."""
+    found = normal_interval([1.0, 2.0, 3.0, 4.0])
+    assert found.reward_mean == 2.5
+    assert (found.low, found.high) == pytest.approx((1.2348486, 3.7651514), abs=1e-6)
+    assert (normal_interval([3.0]).low, normal_interval([3.0]).high) == (3.0, 3.0)
+    assert normal_interval([]).n == 0
+
+
+def test_views_have_a_column_of_what_passed() -> None:
+    rows = group_table(0, rewards=(0.25, 0.75, None))
+    consumption = pa.table(
+        {
+            "trajectory_id": rows["trajectory_id"],
+            "writer_epoch": rows["writer_epoch"],
+            **{name: pa.nulls(3) for name in ("status", "step", "policy_version", "reason")},
+        }
+    )
+    tables = {
+        "stored": rows,
+        "consumption": consumption,
+        "stored_evaluations": pa.table({"reward": pa.array([0.25, 0.75, None], pa.float64())}),
+    }
+    options: dict[str, Any] = {"decode": lambda tokens: tokens, "max_staleness": 0}
+    for threshold, expected in ((0.5, [False, True, False]), (0.2, [True, True, False])):
+        with closing(connect(tables, **options, pass_threshold=threshold)) as found:
+            for view, order in (("trajectories", "trajectory_id"), ("evaluations", "reward")):
+                query = f"SELECT passed FROM {view} ORDER BY {order}"
+                assert [passed for (passed,) in found.sql(query).fetchall()] == expected
+
+
+def test_progress_shows_reward_and_pass_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ("seconds_step", "seconds_generate", "seconds_train", "seconds_stage")
+    counts = ("num_generated_tokens", "num_trained_tokens", "staleness_max", "staleness_mean")
+    row = {**dict.fromkeys((*numbers, *counts), 1), "step": 1, "completion_tokens_mean": 3.0}
+    Progress(4, 1).step({**row, "reward_mean": 0.5, "metrics": {PASS_RATE: 0.125}})
+    assert "step 1/4  reward 0.500  pass 0.125  length 3.0" in capsys.readouterr().out
+
+
+def test_evaluation_is_reported_with_both_labelled() -> None:
+    report = report_evaluation(tabulate(answers(0.25, 0.75), threshold=0.5), Path("m"))
+    overall = report.data["overall"]
+    assert (overall["pass_rate"], overall["reward_mean"], overall["n"]) == (0.5, 0.5, 2)
+    assert overall["pass_rate_low"] < 0.5 < overall["pass_rate_high"]
+    assert report.parts[-1] == json.dumps(overall)
+
+
+def sampled(*prompts: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Return answers with several samples a prompt."""
+    made = {"difficulty": 1, "num_output_tokens": 4}
+    return [
+        {**made, "prompt_id": f"p{index}", "sample": sample, "reward": reward}
+        for index, rewards in enumerate(prompts)
+        for sample, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)])
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_one_that_passed(
+    n: int, k: int
+) -> None:
+    for num_passed in range(n + 1):
+        samples = [True] * num_passed + [False] * (n - num_passed)
+        choices = [any(chosen) for chosen in combinations(samples, k)]
+        assert pass_at(k, n, num_passed) == pytest.approx(fmean(choices))
+
+
+def test_several_samples_give_pass_at_k_and_intervals_over_prompts() -> None:
+    """Prompts pass in 4, 2, 0 and 0 of 4 samples: pass@1 3/8, pass@2 (1 + 5/6) / 4, pass@4 1/2."""
+    found = evaluation_scores(
+        sampled([1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0], [0, None, 0, 0]), threshold=0.5
+    )
+    assert (found.num_samples, found.passed.n, found.passed.pass_rate) == (4, 4, 0.375)
+    assert found.pass_at == pytest.approx({2: (1 + 5 / 6) / 4, 4: 0.5})
+    assert found.by_name()["pass_at_4"] == 0.5
+    over_prompts = normal_interval([1.0, 0.5, 0.0, 0.0])
+    assert (found.passed.low, found.passed.high) == (0.0, pytest.approx(over_prompts.high))
+    assert found.reward.reward_mean == 0.375
+
+
+def test_prompts_that_share_an_id_are_two_prompts() -> None:
+    found = evaluation_scores([*answers(1.0), *answers(0.0)], threshold=0.5)
+    assert (found.passed.n, found.passed.pass_rate, found.num_samples) == (2, 0.5, 1)
+    assert found.pass_at == {}
+
+
+def test_ks_are_powers_of_two_and_all_samples() -> None:
+    assert [sizes(n) for n in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]
+
+
+def test_plateau_is_as_many_evaluations_without_a_better_rate_than_all_before() -> None:
+    assert not has_plateaued([0.3, 0.2, 0.1], patience=0)
+    assert not has_plateaued([0.3, 0.2], patience=2), "only one was no better"
+    assert has_plateaued([0.3, 0.2, 0.3], patience=2), "an equal rate is no better"
+    assert not has_plateaued([0.3, 0.2, 0.31], patience=2)
+    assert not has_plateaued([0.1, 0.3, 0.2], patience=2)
+    assert has_plateaued([0.1, 0.3, 0.2, 0.1], patience=2)
+
+
+def test_plateau_without_evaluations_beside_training_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set evaluation.every_steps"):
+        build_recipe({"evaluation": {"stop_after_plateau": 2}}, source="test")

@@ -106,10 +106,13 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 def newest_lease(root: Path) -> Lease | None:
     """Return the lease that counts, whether its driver is alive or not."""
-    epochs = [int(path.stem) for path in root.glob("[0-9]*.lock")]
-    if not epochs:
-        return None
-    return Lease(max(epochs), **json.loads(_lease_path(root, max(epochs)).read_text()))
+    return next(reversed(leases(root)), None)
+
+
+def leases(root: Path) -> list[Lease]:
+    """Return the leases of all drivers that a run had, the newest last."""
+    epochs = sorted(int(path.stem) for path in root.glob("[0-9]*.lock"))
+    return [Lease(epoch, **json.loads(_lease_path(root, epoch).read_text())) for epoch in epochs]
 
 
 def is_held(root: Path, epoch: int) -> bool:

@@ -96,6 +96,28 @@ def write_report(layout: RunLayout, path: Path | None = None) -> Path:
 
 def report_page(run: Run) -> str:
     """Return the page of a run as HTML."""
+    layout = run.layout
+    recipe = load_recipe(layout.config)
+    steps = run.steps("arrow").to_pylist()
+    trained = [row for row in steps if row["step"] > 0]
+    with closing(run.database()) as database:
+        rates = _rates(database) if layout.evaluations.is_dir() else {}
+        return render(
+            run=layout.name,
+            state=observed_state(layout),
+            model=recipe.model,
+            verifiers=[reward.verifier for reward in recipe.rewards],
+            recipe=layout.config.read_text(),
+            figures=_figures(run, trained, rates),
+            charts=_charts(run, database, trained, rates) if trained else [],
+            samples=_rows(database, _HELD_OUT_SAMPLES) if len(rates) > 1 else [],
+            trained_samples=_rows(database, _TRAINED_SAMPLES, num_steps=len(trained)),
+            events=_events(layout, steps, dict(database.sql(_DISCARDS).fetchall())),
+        )
+
+
+def render(**content: Any) -> str:
+    """Return the page with everything escaped but the charts."""
     environment = Environment(
         loader=PackageLoader("pipelines"),
         autoescape=True,
@@ -103,28 +125,8 @@ def report_page(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    layout = run.layout
-    recipe = load_recipe(layout.config)
-    steps = run.steps("arrow").to_pylist()
-    trained = [row for row in steps if row["step"] > 0]
-    with closing(run.database()) as database:
-        rates = _rates(database) if layout.evaluations.is_dir() else {}
-        content = {
-            "figures": _figures(run, trained, rates),
-            "charts": _charts(run, database, trained, rates) if trained else [],
-            "samples": _rows(database, _HELD_OUT_SAMPLES) if len(rates) > 1 else [],
-            "trained_samples": _rows(database, _TRAINED_SAMPLES, num_steps=len(trained)),
-            "events": _events(layout, steps, dict(database.sql(_DISCARDS).fetchall())),
-        }
-    return environment.get_template("report.html").render(
-        run=layout.name,
-        state=observed_state(layout),
-        model=recipe.model,
-        verifiers=[reward.verifier for reward in recipe.rewards],
-        recipe=layout.config.read_text(),
-        made_at=datetime.now(UTC).astimezone(),
-        **content,
-    )
+    made_at = datetime.now(UTC).astimezone()
+    return environment.get_template("report.html").render(made_at=made_at, **content)
 
 
 def _rows(database: Any, query: str, **values: int) -> list[dict[str, Any]]:

@@ -119,13 +119,13 @@ def _draw_rates(axes: Axes, held_out: Mapping[int, PassRate]) -> None:
 def _moving_means(series: Any) -> Any:
     """Return the mean of each value and of up to seven before it; gaps are left out."""
     known = np.isfinite(series)
-    sums = np.cumsum(np.where(known, series, 0.0))
-    counts = np.cumsum(known)
-    before = np.arange(len(series)) - _WINDOW_STEPS
-    sums_before = np.where(before >= 0, sums[before], 0.0)
-    counts_before = np.where(before >= 0, counts[before], 0)
+
+    def window_sums(values: Any) -> Any:
+        sums = np.cumsum(np.concatenate([np.zeros(_WINDOW_STEPS), values]))
+        return sums[_WINDOW_STEPS:] - sums[:-_WINDOW_STEPS]
+
     with np.errstate(invalid="ignore"):
-        return (sums - sums_before) / (counts - counts_before)
+        return window_sums(np.where(known, series, 0.0)) / window_sums(known)
 
 
 def _svg(draw: Callable[[Axes], None], *, xlabel: str, ylabel: str) -> str:

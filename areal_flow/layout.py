@@ -16,6 +16,7 @@ runs/NAME/
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
     summary.json           written at the end
+    report.html            the run on one page, written at the end
     writers/               who may write: one lease a driver's life
     state.json             how it last ended
     cluster.json           where its scheduler is, while it runs
@@ -68,6 +69,7 @@ class RunLayout:
     forks = _Within("forks.jsonl")
     tracking = _Within("tracking.json")
     summary = _Within("summary.json")
+    report = _Within("report.html")
     writers = _Within("writers")
     state = _Within("state.json")
     cluster = _Within("cluster.json")

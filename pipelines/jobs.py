@@ -7,6 +7,7 @@ pipeline's; this module knows how a driver holds a run and how it leaves it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Coroutine
@@ -24,6 +25,8 @@ from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import prepare_run, run_training
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -35,9 +38,23 @@ class Job:
     drive: Callable[..., Coroutine[Any, Any, Outcome]]
     prepared: Callable[[RunLayout], Path]
     """The last thing that a preparation writes."""
+    conclude: Callable[[RunLayout], None] = lambda layout: None
+    """Called with a run that is finished, and recorded as such."""
 
 
-TRAINING = Job("train", prepare_run, run_training, lambda layout: layout.steps)
+def _draw_report(layout: RunLayout) -> None:
+    """Write a finished run's page; a run that cannot be drawn is finished all the same."""
+    from pipelines.report.page import write_report
+
+    try:
+        path = write_report(layout)
+    except Exception:
+        logger.exception("%s could not be drawn: try `areal-flow report`", layout.name)
+    else:
+        print(f"\nThe run on one page: {path}", flush=True)
+
+
+TRAINING = Job("train", prepare_run, run_training, lambda layout: layout.steps, _draw_report)
 SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows)
 
 
@@ -117,4 +134,6 @@ def _drive(
             again = f"areal-flow {job.command} --resume {layout.name}"
             said = f"Everything committed is safe. Continue with: {again}"
             print(said, file=sys.stderr, flush=True)
+    if outcome.finished:
+        job.conclude(layout)
     return outcome

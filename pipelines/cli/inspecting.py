@@ -190,6 +190,22 @@ def runs(*, folders: Given) -> Report:
     return report_runs(folders.runs)
 
 
+def report(run: str, /, *, to: Path | None = None, folders: Given) -> Report:
+    """Draw a run on one page of HTML, which needs no network; also while the run goes on.
+
+    Args:
+        run: A run's name, or its directory.
+        to: A file, instead of report.html in the run.
+    """
+    from pipelines.report.page import write_report
+
+    layout = find_run(folders.runs, run)
+    if to and (to.is_dir() or not to.parent.is_dir()):
+        raise ConfigError(f"--to {to}: expected a file in a folder that exists")
+    path = write_report(layout, to)
+    return Report({"run": layout.name, "file": path}, [f"{layout.name} on one page: {path}"])
+
+
 def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
     """Fill an MLflow server with a run's metrics and models, again from step 0.
 
@@ -224,4 +240,4 @@ def ui(*, port: int = 5000, folders: Given) -> None:
     os.execv(sys.executable, (sys.executable, "-m", "mlflow", "server", *where, *few))
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, replay, check, runs, track, ui)
+COMMANDS = (evaluate, export, trajectories, lineage, replay, check, runs, report, track, ui)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from areal_flow.rewards.registry import WeightedRewards
 
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.worker_context import WorkerContext
@@ -21,6 +20,7 @@ from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import receipts
 from areal_flow.store.trajectories import validate_groups
 from areal_flow.types import Episode, Prompt

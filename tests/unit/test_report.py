@@ -2,60 +2,164 @@
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
-from areal_flow.recovery.run_directory import RunState
-from areal_flow.types import PassRate
-from pipelines import report_charts
-from pipelines.report import Chart, render
+import areal_flow
+from areal_flow.config import Recipe
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from areal_flow.store.committed import append_evaluation
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.types import PassRate, trajectory_id
+from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.cli.main import main
+from pipelines.report import svg
+from tests.rows import written_group
+from tests.tracked_runs import step_row
 
-HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)>"
+HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def test_whatever_a_policy_writes_is_text_in_the_page() -> None:
-    page = render(
-        run=HOSTILE,
-        state=RunState("failed", reason=HOSTILE),
-        model=HOSTILE,
-        verifiers=[HOSTILE],
-        recipe=HOSTILE,
-        figures={"steps": HOSTILE},
-        charts=[Chart(HOSTILE, HOSTILE, "<svg></svg>")],
-        samples=[
-            {
-                **dict.fromkeys(("difficulty", "prompt", "answer", "before", "after"), HOSTILE),
-                "reward_before": None,
-                "reward_after": 1.0,
-            }
-        ],
-        trained_samples=[{"step": 1, "prompt": HOSTILE, "completion": HOSTILE, "reward": 0.0}],
-        events=[("step 1", HOSTILE)],
+def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[str, Any]]:
+    verdict = "right" if reward else "wrong"
+    return [
+        {
+            "evaluation": name,
+            "writer_epoch": 1,
+            "policy_version": version,
+            "prompt_id": f"held-out-{n}",
+            "difficulty": 3 + n % 2,
+            "prompt": f"{n} + {text}",
+            "completion": text,
+            "answer": text,
+            "num_output_tokens": 3,
+            "finish_reason": "stop",
+            "reward": reward,
+            "reward_detail": json.dumps({"verdict": verdict}),
+            "evaluated_at": datetime.now(UTC),
+        }
+        for n in range(6)
+    ]
+
+
+def make_run(
+    root: Path, *, num_steps: int, evaluated: bool = True, state: State = "finished"
+) -> RunLayout:
+    """Make a run that trained one group a step and, at times, gave up another."""
+    layout = RunLayout(root)
+    create_run(layout, Recipe(num_steps=max(1, num_steps)))
+    write_tiny_model(layout.model, max_model_len=32)
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    with hold_run(layout) as writer:
+        _fill(layout, writer, num_steps)
+        if evaluated:
+            before = answers("before", 0, reward=0.0, text=HOSTILE)
+            append_evaluation(layout.evaluations, before, writer)
+            after = answers("after", num_steps, reward=1.0, text="#### 4")
+            append_evaluation(layout.evaluations, after, writer)
+        if state != "crashed":
+            leave_run(layout, writer, state, seconds=1.0)
+    return layout
+
+
+def _fill(layout: RunLayout, writer: Writer, num_steps: int) -> None:
+    committer, ledger = (
+        TrajectoryCommitter(layout.trajectories, writer),
+        Ledger(layout.steps, writer),
     )
-    assert "<script" not in page
-    assert "<img" not in page
-    assert page.count("&lt;script&gt;") >= 14
-    assert "<svg></svg>" in page
+    for step in range(num_steps + 1):
+        columns: dict[str, Any] = {}
+        if step:
+            committer.commit([written_group(layout.trajectories, step, version=step - 1)])
+            trained = [trajectory_id(step, member) for member in range(2)]
+            columns = {"trajectory_ids": trained, "failed_submissions": [7] if step == 2 else []}
+        watermark = committer.head.trajectory_watermark
+        row = step_row(step, trajectory_watermark=watermark, metrics={"zeal": step}, **columns)
+        ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})
+
+
+def page_of(layout: RunLayout) -> str:
+    assert areal_flow.report(layout.root) == layout.report
+    return layout.report.read_text()
+
+
+def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "r", num_steps=4))
+    for said in ("finished", "Held-out pass rate, version 4", "1.000 [0.610, 1.000]", "4 in 4 s"):
+        assert said in page
+    for title in ("Reward", "Time of a step", "Throughput", "Staleness", "Length", "Loss", "Zeal"):
+        assert f"<h3>{title}" in page
+    assert "reward 0, wrong" in page
+    assert "reward 1, right" in page
+    assert "groups given up: 7" in page
+    assert "driver 1 began" in page
+
+
+def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "r", num_steps=2))
+    assert "&lt;script&gt;alert(1)" in page
+    for tag in ("<script", "<img", "<link", "<iframe", "<object", "@import"):
+        assert tag not in page
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", page)
+    assert not re.search(r"url\((?!#)", page)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("state", ["finished", "crashed"])
+def test_page_of_a_short_run_has_what_there_is(
+    num_steps: int, evaluated: bool, state: State, tmp_path: Path
+) -> None:
+    page = page_of(make_run(tmp_path / "r", num_steps=num_steps, evaluated=evaluated, state=state))
+    assert state in page
+    assert ("<h2>Curves" in page) == (num_steps > 0)
+    assert ("<h2>Held-out" in page) == (evaluated and num_steps > 0)
+    assert ("Held-out pass rate, version 0" in page) == evaluated
+
+
+def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = make_run(tmp_path / "r", num_steps=1)
+    given = ["--runs", str(tmp_path), "report", "r"]
+    assert main(given) == 0
+    assert str(layout.report) in capsys.readouterr().out
+    assert main([*given, "--to", str(tmp_path / "own.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["file"] == str(tmp_path / "own.html")
+    assert (tmp_path / "own.html").read_text().startswith("<!doctype html>")
+    assert main([*given, "--to", str(tmp_path / "nowhere" / "own.html")]) == 2
+    assert "a folder that exists" in capsys.readouterr().err
+    create_run(RunLayout(tmp_path / "new"), Recipe())
+    assert main([*given[:-1], "new"]) == 1
+    assert "found no ledger" in capsys.readouterr().err
 
 
 def test_charts_are_svg_that_loads_nothing() -> None:
     rate = PassRate(0.5, 0.4, 0.6, 100)
-    svg = report_charts.curves(
+    drawn = svg.curves(
         {"a": [0.0, None, 2.0], "b": [1.0, 1.0, 1.0]},
         steps=[1, 2, 3],
         label="value",
         held_out={0: rate, 3: rate},
     )
-    assert svg.startswith("<svg")
-    assert all(name in svg for name in ("a", "b", "held-out pass rate"))
-    assert not re.search(r"(href|src)=\"http", svg)
-    assert "url(http" not in svg
+    assert drawn.startswith("<svg")
+    assert all(f">{name}</text>" in drawn for name in ("a", "b", "held-out pass rate, 95%"))
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", drawn)
 
 
 def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
     series = np.array([1.0, np.nan, 3.0, *[5.0] * 8, 13.0])
-    means = report_charts._moving_means(series)
+    means = svg._moving_means(series)
     brute = [np.nanmean(series[max(0, i - 7) : i + 1]) for i in range(len(series))]
     np.testing.assert_allclose(means, brute)
     assert means[2] == 2
@@ -63,6 +167,6 @@ def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
 
 def test_histogram_of_wide_numbers_has_few_bars_and_loses_none() -> None:
     lengths = dict.fromkeys(range(1000), 1)
-    svg = report_charts.histogram({"tokens": lengths}, xlabel="tokens", ylabel="share")
-    num_bars = svg.count('<g id="patch_') - 5  # the figure, the axes and its spines
+    drawn = svg.histogram({"tokens": lengths}, xlabel="tokens", ylabel="share")
+    num_bars = drawn.count('<g id="patch_') - 5  # the figure, the axes and its spines
     assert 50 <= num_bars <= 62

@@ -37,6 +37,7 @@ _STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _WINDOW_STEPS = 8
 _MOST_POINTS = 1000
 
@@ -136,6 +137,6 @@ def _svg(draw: Callable[[Axes], None], *, xlabel: str, ylabel: str) -> str:
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         draw(axes)
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
     svg = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
     return svg.replace(INK, "currentColor")

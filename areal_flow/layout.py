@@ -15,6 +15,7 @@ runs/NAME/
     sft/                   rows and checkpoints of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
+    train.log              what its drivers said, and their warnings
     summary.json           written at the end
     report.html            the run on one page, written at the end
     writers/               who may write: one lease a driver's life
@@ -68,6 +69,7 @@ class RunLayout:
     rendezvous = _Within("rendezvous")
     forks = _Within("forks.jsonl")
     tracking = _Within("tracking.json")
+    log = _Within("train.log")
     summary = _Within("summary.json")
     report = _Within("report.html")
     writers = _Within("writers")

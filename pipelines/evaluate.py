@@ -29,6 +29,7 @@ from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
 from areal_flow.types import EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.models import run_of_checkpoint
 from pipelines.stop_signals import wait_for
 
@@ -78,17 +79,25 @@ def evaluate_model(
         elif run is not None:
             held_out = run.held_out_prompts
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
-        answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
+        progress = make_progress(to_stderr=True)
+        try:
+            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress))
+        finally:
+            progress.close()
     return EvaluationResult(tabulate(answers), answers)
 
 
-async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
+async def _answer(
+    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress
+) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
+    progress.phase(f"Starting {len(workers)} workers")
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
+        progress.phase(f"Answering {len(prompts)} held-out prompts")
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
-            DaskRollouts(cluster.client, reader).answer,
+            counted(DaskRollouts(cluster.client, reader).answer, progress, total=len(prompts)),
             prompts,
             name="evaluate",
             seed=recipe.seed,

@@ -21,6 +21,8 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from pipelines.cli.run_log import log, log_kept, say
+from pipelines.models import newest_checkpoint
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import prepare_run, run_training
@@ -51,11 +53,17 @@ def _draw_report(layout: RunLayout) -> None:
     except Exception:
         logger.exception("%s could not be drawn: try `areal-flow report`", layout.name)
     else:
-        print(f"\nThe run on one page: {path}", flush=True)
+        say("", f"The run on one page: {path}")
+
+
+def _say_what_next(layout: RunLayout) -> None:
+    """Say what may follow after supervised fine-tuning."""
+    say(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
+    say(f"Export it with: areal-flow export {layout.name} DIRECTORY")
 
 
 TRAINING = Job("train", prepare_run, run_training, lambda layout: layout.steps, _draw_report)
-SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows)
+SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows, _say_what_next)
 
 
 def start(
@@ -84,11 +92,13 @@ def start(
         try:
             recipe = fill(layout, recipe)
             layout.config.write_text(dump_recipe(recipe))
-            print(f"Run {layout.name} in {layout.root}: {job.prepare(layout, recipe)}", flush=True)
+            prepared = job.prepare(layout, recipe)
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)
             raise
-        return _drive(job, layout, recipe, writer, resume=False, began=began)
+        with log_kept(layout.log):
+            say(f"Run {layout.name} in {layout.root}: {prepared}")
+            return _drive(job, layout, recipe, writer, resume=False, began=began)
 
 
 def resume(
@@ -109,8 +119,9 @@ def resume(
             f"expected a run that `areal-flow {job.command}` prepared in {layout.root}, found none "
             f"of its files: start a new one, or resume it with the command that made it"
         )
-    with hold_run(layout, take_over=take_over) as writer:
-        print(f"Run {layout.name} in {layout.root}", flush=True)
+    with hold_run(layout, take_over=take_over) as writer, log_kept(layout.log):
+        log("")
+        say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}")
         return _drive(job, layout, recipe, writer, resume=True, began=began)
 
 
@@ -127,6 +138,7 @@ def _drive(
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             state = "stopped"
         reason = str(error)[:500]
+        log(f"{type(error).__name__}: {error}")
         raise
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
@@ -134,6 +146,7 @@ def _drive(
             again = f"areal-flow {job.command} --resume {layout.name}"
             said = f"Everything committed is safe. Continue with: {again}"
             print(said, file=sys.stderr, flush=True)
+            log(said)
     if outcome.finished:
         job.conclude(layout)
     return outcome

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable, PassRate
-from pipelines.cli.tables import Table, make_console, print_parts
+from pipelines.cli.run_log import say
+from pipelines.cli.tables import Table
 
 _TOTALS = """
 SELECT
@@ -80,7 +81,7 @@ def print_summary(
         "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
     )
     rates = [_rates(held_out["before"], held_out["after"])] if len(held_out) == 2 else []
-    print_parts(make_console(), *rates, said.format_map(summary), *next_commands(layout, model))
+    say(*rates, said.format_map(summary), *next_commands(layout, model))
 
 
 def next_commands(layout: RunLayout, model: str) -> list[str]:

@@ -51,7 +51,7 @@ from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import prepare_model, with_files
-from pipelines.cli.progress import Progress, make_progress
+from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -102,8 +102,10 @@ async def run_training(
     context = WorkerContext(layout.root, writer.writer_epoch)
     status = "FAILED"
     try:
+        workers = place_workers(recipe)
+        progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
-            async with launch_cluster(place_workers(recipe), recipe.cluster, context) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
@@ -207,6 +209,9 @@ class Training:
 
     async def train(self, start: InitialState) -> int:
         """Train until all steps are done, time is over or a signal came; return the version."""
+        self.progress.phase(
+            f"Training from version {start.policy_version} to {self.recipe.num_steps}"
+        )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
         self.cluster.pool.subscribe(
@@ -233,7 +238,7 @@ class Training:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.rollouts.answer,
+            counted(self.rollouts.answer, self.progress, total=len(table)),
             table.rows(),
             name=name,
             seed=self.recipe.seed,
@@ -278,9 +283,14 @@ class Training:
 
     async def _restore_trainer(self) -> str:
         weights_hash, num_replayed = await restore_policy(
-            self.replicas, self.layout, self.recipe, self.ledger, self.channel
+            self.replicas,
+            self.layout,
+            self.recipe,
+            self.ledger,
+            self.channel,
+            on_replayed=lambda done, total: self.progress.count("replayed", done, total),
         )
-        self.progress.update(f"the trainer is restored: {num_replayed} steps replayed")
+        self.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
         return weights_hash
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:

@@ -55,9 +55,16 @@ def launch(
     return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)
 
 
+class _Warnings(logging.Handler):
+    """Prints warnings on what standard error is then: above a live display, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one message and an exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.basicConfig(format="%(name)s: %(message)s", handlers=[_Warnings()])
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:

@@ -19,7 +19,7 @@ from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
 from pipelines.cli.tables import Report, Table, facts
-from pipelines.models import Traced
+from pipelines.models import Traced, run_of_checkpoint
 
 _BARS = 30
 _LAST_STEPS = 5
@@ -55,9 +55,15 @@ def report_evaluation(found: EvaluationTable, model: Path) -> Report:
         }
         for difficulty, (rate, length) in found.by_difficulty.items()
     ]
-    table = Table(shown, f"{model.name}: held-out prompts, one sample each")
+    table = Table(shown, f"{_called(model)}: held-out prompts, one sample each")
     data = {"model": model, "overall": overall, "by_difficulty": rows}
     return Report(data, [table, json.dumps(overall)])
+
+
+def _called(model: Path) -> str:
+    """Return what a reader calls a model directory: of a run, its name and step."""
+    run = run_of_checkpoint(model)
+    return f"{run.name} at step {int(model.name)}" if run else str(model)
 
 
 def report_runs(runs: Path) -> Report:

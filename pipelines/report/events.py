@@ -9,17 +9,19 @@ from typing import Any
 
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import leases
+from pipelines.cli.run_log import logged_warnings
 
 _DISCARDS = """
 SELECT reason, count(*) FROM consumption WHERE status = 'discarded' GROUP BY reason ORDER BY reason
 """
+_MOST_WARNINGS = 100
 _EVERYWHERE = "all steps"
 
 
 def find_events(
     layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
 ) -> list[tuple[str, str]]:
-    """Return the drivers of a run, what was given up, and replays that made another policy.
+    """Return drivers, what was given up, replays that made another policy, and warnings.
 
     Args:
         steps: rows of the ledger.
@@ -34,6 +36,7 @@ def find_events(
         ),
         *_counts(steps, database),
         *_forks(layout),
+        *logged_warnings(layout.log)[:_MOST_WARNINGS],
     ]
 
 

@@ -87,7 +87,9 @@ def print_summary(
 def next_commands(layout: RunLayout, model: str) -> list[str]:
     """Return what a user may want to type after a run; `model` is what the commands call it."""
     run = f"{layout.root.parent.name}/{layout.name}"
-    read = f"import areal_flow; print(areal_flow.open_run('{run}').trajectories().tail())"
+    shown = "columns=['prompt', 'completion', 'reward']"
+    rows = f"areal_flow.open_run('{run}').trajectories(text=True, {shown})"
+    read = f"import areal_flow; print({rows}.tail())"
     commands = {
         "areal-flow ui": "the MLflow UI: metrics and models",
         f'python -c "{read}"': "the trajectories in pandas",

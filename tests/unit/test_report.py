@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,78 +12,11 @@ import pytest
 import areal_flow
 from areal_flow.config import Recipe
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
-from areal_flow.store.committed import append_evaluation
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.types import PassRate, trajectory_id
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from areal_flow.recovery.run_directory import State, create_run
+from areal_flow.types import PassRate
 from pipelines.cli.main import main
 from pipelines.report import svg
-from tests.rows import written_group
-from tests.tracked_runs import step_row
-
-HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
-
-
-def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[str, Any]]:
-    verdict = "right" if reward else "wrong"
-    return [
-        {
-            "evaluation": name,
-            "writer_epoch": 1,
-            "policy_version": version,
-            "prompt_id": f"held-out-{n}",
-            "difficulty": 3 + n % 2,
-            "prompt": f"{n} + {text}",
-            "completion": text,
-            "answer": text,
-            "num_output_tokens": 3,
-            "finish_reason": "stop",
-            "reward": reward,
-            "reward_detail": json.dumps({"verdict": verdict}),
-            "evaluated_at": datetime.now(UTC),
-        }
-        for n in range(6)
-    ]
-
-
-def make_run(
-    root: Path, *, num_steps: int, evaluated: bool = True, state: State = "finished"
-) -> RunLayout:
-    """Make a run that trained one group a step and, at times, gave up another."""
-    layout = RunLayout(root)
-    create_run(layout, Recipe(num_steps=max(1, num_steps)))
-    write_tiny_model(layout.model, max_model_len=32)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
-    with hold_run(layout) as writer:
-        _fill(layout, writer, num_steps)
-        if evaluated:
-            before = answers("before", 0, reward=0.0, text=HOSTILE)
-            append_evaluation(layout.evaluations, before, writer)
-            after = answers("after", num_steps, reward=1.0, text="#### 4")
-            append_evaluation(layout.evaluations, after, writer)
-        if state != "crashed":
-            leave_run(layout, writer, state, seconds=1.0)
-    return layout
-
-
-def _fill(layout: RunLayout, writer: Writer, num_steps: int) -> None:
-    committer, ledger = (
-        TrajectoryCommitter(layout.trajectories, writer),
-        Ledger(layout.steps, writer),
-    )
-    for step in range(num_steps + 1):
-        columns: dict[str, Any] = {}
-        if step:
-            committer.commit([written_group(layout.trajectories, step, version=step - 1)])
-            trained = [trajectory_id(step, member) for member in range(2)]
-            columns = {"trajectory_ids": trained, "failed_submissions": [7] if step == 2 else []}
-        watermark = committer.head.trajectory_watermark
-        row = step_row(step, trajectory_watermark=watermark, metrics={"zeal": step}, **columns)
-        ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})
+from tests.finished_runs import make_finished_run
 
 
 def page_of(layout: RunLayout) -> str:
@@ -94,7 +25,7 @@ def page_of(layout: RunLayout) -> str:
 
 
 def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "r", num_steps=4))
+    page = page_of(make_finished_run(tmp_path / "r", num_steps=4))
     for said in ("finished", "Held-out pass rate, version 4", "1.000 [0.610, 1.000]", "4 in 4 s"):
         assert said in page
     for title in ("Reward", "Time of a step", "Throughput", "Staleness", "Length", "Loss", "Zeal"):
@@ -106,7 +37,7 @@ def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
 
 
 def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "r", num_steps=2))
+    page = page_of(make_finished_run(tmp_path / "r", num_steps=2))
     assert "&lt;script&gt;alert(1)" in page
     for tag in ("<script", "<img", "<link", "<iframe", "<object", "@import"):
         assert tag not in page
@@ -120,7 +51,9 @@ def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path)
 def test_page_of_a_short_run_has_what_there_is(
     num_steps: int, evaluated: bool, state: State, tmp_path: Path
 ) -> None:
-    page = page_of(make_run(tmp_path / "r", num_steps=num_steps, evaluated=evaluated, state=state))
+    page = page_of(
+        make_finished_run(tmp_path / "r", num_steps=num_steps, evaluated=evaluated, state=state)
+    )
     assert state in page
     assert ("<h2>Curves" in page) == (num_steps > 0)
     assert ("<h2>Held-out" in page) == (evaluated and num_steps > 0)
@@ -130,7 +63,7 @@ def test_page_of_a_short_run_has_what_there_is(
 def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = make_run(tmp_path / "r", num_steps=1)
+    layout = make_finished_run(tmp_path / "r", num_steps=1)
     given = ["--runs", str(tmp_path), "report", "r"]
     assert main(given) == 0
     assert str(layout.report) in capsys.readouterr().out

@@ -87,12 +87,12 @@ def print_summary(
 def next_commands(layout: RunLayout, model: str) -> list[str]:
     """Return what a user may want to type after a run; `model` is what the commands call it."""
     run = f"{layout.root.parent.name}/{layout.name}"
-    shown = "columns=['prompt', 'completion', 'reward']"
-    rows = f"areal_flow.open_run('{run}').trajectories(text=True, {shown})"
-    read = f"import areal_flow; print({rows}.tail())"
+    opened = f"import areal_flow; run = areal_flow.open_run('{run}')"
+    rows = "run.trajectories(text=True, columns=['prompt', 'completion', 'reward']).tail()"
+    read = f"{opened}; print({rows}.to_string(max_colwidth=30))"
     commands = {
         "areal-flow ui": "the MLflow UI: metrics and models",
-        f'python -c "{read}"': "the trajectories in pandas",
+        f'python -c "{read}"': "the last trajectories in pandas",
         f"areal-flow trajectories {layout.name}": "what the policy wrote; --show 1 for one in full",
         f"areal-flow lineage {model}": "what the model was made from",
         f"areal-flow evaluate {model}": "the model on its held-out prompts",

@@ -45,9 +45,9 @@ def summarise(
         held_out: the evaluations "before" and "after", as far as there are any.
         ledger: every row, the genesis too.
     """
-    import duckdb
+    from areal_flow.store.database import empty_database
 
-    with duckdb.connect() as connection:
+    with empty_database() as connection:
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()

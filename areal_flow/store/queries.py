@@ -19,6 +19,7 @@ from areal_flow.store.database import (
     LOG_COLUMNS,
     connect,
     consumption_table,
+    empty_database,
 )
 from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
@@ -194,7 +195,7 @@ class Run:
     ) -> Any:
         by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
         if format == "duckdb" and not by_lance:
-            relation = duckdb.connect().from_arrow(open_dataset(path))
+            relation = empty_database().from_arrow(open_dataset(path))
             relation = relation.filter(where) if where else relation
             return relation.select(*columns) if columns else relation
         return convert(read_rows(path, self.layout.writers, columns, where), format)
@@ -246,6 +247,6 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
 
             return pl.from_arrow(table)
         case "duckdb":
-            return duckdb.connect().from_arrow(table)
+            return empty_database().from_arrow(table)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")

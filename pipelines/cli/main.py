@@ -7,8 +7,8 @@ by SIGINT or SIGTERM.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli import inspecting, training, workers
+from pipelines.cli import inspecting, tracking, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
 
@@ -32,7 +32,7 @@ app = App(
     print_error=False,
 )
 app.register_install_completion_command()
-for command in (*training.COMMANDS, *inspecting.COMMANDS, *workers.COMMANDS):
+for command in (*training.COMMANDS, *inspecting.COMMANDS, *tracking.COMMANDS, *workers.COMMANDS):
     app.command(command)
 
 
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
+    except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except CycloptsError as error:
         advice = "`areal-flow COMMAND --help` lists options; `replay` takes settings as --set "
         print(f"areal-flow: {error} {advice}SECTION.KEY=VALUE.", file=sys.stderr)
@@ -82,5 +85,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())
+    sys.exit(main())

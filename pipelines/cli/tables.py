@@ -141,6 +141,12 @@ def make_console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
+def short_time(moment: datetime) -> str:
+    """Return a moment by the clock of this machine, in no more characters than a table has."""
+    local, now = moment.astimezone(), datetime.now().astimezone()
+    return f"{local:%d %b %H:%M}" if local.year == now.year else f"{local:%Y-%m-%d}"
+
+
 def plain(value: Any) -> str:
     """Return what JSON has no type for as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class _Lines(logging.Formatter):
         return super().format(record)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Lose a line that a full disk does not take: it was printed, and must not end a run."""
+
+
 def say(*parts: RenderableType) -> None:
     """Print lines, facts and tables, and log them."""
     console = make_console()
@@ -52,7 +57,7 @@ def log(*parts: RenderableType) -> None:
 @contextmanager
 def log_kept(path: Path) -> Iterator[None]:
     """Append everything that is said, and every warning, to a file while this is entered."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s", _TIME))
     loggers = (_said, logging.getLogger())
     logging.captureWarnings(True)
@@ -64,7 +69,8 @@ def log_kept(path: Path) -> Iterator[None]:
         logging.captureWarnings(False)
         for logger in loggers:
             logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
 
 
 def logged_warnings(path: Path) -> list[tuple[str, str]]:

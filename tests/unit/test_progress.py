@@ -130,6 +130,15 @@ def test_log_has_warnings_and_is_appended_to(
     assert len(said) == 4
 
 
+def test_full_disk_loses_lines_and_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with log_kept(Path("/dev/full")):
+        say("step 1")
+        logging.getLogger("areal_flow.cluster.pool").warning("generator-1 died")
+    found = capsys.readouterr()
+    assert found.out == "step 1\n"
+    assert "No space left" not in found.err
+
+
 def test_a_run_without_a_log_has_no_logged_warnings(tmp_path: Path) -> None:
     assert logged_warnings(tmp_path / "train.log") == []
 

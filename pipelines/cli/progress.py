@@ -57,10 +57,10 @@ class Progress:
         """Leave the terminal as it was."""
 
     def _line(self, text: str) -> None:
-        """Print a line that stays, and log it."""
+        """Print a line that stays; it is in the log first, whatever ends the process then."""
+        log(text)
         self.console.print(text, soft_wrap=True)
         self.console.file.flush()
-        log(text)
 
     _count_line = _step_line = _line
 

@@ -38,11 +38,11 @@ class _LogFile(logging.FileHandler):
 
 
 def say(*parts: RenderableType) -> None:
-    """Print lines, facts and tables, and log them."""
+    """Log lines, facts and tables, and print them."""
+    log(*parts)
     console = make_console()
     print_parts(console, *parts)
     console.file.flush()
-    log(*parts)
 
 
 def log(*parts: RenderableType) -> None:

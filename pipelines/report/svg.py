@@ -135,7 +135,7 @@ def _svg(draw: Callable[[Axes], None], *, xlabel: str, ylabel: str) -> str:
         figure = Figure(figsize=(6.2, 2.7), layout="constrained")
         axes = figure.add_subplot()
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         draw(axes)
         figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
     svg = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_flow.store.queries import Run, open_run
-    from pipelines.api import evaluate, sft, train
+    from pipelines.api import evaluate, report, sft, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "evaluate", "open_run", "sft", "train"]
+__all__ = ["Run", "evaluate", "open_run", "report", "sft", "train"]
 
 _HOMES = {
     **dict.fromkeys(("Run", "open_run"), "areal_flow.store.queries"),
-    **dict.fromkeys(("evaluate", "sft", "train"), "pipelines.api"),
+    **dict.fromkeys(("evaluate", "report", "sft", "train"), "pipelines.api"),
 }
 
 

@@ -17,7 +17,9 @@ runs/NAME/
     sft/                   rows and checkpoints of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
+    train.log              what its drivers said, and their warnings
     summary.json           written at the end
+    report.html            the run on one page, written at the end
     writers/               who may write: one lease a driver's life
     state.json             how it last ended
     cluster.json           where its scheduler is, while it runs
@@ -71,7 +73,9 @@ class RunLayout:
     rendezvous = _Within("rendezvous")
     forks = _Within("forks.jsonl")
     tracking = _Within("tracking.json")
+    log = _Within("train.log")
     summary = _Within("summary.json")
+    report = _Within("report.html")
     writers = _Within("writers")
     state = _Within("state.json")
     cluster = _Within("cluster.json")

@@ -115,6 +115,22 @@ def sft(
     return newest_checkpoint(_start(SFT, recipe, settings, brought, name=name, runs=Path(runs)))
 
 
+def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
+    """Draw a run on one page of HTML, also while it goes on; return where the page lies.
+
+    Args:
+        run: a run, or its directory.
+        to: a file, instead of `report.html` in the run.
+
+    Raises:
+        RunError: there is no run, or it was never prepared for training.
+    """
+    from pipelines.report.page import write_report
+
+    layout = (run if isinstance(run, Run) else open_run(run)).layout
+    return write_report(layout, None if to is None else Path(to))
+
+
 def _start(
     job: Job,
     recipe: Recipe | Path | str | None,

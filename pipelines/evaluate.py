@@ -7,14 +7,10 @@ occasion, with the model's weights published as version 0 and nothing that a log
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from areal_flow.cluster.adapters import DaskRollouts
 from areal_flow.cluster.launch import launch_cluster
@@ -32,8 +28,9 @@ from areal_flow.models.directory import (
 from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_held_out
 from areal_flow.prompts.table import PromptTable
-from areal_flow.types import Episode, EvaluationTable, Prompt
+from areal_flow.types import EvaluationTable, Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.models import run_of_checkpoint
 from pipelines.preflight import check_devices
 from pipelines.stop_signals import wait_for
@@ -86,32 +83,26 @@ def evaluate_model(
         elif run is not None:
             held_out = run.held_out_prompts
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
-        _tell(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
-        answers = wait_for(lambda: _answer(layout, recipe, prompts_asked))
+        progress = make_progress(to_stderr=True)
+        progress.phase(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
+        try:
+            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress))
+        finally:
+            progress.close()
     return EvaluationResult(tabulate(answers, threshold=recipe.pass_threshold), answers)
 
 
-def _tell(text: str) -> None:
-    """Print beside the result, which programs read from standard output."""
-    print(text, file=sys.stderr, flush=True)
-
-
-async def _answer(layout: RunLayout, recipe: Recipe, prompts: list[Prompt]) -> list[dict[str, Any]]:
+async def _answer(
+    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress
+) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
+    progress.phase(f"Starting {len(workers)} workers")
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
-        rollouts = DaskRollouts(cluster.client, DirectoryReader(layout.weights_of(NO_WRITER)))
-        num_answered = 0
-
-        async def answer(episodes: Sequence[Episode], *, name: str) -> pa.Table:
-            nonlocal num_answered
-            table = await rollouts.answer(episodes, name=name)
-            num_answered += len(episodes)
-            _tell(f"  {num_answered}/{len(prompts)} answered")
-            return table
-
+        progress.phase(f"Answering {len(prompts)} held-out prompts")
+        reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
-            answer,
+            counted(DaskRollouts(cluster.client, reader).answer, progress, total=len(prompts)),
             prompts,
             settings=recipe.evaluation,
             name="evaluate",

@@ -7,6 +7,7 @@ pipeline's; this module knows how a driver holds a run and how it leaves it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Coroutine
@@ -21,10 +22,14 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import Verifier, accept, check_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from pipelines.cli.run_log import log, log_kept, say
+from pipelines.models import newest_checkpoint
 from pipelines.preflight import check_devices, try_verifiers
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import found_verifier, prepare_run, run_training
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,26 @@ class Job:
     """The last thing that a preparation writes."""
     verifier: Callable[[RunLayout, Recipe], Verifier]
     """Says which code scores, as it is now."""
+    conclude: Callable[[RunLayout], None] = lambda layout: None
+    """Called with a run that is finished, and recorded as such."""
+
+
+def _draw_report(layout: RunLayout) -> None:
+    """Write a finished run's page; a run that cannot be drawn is finished all the same."""
+    from pipelines.report.page import write_report
+
+    try:
+        path = write_report(layout)
+    except Exception:
+        logger.exception("%s could not be drawn: try `areal-flow report`", layout.name)
+    else:
+        say("", f"The run on one page: {path}")
+
+
+def _say_what_next(layout: RunLayout) -> None:
+    """Say what may follow after supervised fine-tuning."""
+    say(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
+    say(f"Export it with: areal-flow export {layout.name} DIRECTORY")
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
@@ -46,9 +71,21 @@ def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
 
 
 TRAINING = Job(
-    "train", _prepare_training, run_training, lambda layout: layout.steps, found_verifier
+    "train",
+    _prepare_training,
+    run_training,
+    lambda layout: layout.steps,
+    found_verifier,
+    _draw_report,
 )
-SFT = Job("sft", prepare_sft_run, run_sft, lambda layout: layout.sft_rows, lambda *_: Verifier())
+SFT = Job(
+    "sft",
+    prepare_sft_run,
+    run_sft,
+    lambda layout: layout.sft_rows,
+    lambda *_: Verifier(),
+    _say_what_next,
+)
 
 
 def start(
@@ -78,11 +115,13 @@ def start(
         try:
             recipe = fill(layout, recipe)
             layout.config.write_text(dump_recipe(recipe))
-            print(f"Run {layout.name} in {layout.root}: {job.prepare(layout, recipe)}", flush=True)
+            prepared = job.prepare(layout, recipe)
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)
             raise
-        return _drive(job, layout, recipe, writer, resume=False, began=began)
+        with log_kept(layout.log):
+            say(f"Run {layout.name} in {layout.root}: {prepared}")
+            return _drive(job, layout, recipe, writer, resume=False, began=began)
 
 
 def resume(
@@ -114,9 +153,10 @@ def resume(
     check_devices(recipe)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
-    with hold_run(layout, take_over=take_over) as writer:
+    with hold_run(layout, take_over=take_over) as writer, log_kept(layout.log):
         accept(layout, verifier, writer)
-        print("\n".join([f"Run {layout.name} in {layout.root}", *notes]), flush=True)
+        log("")
+        say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
         return _drive(job, layout, recipe, writer, resume=True, began=began)
 
 
@@ -133,6 +173,7 @@ def _drive(
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             state = "stopped"
         reason = str(error)[:500]
+        log(f"{type(error).__name__}: {error}")
         raise
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
@@ -140,4 +181,7 @@ def _drive(
             again = f"areal-flow {job.command} --resume {layout.name}"
             said = f"Everything committed is safe. Continue with: {again}"
             print(said, file=sys.stderr, flush=True)
+            log(said)
+    if outcome.finished:
+        job.conclude(layout)
     return outcome

@@ -72,6 +72,7 @@ async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: obj
     workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
     context = WorkerContext(layout.root, writer.writer_epoch)
     try:
+        progress.phase(f"Starting {len(workers)} worker")
         with StopSignals() as signals:
             async with launch_cluster(workers, recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
@@ -111,7 +112,8 @@ async def first_policy(
             try:
                 taken, loss = await replicas.lead(sft_chunk, source)
                 if num_steps:
-                    progress.update(f"supervised fine-tuning {taken}/{num_steps}, loss {loss:.3f}")
+                    note = f", loss {loss:.3f}"
+                    progress.count("supervised fine-tuning", taken, num_steps, note)
                 num_lost = 0
             except TrainerLost as error:
                 num_lost += 1

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pipelines.cli.run_log import say
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -61,10 +63,10 @@ class StopSignals:
     def _on_signal(self, name: str) -> None:
         self.received.append(name)
         if self._request_stop is not None and len(self.received) == 1:
-            print(f"\n{name}: finishing this step; once more to stop at once", flush=True)
+            say("", f"{name}: finishing this step; once more to stop at once")
             self._request_stop()
         elif self._driver is not None:
-            print(f"\n{name}: stopping at once", flush=True)
+            say("", f"{name}: stopping at once")
             # What is dropped in mid-air now has nothing to tell anybody.
             self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)

@@ -10,7 +10,8 @@ from rich.console import RenderableType
 
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import Table, make_console, print_parts, samples_text, with_interval
+from pipelines.cli.run_log import say
+from pipelines.cli.tables import Table, samples_text, with_interval
 
 _TOTALS = """
 SELECT
@@ -49,9 +50,9 @@ def summarise(
         held_out: evaluations by name; those "before" and "after" are summarised.
         ledger: every row, the genesis too.
     """
-    import duckdb
+    from areal_flow.store.database import empty_database
 
-    with duckdb.connect() as connection:
+    with empty_database() as connection:
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
@@ -92,7 +93,7 @@ def print_summary(
     compared = _comparison(held_out["before"], held_out["after"]) if both else []
     changes = _changes(summary["verifiers"])
     said = said.format(**summary, **stages)
-    print_parts(make_console(), *compared, said, *changes, *next_commands(layout, model))
+    say(*compared, said, *changes, *next_commands(layout, model))
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -109,10 +110,12 @@ def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
 def next_commands(layout: RunLayout, model: str) -> list[str]:
     """Return what a user may want to type after a run; `model` is what the commands call it."""
     run = f"{layout.root.parent.name}/{layout.name}"
-    read = f"import areal_flow; print(areal_flow.open_run('{run}').trajectories().tail())"
+    opened = f"import areal_flow; run = areal_flow.open_run('{run}')"
+    rows = "run.trajectories(text=True, columns=['prompt', 'completion', 'reward']).tail()"
+    read = f"{opened}; print({rows}.to_string(max_colwidth=30))"
     commands = {
         "areal-flow ui": "the MLflow UI: metrics and models",
-        f'python -c "{read}"': "the trajectories in pandas",
+        f'python -c "{read}"': "the last trajectories in pandas",
         f"areal-flow trajectories {layout.name}": "what the policy wrote; --show 1 for one in full",
         f"areal-flow lineage {model}": "what the model was made from",
         f"areal-flow evaluate {model}": "the model on its held-out prompts",

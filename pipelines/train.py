@@ -55,7 +55,7 @@ from areal_flow.types import EvaluationTable
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import initial_model, prepare_model, with_files
-from pipelines.cli.progress import Progress, make_progress
+from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
 from pipelines.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
@@ -116,8 +116,10 @@ async def run_training(
     context = WorkerContext(layout.root, writer.writer_epoch)
     status = "FAILED"
     try:
+        workers = place_workers(recipe)
+        progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
-            async with launch_cluster(place_workers(recipe), recipe.cluster, context) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
@@ -233,6 +235,9 @@ class Training:
 
     async def train(self, start: InitialState) -> int:
         """Train until all steps are done, time is over or a signal came; return the version."""
+        self.progress.phase(
+            f"Training from version {start.policy_version} to {self.recipe.num_steps}"
+        )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
         self.evaluations = self._evaluations_beside(flow)
@@ -269,7 +274,7 @@ class Training:
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
         rows = await answer_held_out(
-            self.rollouts.answer,
+            counted(self.rollouts.answer, self.progress, total=len(table)),
             table.rows(),
             settings=self.recipe.evaluation,
             name=name,
@@ -295,7 +300,7 @@ class Training:
             await self.evaluate(name, self.ledger.head)
             found = self.held_out[name].overall
             rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
-            self.progress.update(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
+            self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
             self._stop_on_plateau(flow)
 
         return PeriodicEvaluations(evaluate, self.recipe, made=made)
@@ -344,9 +349,14 @@ class Training:
 
     async def _restore_trainer(self) -> str:
         weights_hash, num_replayed = await restore_policy(
-            self.replicas, self.layout, self.recipe, self.ledger, self.channel
+            self.replicas,
+            self.layout,
+            self.recipe,
+            self.ledger,
+            self.channel,
+            on_replayed=lambda done, total: self.progress.count("replayed", done, total),
         )
-        self.progress.update(f"the trainer is restored: {num_replayed} steps replayed")
+        self.progress.phase(f"The trainer is restored: {num_replayed} steps replayed")
         return weights_hash
 
     async def _on_generators(self, function: Callable[..., Any]) -> dict[str, Any]:

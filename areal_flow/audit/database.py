@@ -19,12 +19,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
 from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
 from areal_flow.controller.records import batch_digest, member_seed
-from areal_flow.store.database import read_sql
+from areal_flow.store.database import empty_database, read_sql
 from schemas import content_hashes
 
 _RULE = re.compile(r"^-- rule (\S+): (\S+)\n", re.MULTILINE)
@@ -35,7 +34,7 @@ class AuditDatabase:
     """Tables of one run: filled first, then asked which rules do not hold."""
 
     def __init__(self) -> None:
-        self._connection = duckdb.connect()
+        self._connection = empty_database()
         for name, function, parameters, returned in (
             ("digest_of", batch_digest, ["BIGINT", "VARCHAR[]"], "VARCHAR"),
             ("seed_of", member_seed, ["BIGINT", "BIGINT", "BIGINT"], "BIGINT"),

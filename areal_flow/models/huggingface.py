@@ -32,6 +32,7 @@ def _hidden(*packages: str) -> Iterator[None]:
 with _hidden("sklearn", "scipy"):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
     from transformers.utils.chat_template_utils import render_jinja_template
     from transformers.utils.logging import disable_progress_bar
 
@@ -43,4 +44,17 @@ __all__ = [
     "AutoModelForCausalLM",
     "render_jinja_template",
     "revert_weight_conversion",
+    "without_progress_bars",
 ]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Have `transformers` draw no bars while this is entered: a worker's terminal is the run's."""
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()

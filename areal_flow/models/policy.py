@@ -26,7 +26,11 @@ from areal_flow.models.attention import (
     Prefix,
     SlotCache,
 )
-from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM
+from areal_flow.models.huggingface import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    without_progress_bars,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,15 +46,16 @@ def load_policy(
         ModelError: the directory has no usable configuration, or lacks weights.
     """
     try:
-        policy, found = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with without_progress_bars():
+            policy, found = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                dtype=DTYPES[dtype],
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"expected a Hugging Face model directory with config.json and safetensors, "

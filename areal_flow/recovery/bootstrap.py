@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 
@@ -66,8 +67,13 @@ async def restore_policy(
     recipe: Recipe,
     ledger: Ledger,
     channel: WeightsWriter,
+    *,
+    on_replayed: Callable[[int, int], None],
 ) -> tuple[str, int]:
     """Bring all trainer ranks to the ledger's head and publish its weights.
+
+    Args:
+        on_replayed: called after each replayed step with how many there were and will be.
 
     Returns:
         The hash of the weights, another than the ledger's after a fork, and how many steps were
@@ -91,10 +97,12 @@ async def restore_policy(
             f"{layout.name} has no complete checkpoint that its ledger knows: it stopped before "
             "training began. Remove it and start again"
         )
+    num_steps = ledger.head - replay.checkpoint
     while replay.step < ledger.head:
         note_fork(layout, await replay.advance())
+        on_replayed(replay.step - replay.checkpoint, num_steps)
     channel.publish(ledger.head)
-    return replay.hashes.weights_hash, ledger.head - replay.checkpoint
+    return replay.hashes.weights_hash, num_steps
 
 
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:

@@ -106,8 +106,13 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 def newest_lease(root: Path) -> Lease | None:
     """Return the lease that counts, whether its driver is alive or not."""
-    newest = max(root.glob("[0-9]*.lock"), default=None)
-    return Lease(int(newest.stem), **json.loads(newest.read_text())) if newest else None
+    return next(reversed(leases(root)), None)
+
+
+def leases(root: Path) -> list[Lease]:
+    """Return the leases of all drivers that a run had, the newest last."""
+    epochs = sorted(int(path.stem) for path in root.glob("[0-9]*.lock"))
+    return [Lease(epoch, **json.loads(_lease_path(root, epoch).read_text())) for epoch in epochs]
 
 
 def is_held(root: Path, epoch: int) -> bool:

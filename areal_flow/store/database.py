@@ -46,6 +46,13 @@ def read_sql(name: str, *, package: str = "areal_flow.store") -> str:
     return resources.files(package).joinpath("sql", f"{name}.sql").read_text()
 
 
+def empty_database() -> duckdb.DuckDBPyConnection:
+    """Return a database in memory that draws nothing on a terminal while it works."""
+    connection = duckdb.connect()
+    connection.execute("SET enable_progress_bar = false")
+    return connection
+
+
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
     """Return what became of each trajectory of the log, one row each, in its order.
 
@@ -61,7 +68,7 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
         (null unless discarded).
     """
     log = log.select(LOG_COLUMNS).append_column("position", pa.array(range(len(log)), pa.int64()))
-    with duckdb.connect() as connection:
+    with empty_database() as connection:
         connection.register("steps", steps.select(LEDGER_COLUMNS))
         connection.register("log", log)
         connection.execute(read_sql("consumed"))
@@ -84,7 +91,7 @@ def connect(
         max_staleness: of the run, in versions.
         pass_threshold: of the run.
     """
-    connection = duckdb.connect()
+    connection = empty_database()
     # An open connection with a Python function in it complains when the interpreter ends.
     atexit.register(_close_if_open, weakref.ref(connection))
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins

@@ -19,6 +19,7 @@ from areal_flow.store.database import (
     LOG_COLUMNS,
     connect,
     consumption_table,
+    empty_database,
 )
 from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
@@ -47,6 +48,7 @@ class Run:
         columns: Sequence[str] | None = None,
         where: str | None = None,
         at: int | None = None,
+        text: bool = False,
     ) -> Any:
         """Return the trajectories, one row each.
 
@@ -56,10 +58,15 @@ class Run:
             columns: read only these.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
             at: time travel: only what was in the log when this step's row was written.
+            text: with prompt and completion as text, what became of each trajectory (`status`,
+                `step`, `reason`) and the other columns of `database`'s view, which `columns` and
+                `where`, evaluated by DuckDB then, may name.
 
         Raises:
-            RunError: there is no step `at`.
+            RunError: there is no step `at`, or with `text` no such column.
         """
+        if text:
+            return self._read_view(format, columns, where, at)
         if at is not None:
             where = all_of(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
         return self._read(self.layout.trajectories, format, columns, where)
@@ -198,10 +205,29 @@ class Run:
     ) -> Any:
         by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
         if format == "duckdb" and not by_lance:
-            relation = duckdb.connect().from_arrow(open_dataset(path))
+            relation = empty_database().from_arrow(open_dataset(path))
             relation = relation.filter(where) if where else relation
             return relation.select(*columns) if columns else relation
         return convert(read_rows(path, self.layout.writers, columns, where), format)
+
+    def _read_view(
+        self,
+        format: TableFormat,
+        columns: Sequence[str] | None,
+        where: str | None,
+        at: int | None,
+    ) -> Any:
+        relation = self.database(at=at).table("trajectories")
+        try:
+            found = relation.filter(where) if where else relation
+            found = found.select(*columns) if columns else found
+        except duckdb.Error as error:
+            raise RunError(
+                f"expected columns and a condition over trajectories, found {columns} and "
+                f"{where!r}: {str(error).splitlines()[0]}. Columns are: "
+                f"{', '.join(sorted(relation.columns))}"
+            ) from None
+        return found if format == "duckdb" else convert(found.to_arrow_table(), format)
 
 
 def open_run(path: Path | str) -> Run:
@@ -231,6 +257,6 @@ def convert(table: pa.Table, format: TableFormat) -> Any:
 
             return pl.from_arrow(table)
         case "duckdb":
-            return duckdb.connect().from_arrow(table)
+            return empty_database().from_arrow(table)
         case _:
             raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")

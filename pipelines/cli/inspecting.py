@@ -1,17 +1,14 @@
-"""The commands that read runs and models, from `evaluate` to `ui`."""
+"""The commands that read runs and models, from `evaluate` to `report`, and `settings`."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from areal_flow.errors import ConfigError, RunError
+from areal_flow.errors import ConfigError
 from areal_flow.recovery.run_directory import existing_run, find_run
 from pipelines.cli.settings import Flag, Given
 from pipelines.cli.tables import Report
@@ -186,38 +183,31 @@ def check(run: str, /, *, folders: Given) -> Report:
     return report_check(find_run(folders.runs, run))
 
 
-def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
-    """Fill an MLflow server with a run's metrics and models, again from step 0.
+def report(run: str, /, *, to: Path | None = None, folders: Given) -> Report:
+    """Draw a run on one page of HTML, which needs no network; also while the run goes on.
 
     Args:
         run: A run's name, or its directory.
-        to: The server's address.
+        to: A file, instead of report.html in the run.
     """
-    from areal_flow.tracking.registry import track
+    from pipelines.report.page import write_report
 
-    num_steps = track(find_run(folders.runs, run).root, to)
-    print(f"{to} has all of {run} now; it lacked {num_steps} steps")
+    layout = find_run(folders.runs, run)
+    if to and (to.is_dir() or not to.parent.is_dir()):
+        raise ConfigError(f"--to {to}: expected a file in a folder that exists")
+    path = write_report(layout, to)
+    return Report({"run": layout.name, "file": path}, [f"{layout.name} on one page: {path}"])
 
 
-def ui(*, port: int = 5000, folders: Given) -> None:
-    """Serve the MLflow UI over the runs, on 127.0.0.1.
+def settings(section: str | None = None, /) -> Report:
+    """List the settings of a recipe with type, default and meaning.
 
     Args:
-        port: To listen on.
+        section: A section, or one setting by its dotted name; all by default.
     """
-    from areal_flow.tracking.mlflow import default_tracking_uri
+    from pipelines.cli.settings_report import report_settings
 
-    if not (database := folders.runs / "mlflow.db").is_file():
-        raise RunError(f"expected {database}, found none: train first with `areal-flow train`")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ConfigError(f"port {port} is taken: choose another with --port N")
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    print(f"MLflow: http://127.0.0.1:{port} (ready in about 20 s; Ctrl-C ends it)", flush=True)
-    where = ("--backend-store-uri", default_tracking_uri(folders.runs), "--host", "127.0.0.1")
-    few = ("--port", str(port), "--workers", "1")  # a worker of its own for each core otherwise
-    os.execv(sys.executable, (sys.executable, "-m", "mlflow", "server", *where, *few))
+    return report_settings(section)
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, replay, check, track, ui)
+COMMANDS = (evaluate, export, trajectories, lineage, replay, check, report, settings)

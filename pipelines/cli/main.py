@@ -7,8 +7,8 @@ by SIGINT or SIGTERM.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli import inspecting, runs, training, workers
+from pipelines.cli import inspecting, runs, tracking, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
@@ -33,7 +33,13 @@ app = App(
     print_error=False,
 )
 app.register_install_completion_command()
-for command in (*training.COMMANDS, *inspecting.COMMANDS, *runs.COMMANDS, *workers.COMMANDS):
+for command in (
+    *training.COMMANDS,
+    *inspecting.COMMANDS,
+    *runs.COMMANDS,
+    *tracking.COMMANDS,
+    *workers.COMMANDS,
+):
     app.command(command)
 
 
@@ -56,13 +62,23 @@ def launch(
     return show(found, as_json=json) if isinstance(found, Report) else int(found or 0)
 
 
+class _Warnings(logging.Handler):
+    """Prints warnings on what standard error is then: above a live display, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one message and an exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.basicConfig(format="%(name)s: %(message)s", handlers=[_Warnings()])
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a verifier by import path may lie beside the recipe
     try:
         return int(app.meta(sys.argv[1:] if arguments is None else list(arguments)) or 0)
+    except BrokenPipeError:  # `| head` has read enough; the interpreter flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except CycloptsError as error:
         print(f"areal-flow: {explain_usage(error)}", file=sys.stderr)
         return 2
@@ -75,5 +91,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
 from areal_flow.types import EvaluationTable
-from pipelines.cli.tables import Report, Table, facts, samples_text, with_interval
+from pipelines.cli.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
 _BARS = 30
@@ -61,14 +62,21 @@ def report_evaluation(found: EvaluationTable, model: str) -> Report:
 
 
 def report_runs(runs: Path) -> Report:
-    """Report every run with its state and how far it is."""
+    """Report every run with its state and how far it is, a line each."""
     found = [_run(layout) for layout in list_runs(runs)]
+    if not found:
+        return Report({"runs": []}, [f"no runs in {runs}"])
+    shown = [name for name in found[0] if name != "reason" or any(run[name] for run in found)]
     rows = [
-        {**run, "pass rate": " -> ".join(f"{rate:.3f}" for rate in run["pass rate"]) or None}
+        {
+            **{name: run[name] for name in shown},
+            "pass rate": "→".join(f"{rate:.3f}" for rate in run["pass rate"]) or None,
+            "since": run["since"] and short_time(datetime.fromisoformat(run["since"])),
+        }
         for run in found
     ]
-    table = Table(rows, prose=("reason",))
-    return Report({"runs": found}, [table if found else f"no runs in {runs}"])
+    table = Table(rows, texts=[name for name in shown if name == "reason"])
+    return Report({"runs": found}, [table])
 
 
 def _run(layout: RunLayout) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def _steps(lineage: Lineage) -> Table:
             "loss": f"{row.loss:.4f}",
             "weights": row.weights_hash[:12],
             "parent": row.parent_hash[:12],
-            "committed": f"{row.committed_at:%Y-%m-%d %H:%M:%S}",
+            "committed": short_time(row.committed_at.to_pydatetime()),
         }
         for row in steps.tail(_LAST_STEPS).itertuples()
     ]

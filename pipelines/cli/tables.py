@@ -157,6 +157,12 @@ def samples_text(scores: EvaluationScores) -> str:
     return f"{scores.num_samples} samples each: {rates}"
 
 
+def short_time(moment: datetime) -> str:
+    """Return a moment by the clock of this machine, in no more characters than a table has."""
+    local, now = moment.astimezone(), datetime.now().astimezone()
+    return f"{local:%d %b %H:%M}" if local.year == now.year else f"{local:%Y-%m-%d}"
+
+
 def plain(value: Any) -> str:
     """Return what JSON has no type for as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)

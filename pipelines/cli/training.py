@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from areal_flow.config import build_recipe, load_recipe
 from areal_flow.config_errors import OPTION
 from areal_flow.errors import ConfigError
-from areal_flow.layout import RunLayout, run_layout
+from areal_flow.layout import run_layout
 from areal_flow.recovery.run_directory import existing_run
 from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
@@ -63,7 +63,7 @@ def train(
         given |= {"prompts.source": "file", "prompts.path": str(prompts)}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
-    return _drive(TRAINING, recipe, which or Which(), given, folders)[1]
+    return _drive(TRAINING, recipe, which or Which(), given, folders)
 
 
 def sft(
@@ -80,18 +80,13 @@ def sft(
         recipe: A TOML recipe with a section [sft]; the arithmetic one by default.
     """
     from pipelines.jobs import SFT
-    from pipelines.models import newest_checkpoint
 
-    layout, code = _drive(SFT, recipe, which or Which(), settings or {}, folders)
-    if code == 0:
-        print(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
-        print(f"Export it with: areal-flow export {layout.name} DIRECTORY")
-    return code
+    return _drive(SFT, recipe, which or Which(), settings or {}, folders)
 
 
 def _drive(
     job: Job, path: Path | None, which: Which, settings: dict[str, Any], folders: Given
-) -> tuple[RunLayout, int]:
+) -> int:
     from pipelines import jobs
 
     overrides = nest(settings)
@@ -117,7 +112,7 @@ def _drive(
             accept_verifier=which.accept_verifier,
             began=folders.began,
         )
-    return layout, 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
+    return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 
 COMMANDS = (train, sft)

@@ -222,7 +222,7 @@ def _times(shown: ShownTrajectory) -> str:
     if shown.batch is not None:
         moments["trained"] = shown.batch.committed_at
     later = [f"{name} +{(at - began).total_seconds():.3f} s" for name, at in moments.items()]
-    return ", ".join([f"submitted {began:%Y-%m-%d %H:%M:%S} UTC", *later])
+    return ", ".join([f"submitted {began.astimezone():%Y-%m-%d %H:%M:%S %Z}", *later])
 
 
 def _token_table(tokens: Sequence[ShownToken]) -> Table:

@@ -45,6 +45,16 @@ def test_whole_directory_is_accepted(model: Path) -> None:
     prepare(model)
 
 
+def test_loading_draws_no_bars_and_leaves_those_of_others(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    load_policy(model)
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+
+
 def test_tokenizer_with_ids_beyond_the_vocabulary_is_refused(model: Path) -> None:
     change(model / "config.json", vocab_size=300)
     with pytest.raises(ModelError, match=r"vocab_size \(300\), found \d+ beyond it"):

@@ -19,7 +19,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_public_names() -> None:
-    assert areal_flow.__all__ == ["Run", "evaluate", "open_run", "sft", "train"]
+    assert areal_flow.__all__ == ["Run", "evaluate", "open_run", "report", "sft", "train"]
     for name in areal_flow.__all__:
         assert getattr(areal_flow, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

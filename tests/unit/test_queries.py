@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, RunError
 from areal_flow.store.browsing import (
     ShownToken,
     ShownTrajectory,
@@ -26,11 +26,13 @@ from areal_flow.store.browsing import (
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
+from areal_flow.store.queries import TableFormat, open_run
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.reports import bucketed
 from pipelines.cli.table_file import write_table_file
 from pipelines.cli.tables import Report, Table, one_line, print_parts, printable, show
 from pipelines.cli.trajectory_report import listing, report_trajectory
+from tests.finished_runs import make_finished_run
 from tests.rows import group_table
 from tests.unit.test_audit import random_row, trained_ages
 
@@ -346,3 +348,36 @@ def test_many_versions_are_summed_in_ranges_that_lose_nothing() -> None:
     assert sum(trained for _, trained, _ in many) == sum(range(90))
     assert sum(masked for _, _, masked in many) == 90
     assert bucketed([]) == []
+
+
+@pytest.mark.parametrize("kind", ["pandas", "polars", "arrow", "duckdb"])
+def test_trajectories_come_with_texts_and_status_in_every_format(
+    kind: TableFormat, tmp_path: Path
+) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=3).root)
+    columns = ["trajectory_id", "prompt", "completion", "status", "step"]
+    where = "status = 'trained' AND step > 1 AND prompt <> ''"
+    found = run.trajectories(kind, text=True, columns=columns, where=where)
+    rows = {
+        "pandas": lambda: found.to_dict("records"),
+        "polars": lambda: found.to_dicts(),
+        "arrow": lambda: found.to_pylist(),
+        "duckdb": lambda: found.to_arrow_table().to_pylist(),
+    }[kind]()
+    assert [*rows[0]] == columns
+    assert {row["step"] for row in rows} == {2, 3}
+    for row in rows:
+        whole = run.trajectory(row["trajectory_id"])
+        assert row == {name: whole[name] for name in columns}
+        assert isinstance(row["completion"], str)
+
+
+def test_trajectories_with_texts_travel_in_time_and_name_the_columns_there_are(
+    tmp_path: Path,
+) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=3).root)
+    assert len(run.trajectories("arrow", text=True, at=2)) == 4
+    assert len(run.trajectories("arrow", text=True)) == 6
+    for wrong in ({"columns": ["colour"]}, {"where": "colour = 1"}):
+        with pytest.raises(RunError, match=r"colour.*Columns are: .*completion.*status"):
+            run.trajectories(text=True, **wrong)

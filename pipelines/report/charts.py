@@ -1,0 +1,120 @@
+"""Which charts a report has: reward, times, throughput, staleness, lengths, and each metric."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.store.ledger import STEPS
+from areal_flow.types import EvaluationTable
+from pipelines.report.svg import curves, histogram
+
+_FIXED = {"loss": "Loss", "grad_norm": "Gradient norm", "learning_rate": "Learning rate"}
+_STALENESS = """
+SELECT policy_version - span.version AS staleness, sum(span.num_chosen)::BIGINT AS num_tokens
+FROM (
+    SELECT policy_version, unnest(chosen_spans(version_spans, loss_mask)) AS span
+    FROM trajectories WHERE status = 'trained'
+)
+GROUP BY staleness ORDER BY staleness
+"""
+_LENGTHS = """
+SELECT step <= {quarter} AS is_early, num_tokens, count(*)
+FROM trajectories
+WHERE status = 'trained' AND (step <= {quarter} OR step > {num_steps} - {quarter})
+GROUP BY ALL ORDER BY ALL
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture and what it shows."""
+
+    title: str
+    meaning: str
+    svg: str
+
+
+def make_charts(
+    recipe: Recipe,
+    database: Any,
+    steps: Sequence[Mapping[str, Any]],
+    evaluations: Mapping[int, EvaluationTable],
+) -> list[Chart]:
+    """Return the charts of a run that has trained.
+
+    Args:
+        database: the run's, as `Run.database` makes it.
+        steps: rows of the ledger from step 1 on.
+        evaluations: by the policy version that answered.
+    """
+    rates = {version: table.overall.passed for version, table in evaluations.items()}
+    numbers, rewards = [row["step"] for row in steps], [row["reward_mean"] for row in steps]
+    reward = curves({"mean reward": rewards}, steps=numbers, label="", held_out=rates)
+    meaning = "Mean reward of each step's batch, and the pass rate on prompts never trained on."
+    return [
+        Chart("Reward", meaning, reward),
+        *_time_charts(steps, numbers, num_generators=recipe.cluster.num_generators),
+        _staleness_chart(database, limit=recipe.controller.max_staleness),
+        _length_chart(database, num_steps=len(steps)),
+        *_metric_charts(steps, numbers),
+    ]
+
+
+def _time_charts(
+    steps: Sequence[Mapping[str, Any]], numbers: Sequence[int], *, num_generators: int
+) -> list[Chart]:
+    generating = [row["seconds_generate"] / num_generators for row in steps]
+    training = [row["seconds_read"] + row["seconds_train"] + row["seconds_stage"] for row in steps]
+    lines = {
+        "step": [row["seconds_step"] for row in steps],
+        "generating or training, the longer": [*map(max, generating, training)],
+    }
+    bound = "No schedule can be faster than the longer of generating and training."
+    counted = {"generated": "num_generated_tokens", "trained": "num_trained_tokens"}
+    throughput: dict[str, Sequence[float | None]] = {
+        name: [row[column] / max(1e-9, row["seconds_step"]) for row in steps]
+        for name, column in counted.items()
+    }
+    meaning = "Tokens that generators sampled, and tokens that the trainer gave a gradient."
+    return [
+        Chart(
+            "Time of a step, and its bound", bound, curves(lines, steps=numbers, label="seconds")
+        ),
+        Chart("Throughput", meaning, curves(throughput, steps=numbers, label="tokens a second")),
+    ]
+
+
+def _staleness_chart(database: Any, *, limit: int) -> Chart:
+    bars = {"tokens": dict(database.sql(_STALENESS).fetchall())}
+    return Chart(
+        "Staleness of trained trajectories' tokens",
+        f"Versions between sampling and training; beyond {limit} a token is masked.",
+        histogram(bars, xlabel="versions", ylabel="share", limit=limit),
+    )
+
+
+def _length_chart(database: Any, *, num_steps: int) -> Chart:
+    bars: dict[str, Counter[int]] = {"first quarter": Counter(), "last quarter": Counter()}
+    query = _LENGTHS.format(quarter=max(1, num_steps // 4), num_steps=num_steps)
+    for is_early, length, count in database.sql(query).fetchall():
+        bars["first quarter" if is_early else "last quarter"][length] += count
+    meaning = "In the first and the last quarter of the steps."
+    return Chart("Length of completions", meaning, histogram(bars, xlabel="tokens", ylabel="share"))
+
+
+def _metric_charts(steps: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> list[Chart]:
+    """Return a chart of each number that a step computes besides, where it changes at all."""
+    computed = {
+        name: name.replace("_", " ").capitalize()
+        for name in sorted(set(steps[0]).difference(STEPS.names))
+    }
+    series = {title: [row[name] for row in steps] for name, title in {**_FIXED, **computed}.items()}
+    return [
+        Chart(title, "", curves({title: values}, steps=numbers, label=""))
+        for title, values in series.items()
+        if len(set(values)) > 1
+    ]

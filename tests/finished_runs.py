@@ -1,0 +1,81 @@
+"""Runs that trained on groups of two, with held-out answers, made without a cluster."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from areal_flow.store.committed import append_evaluation
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.types import trajectory_id
+from pipelines.arithmetic.tiny_policy import write_tiny_model
+from tests.rows import written_group
+from tests.tracked_runs import step_row
+
+HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[str, Any]]:
+    verdict = "right" if reward else "wrong"
+    return [
+        {
+            "evaluation": name,
+            "writer_epoch": 1,
+            "policy_version": version,
+            "prompt_id": f"held-out-{n}",
+            "difficulty": 3 + n % 2,
+            "prompt": f"{n} + {text}",
+            "completion": text,
+            "answer": text,
+            "num_output_tokens": 3,
+            "finish_reason": "stop",
+            "reward": reward,
+            "reward_detail": json.dumps({"verdict": verdict}),
+            "evaluated_at": datetime.now(UTC),
+        }
+        for n in range(6)
+    ]
+
+
+def make_finished_run(
+    root: Path, *, num_steps: int, evaluated: bool = True, state: State = "finished"
+) -> RunLayout:
+    """Make a run that trained one group a step and, at times, gave up another."""
+    layout = RunLayout(root)
+    create_run(layout, Recipe(num_steps=max(1, num_steps)))
+    write_tiny_model(layout.model, max_model_len=32)
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    with hold_run(layout) as writer:
+        _fill(layout, writer, num_steps)
+        if evaluated:
+            before = answers("before", 0, reward=0.0, text=HOSTILE)
+            append_evaluation(layout.evaluations, before, writer)
+            after = answers("after", num_steps, reward=1.0, text="#### 4")
+            append_evaluation(layout.evaluations, after, writer)
+        if state != "crashed":
+            leave_run(layout, writer, state, seconds=1.0)
+    return layout
+
+
+def _fill(layout: RunLayout, writer: Writer, num_steps: int) -> None:
+    committer, ledger = (
+        TrajectoryCommitter(layout.trajectories, writer),
+        Ledger(layout.steps, writer),
+    )
+    for step in range(num_steps + 1):
+        columns: dict[str, Any] = {}
+        if step:
+            committer.commit([written_group(layout.trajectories, step, version=step - 1)])
+            trained = [trajectory_id(step, member) for member in range(2)]
+            columns = {"trajectory_ids": trained, "failed_submissions": [7] if step == 2 else []}
+        watermark = committer.head.trajectory_watermark
+        row = step_row(step, trajectory_watermark=watermark, metrics={"zeal": step}, **columns)
+        ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})

@@ -1,0 +1,166 @@
+"""What a driver shows while it works, and what of it stands in its log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from pipelines.cli import progress as shown
+from pipelines.cli.progress import LiveProgress, Progress, counted
+from pipelines.cli.run_log import log, log_kept, logged_warnings, say
+from pipelines.cli.tables import Table
+
+ESCAPE = "\x1b"
+ROW: dict[str, Any] = {
+    "step": 3,
+    "reward_mean": 0.5,
+    "completion_tokens_mean": 8.0,
+    "staleness_mean": 1.0,
+    "staleness_max": 2,
+    "num_generated_tokens": 100,
+    "num_trained_tokens": 90,
+    "seconds_step": 2.0,
+    "seconds_generate": 1.0,
+    "seconds_train": 1.0,
+    "seconds_stage": 0.1,
+}
+
+
+def on_terminal(file: StringIO) -> LiveProgress:
+    console = Console(file=file, force_terminal=True, width=80, markup=False, highlight=False)
+    return LiveProgress(4, 1, console=console)
+
+
+def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 12.0, 16.0, 17.0])
+    monkeypatch.setattr(shown, "monotonic", lambda: next(clock))
+    file = StringIO()
+    lines = Progress(4, 1, console=Console(file=file, width=20, markup=False))
+    lines.phase("Evaluating version 0 on 5 held-out prompts")
+    for done in range(1, 6):
+        lines.count("answered", done, 5)
+    lines.step(ROW)
+    first, *counts, step = file.getvalue().splitlines()
+    assert first == "Evaluating version 0 on 5 held-out prompts"
+    assert counts == ["  answered 1/5", "  answered 4/5", "  answered 5/5"]
+    assert step.startswith("step 3/4  pass 0.500")
+
+
+def screen(written: str) -> str:
+    """Return what a terminal shows after all that was written: lines, erased and overwritten."""
+    lines, row, column = [""], 0, 0
+    for code, char in re.findall(rf"{ESCAPE}\[([?\d;]*[A-Za-z])|(.)", written, re.DOTALL):
+        if code == "2K":
+            lines[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[:-1])
+        elif char == "\r":
+            column = 0
+        elif char == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row - len(lines) + 1)
+        elif char:
+            lines[row] = lines[row][:column].ljust(column) + char + lines[row][column + 1 :]
+            column += 1
+    return "\n".join(lines)
+
+
+def test_the_last_picture_of_each_phase_stays_on_a_terminal() -> None:
+    file = StringIO()
+    live = on_terminal(file)
+    live.phase("Training")
+    live.step({**ROW, "step": 1})
+    live.step({**ROW, "step": 4})
+    live.phase("Evaluating")
+    live.count("answered", 32, 64)
+    live.count("answered", 64, 64)
+    live.close()
+    left = screen(file.getvalue())
+    assert left.index("Training") < left.index("4/4") < left.index("Evaluating")
+    assert left.index("Evaluating") < left.index("answered 64/64")
+    assert "1/4" not in left
+    assert "32/64" not in left
+
+
+def test_log_has_every_step_and_count_of_a_terminal_without_its_codes(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    live = on_terminal(StringIO())
+    with log_kept(path):
+        live.phase("Training")
+        live.step(ROW)
+        live.count("answered", 64, 64)
+        live.close()
+        say(Table([{"difficulty": 3, "after": Text("1.000", "green")}], "Held-out prompts"))
+    text = path.read_text()
+    assert ESCAPE not in text
+    for said in ("Training", "step 3/4", "answered 64/64", "Held-out prompts", "1.000"):
+        assert said in text
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", line) for line in text.splitlines())
+
+
+def test_log_has_warnings_and_is_appended_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    for life in (1, 2):
+        with log_kept(path):
+            say(f"driver {life}")
+            log("not printed")
+            logging.getLogger("areal_flow.cluster.pool").warning("generator-%d died", life)
+            warnings.warn(f"a library's warning {life}", stacklevel=1)
+    say("after its end")
+    logging.getLogger("areal_flow.cluster.pool").warning("after its end")
+    assert capsys.readouterr().out == "driver 1\ndriver 2\nafter its end\n"
+    text = path.read_text()
+    assert text.index("driver 1") < text.index("driver 2")
+    assert text.count("not printed") == 2
+    assert "after its end" not in text
+    said = [what for _, what in logged_warnings(path)]
+    assert said[0] == "areal_flow.cluster.pool: generator-1 died"
+    assert "a library's warning 1" in said[1]
+    assert len(said) == 4
+
+
+def test_full_disk_loses_lines_and_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with log_kept(Path("/dev/full")):
+        say("step 1")
+        logging.getLogger("areal_flow.cluster.pool").warning("generator-1 died")
+    found = capsys.readouterr()
+    assert found.out == "step 1\n"
+    assert "No space left" not in found.err
+
+
+def test_a_run_without_a_log_has_no_logged_warnings(tmp_path: Path) -> None:
+    assert logged_warnings(tmp_path / "train.log") == []
+
+
+async def test_answers_are_counted_as_they_come() -> None:
+    file = StringIO()
+
+    async def answer(episodes: list[int], *, name: str) -> str:
+        return f"{name}: {len(episodes)}"
+
+    answer_counted = counted(answer, Progress(console=Console(file=file)), total=5)
+    assert await answer_counted([1, 2, 3], name="before") == "before: 3"
+    assert await answer_counted([4, 5], name="before") == "before: 2"
+    assert file.getvalue().splitlines() == ["  answered 3/5", "  answered 5/5"]
+
+
+def test_warnings_are_printed_on_what_standard_error_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pipelines.cli.main import _Warnings
+
+    handler, later = _Warnings(), StringIO()
+    monkeypatch.setattr(sys, "stderr", later)
+    handler.emit(logging.LogRecord("n", logging.WARNING, "p", 1, "said %d", (3,), None))
+    assert later.getvalue() == "said 3\n"

@@ -34,9 +34,6 @@ with _hidden("sklearn", "scipy"):
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging
     from transformers.utils.chat_template_utils import render_jinja_template
-    from transformers.utils.logging import disable_progress_bar
-
-disable_progress_bar()  # "Loading weights: 100%" between the lines of a run
 
 __all__ = [
     "AttentionInterface",

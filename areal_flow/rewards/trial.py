@@ -21,6 +21,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.rewards.calls import cause_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
+from areal_flow.types import answer_text
 
 
 def main(run_directory: Path, output: Path) -> None:
@@ -50,7 +51,7 @@ async def _judge(
     rewards = WeightedRewards([settings.model_copy(update={"weight": 1.0})], layout.rewards)
     rewards.open()
     found: list[dict[str, Any]] = []
-    for completion in (given["answer"], ""):
+    for completion in (answer_text(given["answer"]), ""):
         began = perf_counter()
         (score,) = await rewards.score([RewardInput(**given, completion=completion)])
         seconds = perf_counter() - began

@@ -1,13 +1,19 @@
-"""Devices are compared with what the machine has, before anything starts."""
+"""Devices are compared with what the machine has, and verifiers tried, before anything starts."""
 
 from __future__ import annotations
 
+import io
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from areal_flow.config import build_recipe
+from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.errors import ConfigError
+from areal_flow.layout import RunLayout
+from areal_flow.rewards import trial
 from pipelines.preflight import check_devices
 
 BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
@@ -47,3 +53,20 @@ def test_what_this_machine_has_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 def test_recipe_without_gpus_asks_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("pipelines.preflight._cuda_found")
     check_devices(build_recipe({"trainer": {"dtype": "bfloat16"}}, source="test"))
+
+
+def says_the_list(*, completion: str, answer: list[int], unit: str) -> bool:
+    return completion == "[1, 2]" and answer == [1, 2] and unit == "m"
+
+
+def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = [{"verifier": f"{__name__}:says_the_list"}]
+    recipe = build_recipe({"rewards": rewards}, source="test")
+    RunLayout(tmp_path).config.write_text(dump_recipe(recipe))
+    row = {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
+    trial.main(tmp_path, tmp_path / "found.jsonl")
+    found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])
+    assert [score["reward"] for score in found["scores"]] == [1, 0]

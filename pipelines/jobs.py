@@ -67,7 +67,7 @@ def _say_what_next(layout: RunLayout) -> None:
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
-    return "\n  ".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
+    return "\n".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
 
 
 TRAINING = Job(

@@ -69,7 +69,7 @@ def evaluate(
     runs: Path | str = "runs",
     registry: str | None = None,
 ) -> EvaluationResult:
-    """Answer held-out prompts once each with a policy; return pass rates and answers.
+    """Answer held-out prompts with a policy; return pass rates and answers.
 
     Args:
         model: a run, its name, models:/NAME@ALIAS, or a model directory.

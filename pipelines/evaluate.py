@@ -50,7 +50,7 @@ class EvaluationResult:
 def evaluate_model(
     directory: Path, *, prompts: Path | None = None, limit: int | None = None, title: str = ""
 ) -> EvaluationResult:
-    """Answer held-out prompts once each with a model; how far it is goes to standard error.
+    """Answer held-out prompts with a model; how far it is goes to standard error.
 
     Args:
         directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
@@ -84,22 +84,22 @@ def evaluate_model(
             held_out = run.held_out_prompts
         prompts_asked = PromptTable(held_out, seed=recipe.seed).rows(limit)
         progress = make_progress(to_stderr=True)
-        progress.phase(f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts")
+        said = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
         try:
-            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress))
+            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress, said=said))
         finally:
             progress.close()
     return EvaluationResult(tabulate(answers, threshold=recipe.pass_threshold), answers)
 
 
 async def _answer(
-    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress
+    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress, *, said: str
 ) -> list[dict[str, Any]]:
     workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
     progress.phase(f"Starting {len(workers)} workers")
     context = WorkerContext(layout.root, NO_WRITER)
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
-        progress.phase(f"Answering {len(prompts)} held-out prompts")
+        progress.phase(said)
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
             counted(DaskRollouts(cluster.client, reader).answer, progress, total=len(prompts)),

@@ -175,7 +175,7 @@ def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]
     done = cli("evaluate", "r", "--num-prompts", "8", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "Evaluating r (step 2 of run r) on 8 held-out prompts" in done.stderr
-    assert "8/8 answered" in done.stderr
+    assert "answered 8/8" in done.stderr
     assert "r (step 2 of run r): held-out prompts, one sample each" in done.stdout
     assert "00000002" not in done.stdout
 

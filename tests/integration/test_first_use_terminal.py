@@ -99,10 +99,11 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(
 def test_evaluation_says_what_it_evaluates_and_how_far_it_is(killed_and_resumed: Path) -> None:
     done = cli("evaluate", "r", "--num-prompts", "40", cwd=killed_and_resumed)
     assert done.returncode == 0, done.stderr
-    assert "r at step 4: held-out prompts" in done.stdout
+    assert "r (step 4 of run r): held-out prompts" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["n"] == 40
-    for said in ("Starting 3 workers", "Answering 40 held-out prompts", "answered 40/40"):
-        assert said in done.stderr
+    evaluating = "Evaluating r (step 4 of run r) on 40 held-out prompts"
+    for said in ("Starting 3 workers", evaluating, "answered 40/40"):
+        assert done.stderr.count(said) == 1
 
 
 def test_user_interface_over_no_runs_says_so_and_leaves_nothing_behind(

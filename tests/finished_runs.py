@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
 from areal_flow.store.committed import append_evaluation
@@ -22,14 +23,18 @@ from tests.tracked_runs import step_row
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
-def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[str, Any]]:
+def answers(
+    name: str, version: int, *, reward: float, text: str, verifier: str = "numeric@0"
+) -> list[dict[str, Any]]:
     verdict = "right" if reward else "wrong"
     return [
         {
             "evaluation": name,
             "writer_epoch": 1,
             "policy_version": version,
+            "version_spans": [{"version": version, "length": 3}],
             "prompt_id": f"held-out-{n}",
+            "sample": 0,
             "difficulty": 3 + n % 2,
             "prompt": f"{n} + {text}",
             "completion": text,
@@ -38,6 +43,7 @@ def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[s
             "finish_reason": "stop",
             "reward": reward,
             "reward_detail": json.dumps({"verdict": verdict}),
+            "verifier": verifier,
             "evaluated_at": datetime.now(UTC),
         }
         for n in range(6)
@@ -45,37 +51,50 @@ def answers(name: str, version: int, *, reward: float, text: str) -> list[dict[s
 
 
 def make_finished_run(
-    root: Path, *, num_steps: int, evaluated: bool = True, state: State = "finished"
+    root: Path,
+    *,
+    num_steps: int,
+    evaluated: bool = True,
+    state: State = "finished",
+    accepted_at: int | None = None,
 ) -> RunLayout:
-    """Make a run that trained one group a step and, at times, gave up another."""
+    """Make a run that trained one group a step and, at times, gave up another.
+
+    Args:
+        accepted_at: the step from which on another verifier scored.
+    """
     layout = RunLayout(root)
     create_run(layout, Recipe(num_steps=max(1, num_steps)))
     write_tiny_model(layout.model, max_model_len=32)
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     with hold_run(layout) as writer:
-        _fill(layout, writer, num_steps)
+        _fill(layout, writer, num_steps, accepted_at=accepted_at)
         if evaluated:
             before = answers("before", 0, reward=0.0, text=HOSTILE)
             append_evaluation(layout.evaluations, before, writer)
-            after = answers("after", num_steps, reward=1.0, text="#### 4")
+            last = "numeric@1" if accepted_at else "numeric@0"
+            after = answers("after", num_steps, reward=1.0, text="#### 4", verifier=last)
             append_evaluation(layout.evaluations, after, writer)
         if state != "crashed":
             leave_run(layout, writer, state, seconds=1.0)
     return layout
 
 
-def _fill(layout: RunLayout, writer: Writer, num_steps: int) -> None:
+def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int | None) -> None:
     committer, ledger = (
         TrajectoryCommitter(layout.trajectories, writer),
         Ledger(layout.steps, writer),
     )
     for step in range(num_steps + 1):
-        columns: dict[str, Any] = {}
+        accepted = accepted_at is not None and step >= accepted_at
+        columns: dict[str, Any] = {"verifier": "numeric@1" if accepted else "numeric@0"}
         if step:
             committer.commit([written_group(layout.trajectories, step, version=step - 1)])
             trained = [trajectory_id(step, member) for member in range(2)]
-            columns = {"trajectory_ids": trained, "failed_submissions": [7] if step == 2 else []}
+            columns["trajectory_ids"] = trained
+            columns["failed_submissions"] = [7] if step == 2 else []
         watermark = committer.head.trajectory_watermark
-        row = step_row(step, trajectory_watermark=watermark, metrics={"zeal": step}, **columns)
+        metrics = {"zeal": step, PASS_RATE: 0.5}
+        row = step_row(step, trajectory_watermark=watermark, metrics=metrics, **columns)
         ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})

@@ -1,4 +1,4 @@
-"""Which charts a report has: reward, times, throughput, staleness, lengths, and each metric."""
+"""Which charts a report has: rewards, pass rates, times, staleness, lengths, and each metric."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.store.ledger import STEPS
 from areal_flow.types import EvaluationTable
 from pipelines.report.svg import curves, histogram
@@ -30,6 +31,16 @@ GROUP BY ALL ORDER BY ALL
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """An evaluation on held-out prompts."""
+
+    name: str
+    version: int
+    """The oldest policy version that answered."""
+    found: EvaluationTable
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A picture and what it shows."""
 
@@ -42,25 +53,46 @@ def make_charts(
     recipe: Recipe,
     database: Any,
     steps: Sequence[Mapping[str, Any]],
-    evaluations: Mapping[int, EvaluationTable],
+    evaluations: Sequence[HeldOut],
 ) -> list[Chart]:
     """Return the charts of a run that has trained.
 
     Args:
         database: the run's, as `Run.database` makes it.
         steps: rows of the ledger from step 1 on.
-        evaluations: by the policy version that answered.
     """
-    rates = {version: table.overall.passed for version, table in evaluations.items()}
-    numbers, rewards = [row["step"] for row in steps], [row["reward_mean"] for row in steps]
-    reward = curves({"mean reward": rewards}, steps=numbers, label="", held_out=rates)
-    meaning = "Mean reward of each step's batch, and the pass rate on prompts never trained on."
+    numbers = [row["step"] for row in steps]
     return [
-        Chart("Reward", meaning, reward),
+        *_score_charts(steps, numbers, evaluations),
         *_time_charts(steps, numbers, num_generators=recipe.cluster.num_generators),
         _staleness_chart(database, limit=recipe.controller.max_staleness),
         _length_chart(database, num_steps=len(steps)),
         *_metric_charts(steps, numbers),
+    ]
+
+
+def _score_charts(
+    steps: Sequence[Mapping[str, Any]], numbers: Sequence[int], evaluations: Sequence[HeldOut]
+) -> list[Chart]:
+    scores = [(each.version, each.found.overall) for each in evaluations]
+    rewards = [(at, s.reward.reward_mean, s.reward.low, s.reward.high) for at, s in scores]
+    rates = [(at, s.passed.pass_rate, s.passed.low, s.passed.high) for at, s in scores]
+    drawn = {
+        "Mean reward": ("reward_mean", "What completions were worth", rewards),
+        "Pass rate": (PASS_RATE, "How many were worth enough", rates),
+    }
+    return [
+        Chart(
+            title,
+            f"{meaning}: those of each step's batch, and held-out answers.",
+            curves(
+                {"trained": [row[column] for row in steps]},
+                steps=numbers,
+                label="",
+                held_out=held_out,
+            ),
+        )
+        for title, (column, meaning, held_out) in drawn.items()
     ]
 
 
@@ -110,7 +142,7 @@ def _metric_charts(steps: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -
     """Return a chart of each number that a step computes besides, where it changes at all."""
     computed = {
         name: name.replace("_", " ").capitalize()
-        for name in sorted(set(steps[0]).difference(STEPS.names))
+        for name in sorted(set(steps[0]).difference(STEPS.names, [PASS_RATE]))
     }
     series = {title: [row[name] for row in steps] for name, title in {**_FIXED, **computed}.items()}
     return [

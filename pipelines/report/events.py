@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from areal_flow.layout import RunLayout
@@ -21,7 +22,7 @@ _EVERYWHERE = "all steps"
 def find_events(
     layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
 ) -> list[tuple[str, str]]:
-    """Return drivers, what was given up, replays that made another policy, and warnings.
+    """Return drivers, what was given up, other verifiers, replays to other policies, warnings.
 
     Args:
         steps: rows of the ledger.
@@ -33,6 +34,11 @@ def find_events(
             (f"step {row['step']}", f"groups given up: {', '.join(map(str, given_up))}")
             for row in steps
             if (given_up := row["failed_submissions"])
+        ),
+        *(
+            (f"step {row['step']}", f"another verifier scored from here on: {row['verifier']}")
+            for before, row in pairwise(steps)
+            if row["verifier"] != before["verifier"]
         ),
         *_counts(steps, database),
         *_forks(layout),

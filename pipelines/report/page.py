@@ -6,10 +6,9 @@ anywhere: charts are SVG within it. Completions are escaped, since a policy may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,31 +22,27 @@ from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import tabulate
 from areal_flow.recovery.run_directory import observed_state
 from areal_flow.store.queries import Run
-from areal_flow.types import EvaluationTable
 from pipelines.cli.tables import with_interval
-from pipelines.report.charts import make_charts
+from pipelines.report.charts import HeldOut, make_charts
 from pipelines.report.events import find_events
 from pipelines.summary import summarise
 
-_LIMITS = {"samples": 2, "difficulties": 8}
-"""Held-out prompts of each difficulty, and difficulties, that are shown with their answers."""
-
 _HELD_OUT_SAMPLES = """
 SELECT first.difficulty, first.prompt, first.answer,
-       first.completion AS before, first.reward AS reward_before,
-       first.reward_detail->>'verdict' AS verdict_before,
-       last.completion AS after, last.reward AS reward_after,
-       last.reward_detail->>'verdict' AS verdict_after
+       first.completion AS before, first.reward AS reward_before, first.passed AS passed_before,
+       last.completion AS after, last.reward AS reward_after, last.passed AS passed_after
 FROM evaluations AS first JOIN evaluations AS last USING (prompt_id, sample)
-WHERE sample = 0 AND first.policy_version = {oldest} AND last.policy_version = {newest}
-QUALIFY row_number() OVER (PARTITION BY first.difficulty ORDER BY hash(prompt_id)) <= {samples}
-    AND dense_rank() OVER (ORDER BY first.difficulty) <= {difficulties}
+WHERE sample = 0
+    AND (first.evaluation, first.policy_version) = ($first, $first_version)
+    AND (last.evaluation, last.policy_version) = ($last, $last_version)
+QUALIFY row_number() OVER (PARTITION BY first.difficulty ORDER BY hash(prompt_id)) <= 2
+    AND dense_rank() OVER (ORDER BY first.difficulty) <= 8
 ORDER BY first.difficulty, hash(prompt_id)
 """
 _TRAINED_SAMPLES = """
-SELECT step, prompt, completion, reward, verdict FROM trajectories
+SELECT step, prompt, completion, reward, passed FROM trajectories
 WHERE trajectory_id IN (
-    SELECT trajectory_id FROM consumption WHERE status = 'trained' AND step IN (1, {newest})
+    SELECT trajectory_id FROM consumption WHERE status = 'trained' AND step IN (1, $newest)
     QUALIFY row_number() OVER (PARTITION BY step ORDER BY hash(trajectory_id)) <= 4
 )
 ORDER BY step, trajectory_id
@@ -81,9 +76,7 @@ def report_page(run: Run) -> str:
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
     steps = [row for row in table.to_pylist() if row["step"] > 0]
     evaluations = _evaluations(run)
-    versions = {"oldest": min(evaluations, default=0), "newest": max(evaluations, default=0)}
     with closing(run.database()) as database:
-        compared = _rows(database, _HELD_OUT_SAMPLES, **versions) if len(evaluations) > 1 else []
         return render(
             run=layout.name,
             state=observed_state(layout),
@@ -92,8 +85,8 @@ def report_page(run: Run) -> str:
             recipe=layout.config.read_text(),
             figures=_figures(table, evaluations, num_generators=recipe.cluster.num_generators),
             charts=make_charts(recipe, database, steps, evaluations) if steps else [],
-            versions=versions,
-            samples=compared,
+            evaluations=evaluations,
+            samples=_compared(database, evaluations),
             trained_samples=_rows(database, _TRAINED_SAMPLES, newest=len(steps)),
             events=find_events(layout, steps, database),
         )
@@ -112,36 +105,51 @@ def render(**content: Any) -> str:
     return environment.get_template("page.html").render(made_at=made_at, **content)
 
 
-def _rows(database: Any, query: str, **values: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = (
-        database.sql(query.format(**_LIMITS, **values)).to_arrow_table().to_pylist()
+def _rows(database: Any, query: str, **values: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = database.sql(query, params=values).to_arrow_table().to_pylist()
+    return found
+
+
+def _compared(database: Any, evaluations: Sequence[HeldOut]) -> list[dict[str, Any]]:
+    """Return answers of the first evaluation beside the last's, if another policy gave those."""
+    if len({each.version for each in _ends(evaluations)}) < 2:
+        return []
+    first, last = _ends(evaluations)
+    return _rows(
+        database,
+        _HELD_OUT_SAMPLES,
+        first=first.name,
+        first_version=first.version,
+        last=last.name,
+        last_version=last.version,
     )
-    return rows
 
 
-def _evaluations(run: Run) -> dict[int, EvaluationTable]:
-    """Return the held-out evaluations by the policy version that answered."""
+def _evaluations(run: Run) -> list[HeldOut]:
+    """Return the held-out evaluations in their order: those of the verifier that scored last."""
     if not run.layout.evaluations.is_dir():
-        return {}
-    version = itemgetter("policy_version")
-    rows = sorted(run.evaluations("arrow").to_pylist(), key=version)
-    return {
-        number: tabulate([*part], threshold=run.pass_threshold)
-        for number, part in groupby(rows, version)
-    }
+        return []
+    rows = sorted(run.evaluations("arrow").to_pylist(), key=itemgetter("evaluated_at"))
+    made: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["verifier"] == rows[-1]["verifier"]:
+            made.setdefault((row["evaluation"], row["policy_version"]), []).append(row)
+    return [
+        HeldOut(name, version, tabulate(answers, threshold=run.pass_threshold))
+        for (name, version), answers in made.items()
+    ]
 
 
-def _figures(
-    ledger: Any, evaluations: Mapping[int, EvaluationTable], *, num_generators: int
-) -> dict[str, str]:
+def _figures(ledger: Any, evaluations: Sequence[HeldOut], *, num_generators: int) -> dict[str, str]:
     """Return the numbers that stand first, by what they are called."""
     found = summarise({}, ledger, num_generators=num_generators)
-    rates = {
-        f"Held-out pass rate, version {version}": evaluations[version].overall
-        for version in _ends(sorted(evaluations))
+    held_out = {
+        f"Held-out {label}, version {each.version}": with_interval(each.found.overall, name)
+        for label, name in (("pass rate", "pass_rate"), ("mean reward", "reward_mean"))
+        for each in _ends(evaluations)
     }
     return {
-        **{name: with_interval(scores, "pass_rate") for name, scores in rates.items()},
+        **held_out,
         "Training steps": "{num_steps:,} in {seconds_training:,.0f} s".format_map(found),
         "First policy": "{seconds_first_policy:,.0f} s".format_map(found),
         "Tokens a second": (
@@ -153,5 +161,6 @@ def _figures(
     }
 
 
-def _ends(versions: Sequence[int]) -> list[int]:
-    return [*dict.fromkeys([*versions[:1], *versions[-1:]])]
+def _ends(evaluations: Sequence[HeldOut]) -> list[HeldOut]:
+    """Return the first and the last; one that is both, once."""
+    return [*evaluations[:1], *evaluations[1:][-1:]]

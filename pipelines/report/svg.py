@@ -14,8 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_flow.types import PassRate
-
 INK = "#333333"
 """Becomes `currentColor`: the page's own."""
 COLOURS = ("#3b7dd8", "#e0803a", "#4a9d6b", "#9467bd")
@@ -37,6 +35,9 @@ _STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
+Interval = tuple[int, float, float, float]
+"""A policy version, what was found of it, and the bounds of that."""
+
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _WINDOW_STEPS = 8
 _MOST_POINTS = 1000
@@ -47,13 +48,13 @@ def curves(
     *,
     steps: Sequence[int],
     label: str,
-    held_out: Mapping[int, PassRate] | None = None,
+    held_out: Sequence[Interval] = (),
 ) -> str:
     """Return numbers by step: each a thin line, and its mean over eight steps in strength.
 
     Args:
         lines: what each line is called, and its values, one a step.
-        held_out: pass rates by policy version, drawn with their intervals.
+        held_out: what evaluations found, drawn at their policy versions.
     """
 
     def draw(axes: Axes) -> None:
@@ -64,7 +65,7 @@ def curves(
             axes.plot(steps[::every], series[::every], color=colour, alpha=0.3, linewidth=0.8)
             axes.plot(steps[::every], means[::every], color=colour, label=name)
         if held_out:
-            _draw_rates(axes, held_out)
+            _draw_intervals(axes, held_out)
         if len(lines) + bool(held_out) > 1:
             axes.legend()
 
@@ -102,18 +103,16 @@ def histogram(
     return _svg(draw, xlabel=xlabel, ylabel=ylabel)
 
 
-def _draw_rates(axes: Axes, held_out: Mapping[int, PassRate]) -> None:
-    rates = list(held_out.values())
-    below = [rate.pass_rate - rate.low for rate in rates]
-    above = [rate.high - rate.pass_rate for rate in rates]
+def _draw_intervals(axes: Axes, held_out: Sequence[Interval]) -> None:
+    versions, values, lows, highs = np.array(held_out, float).T
     axes.errorbar(
-        list(held_out),
-        [rate.pass_rate for rate in rates],
-        yerr=[below, above],
+        versions,
+        values,
+        yerr=[values - lows, highs - values],
         fmt="o",
         capsize=3,
         color=COLOURS[1],
-        label="held-out pass rate, 95%",
+        label="held-out, 95%",
     )
 
 

@@ -13,7 +13,6 @@ import areal_flow
 from areal_flow.config import Recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import State, create_run
-from areal_flow.types import PassRate
 from pipelines.cli.main import main
 from pipelines.report import svg
 from tests.finished_runs import make_finished_run
@@ -28,12 +27,23 @@ def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
     page = page_of(make_finished_run(tmp_path / "r", num_steps=4))
     for said in ("finished", "Held-out pass rate, version 4", "1.000 [0.610, 1.000]", "4 in 4 s"):
         assert said in page
-    for title in ("Reward", "Time of a step", "Throughput", "Staleness", "Length", "Loss", "Zeal"):
+    scores, speed = ("Mean reward", "Pass rate"), ("Time of a step", "Throughput")
+    for title in (*scores, *speed, "Staleness", "Length", "Loss", "Zeal"):
         assert f"<h3>{title}" in page
-    assert "reward 0, wrong" in page
-    assert "reward 1, right" in page
+    assert "Rollout/pass rate" not in page
+    assert '<span class="bad">reward 0<' in page
+    assert '<span class="good">reward 1, passes<' in page
     assert "groups given up: 7" in page
     assert "driver 1 began" in page
+
+
+def test_page_compares_nothing_that_another_verifier_scored(tmp_path: Path) -> None:
+    layout = make_finished_run(tmp_path / "r", num_steps=3, accepted_at=2)
+    page = page_of(layout)
+    assert "another verifier scored from here on: numeric@1" in page
+    assert "Held-out pass rate, version 3" in page
+    assert "version 0" not in page
+    assert "<h2>Held-out" not in page
 
 
 def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path) -> None:
@@ -78,15 +88,14 @@ def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
 
 
 def test_charts_are_svg_that_loads_nothing() -> None:
-    rate = PassRate(0.5, 0.4, 0.6, 100)
     drawn = svg.curves(
         {"a": [0.0, None, 2.0], "b": [1.0, 1.0, 1.0]},
         steps=[1, 2, 3],
         label="value",
-        held_out={0: rate, 3: rate},
+        held_out=[(0, 0.5, 0.4, 0.6), (3, 0.5, 0.4, 0.6)],
     )
     assert drawn.startswith("<svg")
-    assert all(f">{name}</text>" in drawn for name in ("a", "b", "held-out pass rate, 95%"))
+    assert all(f">{name}</text>" in drawn for name in ("a", "b", "held-out, 95%"))
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", drawn)
 
 

@@ -89,15 +89,24 @@ def evaluation_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def read_periodic(layout: RunLayout, *, threshold: float) -> dict[str, EvaluationTable]:
-    """Return the evaluations that were made beside training, by name, in order."""
+def read_periodic(
+    layout: RunLayout, *, threshold: float, verifier: str
+) -> dict[str, EvaluationTable]:
+    """Return the evaluations that were made beside training, by name, in order.
+
+    Args:
+        verifier: the one that counts now; what another one scored is not compared with it.
+    """
     names = evaluation_names(layout.evaluations, layout.writers)
-    return {
-        name: tabulate(
-            read_evaluation(layout.evaluations, layout.writers, name), threshold=threshold
-        )
+    answers = {
+        name: read_evaluation(layout.evaluations, layout.writers, name)
         for name in names
         if name.startswith(_PREFIX)
+    }
+    return {
+        name: tabulate(rows, threshold=threshold)
+        for name, rows in answers.items()
+        if {row["verifier"] for row in rows} == {verifier}
     }
 
 

@@ -26,7 +26,7 @@ from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import RunError
-from areal_flow.evaluation import answer_held_out
+from areal_flow.evaluation import Answer, answer_held_out
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
@@ -44,6 +44,7 @@ from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.committed import (
     CommittedLogs,
     append_evaluation,
+    evaluation_names,
     read_evaluation,
     read_unconsumed,
 )
@@ -271,11 +272,15 @@ class Training:
             if {row["verifier"] for row in rows} == {self.provenance.verifier}:
                 self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
             return
-        table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
-        self.progress.phase(f"Evaluating version {version} on {len(table)} held-out prompts")
+        total = len(PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed))
+        self.progress.phase(f"Evaluating version {version} on {total} held-out prompts")
+        await self._answer(name, counted(self.rollouts.answer, self.progress, total=total))
+
+    async def _answer(self, name: str, answer: Answer) -> None:
+        """Answer the held-out prompts and append the answers as an evaluation."""
         rows = await answer_held_out(
-            counted(self.rollouts.answer, self.progress, total=len(table)),
-            table.rows(),
+            answer,
+            PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed).rows(),
             settings=self.recipe.evaluation,
             name=name,
             seed=self.recipe.seed,
@@ -293,16 +298,18 @@ class Training:
 
     def _evaluations_beside(self, flow: Flow) -> PeriodicEvaluations:
         """Return what evaluates while training goes on, after what earlier drivers evaluated."""
-        made = read_periodic(self.layout, threshold=self.recipe.pass_threshold)
-        self.held_out |= made
+        layout, threshold = self.layout, self.recipe.pass_threshold
+        verifier = self.provenance.verifier
+        self.held_out |= read_periodic(layout, threshold=threshold, verifier=verifier)
 
         async def evaluate(name: str) -> None:
-            await self.evaluate(name, self.ledger.head)
+            await self._answer(name, self.rollouts.answer)
             found = self.held_out[name].overall
             rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
             self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
             self._stop_on_plateau(flow)
 
+        made = evaluation_names(layout.evaluations, layout.writers)
         return PeriodicEvaluations(evaluate, self.recipe, made=made)
 
     def _stop_on_plateau(self, flow: Flow) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,16 @@ import pytest
 from areal_flow.config import build_recipe
 from areal_flow.errors import EngineError
 from areal_flow.pass_rates import normal_interval, wilson_interval
+from areal_flow.recovery.run_directory import hold_run
+from areal_flow.store.committed import append_evaluation
 from areal_flow.types import EvaluationScores, EvaluationTable
-from pipelines.periodic_evaluation import PeriodicEvaluations, evaluation_name, is_flat
+from pipelines.periodic_evaluation import (
+    PeriodicEvaluations,
+    evaluation_name,
+    is_flat,
+    read_periodic,
+)
+from tests.finished_runs import answers, make_finished_run
 
 
 class Evaluating:
@@ -135,6 +144,17 @@ def test_stop_cancels_what_is_being_made_and_the_end_waits_for_it() -> None:
         assert evaluating.made == names(4)
 
     run(scenario())
+
+
+def test_evaluations_of_another_verifier_are_not_read(tmp_path: Path) -> None:
+    layout = make_finished_run(tmp_path / "r", num_steps=2, evaluated=False)
+    with hold_run(layout) as writer:
+        for step, verifier in ((2, "numeric@0"), (4, "numeric@1")):
+            rows = answers(evaluation_name(step), step, reward=1.0, text="4", verifier=verifier)
+            append_evaluation(layout.evaluations, rows, writer)
+    found = read_periodic(layout, threshold=0.5, verifier="numeric@1")
+    assert [*found] == names(4)
+    assert found[evaluation_name(4)].overall.passed.pass_rate == 1.0
 
 
 def test_pass_rates_are_compared_from_before_training_on() -> None:

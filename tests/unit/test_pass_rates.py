@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import closing
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError
@@ -148,12 +150,14 @@ def test_views_have_a_column_of_what_passed() -> None:
                 assert [passed for (passed,) in found.sql(query).fetchall()] == expected
 
 
-def test_progress_shows_reward_and_pass_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_reward_and_pass_apart() -> None:
+    file = StringIO()
     numbers = ("seconds_step", "seconds_generate", "seconds_train", "seconds_stage")
     counts = ("num_generated_tokens", "num_trained_tokens", "staleness_max", "staleness_mean")
     row = {**dict.fromkeys((*numbers, *counts), 1), "step": 1, "completion_tokens_mean": 3.0}
-    Progress(4, 1).step({**row, "reward_mean": 0.5, "metrics": {PASS_RATE: 0.125}})
-    assert "step 1/4  reward 0.500  pass 0.125  length 3.0" in capsys.readouterr().out
+    lines = Progress(4, 1, console=Console(file=file))
+    lines.step({**row, "reward_mean": 0.5, "metrics": {PASS_RATE: 0.125}})
+    assert "step 1/4  reward 0.500  pass 0.125  length 3.0" in file.getvalue()
 
 
 def test_evaluation_is_reported_with_both_labelled() -> None:

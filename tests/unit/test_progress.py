@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from areal_flow.pass_rates import PASS_RATE
 from pipelines.cli import progress as shown
 from pipelines.cli.progress import LiveProgress, Progress, counted
 from pipelines.cli.run_log import log, log_kept, logged_warnings, say
@@ -23,6 +24,7 @@ ESCAPE = "\x1b"
 ROW: dict[str, Any] = {
     "step": 3,
     "reward_mean": 0.5,
+    "metrics": {PASS_RATE: 0.25},
     "completion_tokens_mean": 8.0,
     "staleness_mean": 1.0,
     "staleness_max": 2,
@@ -52,7 +54,7 @@ def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.Monkey
     first, *counts, step = file.getvalue().splitlines()
     assert first == "Evaluating version 0 on 5 held-out prompts"
     assert counts == ["  answered 1/5", "  answered 4/5", "  answered 5/5"]
-    assert step.startswith("step 3/4  pass 0.500")
+    assert step.startswith("step 3/4  reward 0.500  pass 0.250")
 
 
 def screen(written: str) -> str:

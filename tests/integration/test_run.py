@@ -49,7 +49,7 @@ def test_summary_has_what_was_promised(layout: RunLayout) -> None:
     assert set(summary) >= SUMMARY_KEYS
     for moment in ("held_out_before", "held_out_after"):
         names = {f"{name}{end}" for name in ("pass_rate", "reward_mean") for end in BOUNDS}
-        assert set(summary[moment]) == {*names, "n", "mean_tokens"}
+        assert set(summary[moment]) == {*names, "n", "num_samples", "mean_tokens"}
         assert summary[moment]["n"] == 64
     assert summary["num_steps"] == 4
     assert summary["model_version"] == "3"

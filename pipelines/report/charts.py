@@ -78,13 +78,13 @@ def _score_charts(
     rewards = [(at, s.reward.reward_mean, s.reward.low, s.reward.high) for at, s in scores]
     rates = [(at, s.passed.pass_rate, s.passed.low, s.passed.high) for at, s in scores]
     drawn = {
-        "Mean reward": ("reward_mean", "What completions were worth", rewards),
-        "Pass rate": (PASS_RATE, "How many were worth enough", rates),
+        "Mean reward": ("reward_mean", "What completions are worth", rewards),
+        "Pass rate": (PASS_RATE, "How many completions pass", rates),
     }
     return [
         Chart(
             title,
-            f"{meaning}: those of each step's batch, and held-out answers.",
+            f"{meaning}: each step's batch, and held-out answers.",
             curves(
                 {"trained": [row[column] for row in steps]},
                 steps=numbers,

@@ -26,6 +26,7 @@ ADVICE = {
     "file": "restore it from a copy",
     "harmless": "nothing: nobody reads it",
     "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
+    "overtaken": "check again when the run commits less often, or has ended",
     "unjudged": "mend what cannot be read, then check again",
 }
 """What to do, by what is damaged."""

@@ -29,6 +29,7 @@ ADVICE = {
     "harmless": "nothing: nobody reads it",
     "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
     "before": "nothing: --resume goes on from there",
+    "overtaken": "check again when the run commits less often, or has ended",
     "unjudged": "mend what cannot be read, then check again",
 }
 """What to do, by what is damaged."""

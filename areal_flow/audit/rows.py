@@ -12,12 +12,16 @@ import pyarrow.compute as pc
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.errors import ArealFlowError
-from areal_flow.store.dataset import COMMIT_ORDER, open_dataset, read_errors
+from areal_flow.store.dataset import COMMIT_ORDER, has_version, open_dataset, read_errors
 from schemas import arrow_schema, violations
 
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 16 * 2**20
 """Rows that are judged together: judging costs the same for one row and for many."""
+
+
+class VersionGone(Exception):
+    """The version that was being read was cleaned up: the run commits faster than it is read."""
 
 
 class Piece(NamedTuple):
@@ -31,6 +35,9 @@ def scan(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
     """Yield the newest version's rows that meet `where`, about `BYTES_AT_ONCE` in a piece.
 
     A fragment that cannot be read comes as a finding, and so does the dataset.
+
+    Raises:
+        VersionGone: what was yielded is incomplete, and of no use.
     """
     read: list[Piece] = []
     for batch in _batches(path, where):
@@ -46,12 +53,13 @@ def scan(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
 
 
 def _batches(path: Path, where: str | None) -> Iterator[Piece | Finding]:
-    source, fragments = path.name, []
     try:
         with read_errors(path):
-            fragments = open_dataset(path).get_fragments()
+            dataset = open_dataset(path)
+            fragments = dataset.get_fragments()
     except ArealFlowError as error:
-        yield unreadable(source, error)
+        yield unreadable(path.name, error)
+        return
     for fragment in fragments:
         source = f"{path.name}, fragment {fragment.fragment_id}"
         columns = [*fragment.schema.names, COMMIT_ORDER]
@@ -62,6 +70,8 @@ def _batches(path: Path, where: str | None) -> Iterator[Piece | Finding]:
                 ):
                     yield Piece(source, pa.Table.from_batches([batch]))
         except ArealFlowError as error:
+            if not has_version(path, dataset.version):
+                raise VersionGone(path.name) from error
             yield unreadable(source, error)
 
 

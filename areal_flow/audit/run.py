@@ -21,7 +21,7 @@ from areal_flow import __version__
 from areal_flow.audit import files
 from areal_flow.audit.database import AuditDatabase
 from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
-from areal_flow.audit.rows import check_schema, scan
+from areal_flow.audit.rows import VersionGone, check_schema, scan
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError, RunError
 from areal_flow.layout import RunLayout
@@ -39,6 +39,8 @@ KINDS = (
     "published weights",
     "evaluation answers",
 )
+MOST_READINGS = 5
+"""A run that goes on may commit faster than it is read."""
 
 
 def check_run(layout: RunLayout) -> Report:
@@ -51,12 +53,28 @@ def check_run(layout: RunLayout) -> Report:
         what = (layout.steps.name, "a prepared run", "no ledger and no policy yet")
         report.add(Finding("not-prepared", *what, ADVICE["unprepared"], "note"))
     else:
+        return _read(layout)
+    return report
+
+
+def _read(layout: RunLayout) -> Report:
+    """Read the run, once more if what was being read was cleaned up meanwhile."""
+    for _ in range(MOST_READINGS):
+        report = Report(layout.name, KINDS)
         try:
             with closing(AuditDatabase()) as database:
                 _Audit(layout, database, report).read()
+        except VersionGone as gone:
+            overtaken = str(gone)
+            continue
         except duckdb.Error as error:  # values that satisfy the schema, and no arithmetic
             damaged = unreadable(layout.steps.name, error, ADVICE["both"])
             report.add(damaged._replace(expected="numbers that can be counted again"))
+        return report
+    report = Report(layout.name, KINDS)
+    found = f"it was cleaned up before it was read, {MOST_READINGS} times"
+    what = (overtaken, "a version that stays while it is read", found)
+    report.add(Finding("not-judged", *what, ADVICE["overtaken"]))
     return report
 
 

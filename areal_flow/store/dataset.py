@@ -76,6 +76,15 @@ def open_dataset(path: Path) -> lance.LanceDataset:
     return lance.dataset(str(path), session=session)
 
 
+def has_version(path: Path, version: int) -> bool:
+    """Return whether a version is still there; old ones are cleaned up while a run goes on."""
+    try:
+        lance.dataset(str(path), version=version)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def read_rows(
     path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:

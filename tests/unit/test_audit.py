@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from lance.optimize import Compaction
 
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.audit.database import AuditDatabase
 from areal_flow.audit.files import leftovers
 from areal_flow.audit.findings import MAX_PER_RULE, Finding, Report
-from areal_flow.audit.rows import Piece, check_schema
+from areal_flow.audit.rows import Piece, VersionGone, check_schema, scan
+from areal_flow.audit.run import MOST_READINGS, check_run
+from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import batch_digest
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.ledger import STEPS
+from areal_flow.store.dataset import open_dataset
+from areal_flow.store.ledger import STEPS, create_ledger
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow, content_hashes
-from tests.rows import group_table
+from tests.rows import group_table, written_group
 
 Rows = Sequence[dict[str, Any]]
 
@@ -255,3 +261,71 @@ def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
         ("00000001-0000-00", "mine@1", "numeric@0"),
         ("00000001-0001-00", "mine@1", "numeric@0"),
     ]
+
+
+def grown(path: Path) -> TrajectoryCommitter:
+    """Return the committer of a dataset of three commits, which are three fragments."""
+    create_trajectories(path)
+    committer = TrajectoryCommitter(path, Writer(path.parent / "writers", 1))
+    for index in range(3):
+        committer.commit([written_group(path, index)])
+    return committer
+
+
+def clean_up(path: Path) -> None:
+    dataset = open_dataset(path)
+    Compaction.commit(dataset, [t.execute(dataset) for t in Compaction.plan(dataset, {}).tasks])
+    dataset.cleanup_old_versions(retain_versions=1)
+
+
+def test_scan_says_that_its_version_was_cleaned_up_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trajectories.lance"
+    grown(path)
+    monkeypatch.setattr("areal_flow.audit.rows.BYTES_AT_ONCE", 1)  # a piece a batch
+    pieces = scan(path)
+    first = next(pieces)
+    assert isinstance(first, Piece)
+    assert len(first.rows) == 2
+    clean_up(path)
+    with pytest.raises(VersionGone):
+        list(pieces)
+    assert sum(len(piece.rows) for piece in scan(path) if isinstance(piece, Piece)) == 6
+
+
+def test_missing_fragment_of_a_version_that_is_there_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.lance"
+    grown(path)
+    next((path / "data").iterdir()).unlink()
+    kinds = [type(piece) for piece in scan(path)]
+    assert sorted(kind.__name__ for kind in kinds) == ["Finding", "Piece"]
+
+
+@pytest.mark.parametrize("num_gone", [MOST_READINGS - 1, MOST_READINGS])
+def test_run_is_read_again_when_its_version_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gone: int
+) -> None:
+    layout = RunLayout(tmp_path)
+    layout.config.write_text(dump_recipe(Recipe()))
+    grown(layout.trajectories)
+    create_ledger(layout.steps)
+    undisturbed = check_run(layout)
+    assert undisturbed.findings
+    num_scans = 0
+
+    def overtaken(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
+        nonlocal num_scans
+        if path == layout.trajectories:
+            num_scans += 1
+            if num_scans <= num_gone:
+                raise VersionGone(path.name)
+        yield from scan(path, where)
+
+    monkeypatch.setattr("areal_flow.audit.run.scan", overtaken)
+    found = check_run(layout)
+    if num_gone < MOST_READINGS:
+        assert found.as_json() == undisturbed.as_json()
+    else:
+        assert [finding.rule for finding in found.findings] == ["not-judged"]
+        assert not found.clean

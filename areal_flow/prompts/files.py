@@ -18,11 +18,8 @@ MAX_DIFFICULTY = 2**31 - 1
 
 Row = dict[str, Any]
 Made = TypeVar("Made")
-
-
-def end_with(error: PromptError) -> NoReturn:
-    """Let the first bad row end the reading."""
-    raise error
+Place = tuple[Path, int]
+"""A file, and the place of a row in it, from 0."""
 
 
 def read_prompts(
@@ -31,8 +28,8 @@ def read_prompts(
     *,
     question_field: str,
     answer_field: str,
+    on_bad: Callable[[Place, PromptError], None],
     keeps: Callable[[int], bool] = lambda place: True,
-    on_bad: Callable[[PromptError], None] = end_with,
 ) -> Iterator[Made]:
     """Yield what is made of each row of a file.
 
@@ -40,8 +37,8 @@ def read_prompts(
         make: is given the columns `prompt_id`, `prompt` (the question), `answer`, `difficulty` and
             `metadata`: as JSON all fields of the row that are none of these, and those of its field
             `metadata`. It raises ValueError for a row that will not do.
+        on_bad: is told of a row that is bad, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
-        on_bad: is told of a row that is bad; if it returns, the row is left out.
 
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
@@ -53,7 +50,7 @@ def read_prompts(
             row = found if isinstance(found, dict) else _parse_line(found)
             made = make(_columns(row, question_field, answer_field))
         except ValueError as error:
-            on_bad(PromptError(f"{origin}: {error}"))
+            on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
             yield made
 

@@ -25,7 +25,7 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
-from areal_flow.prompts.files import Row, read_prompts, read_rows
+from areal_flow.prompts.files import Place, Row, read_prompts, read_rows
 from areal_flow.rewards.numeric import final_answer, parse_number
 from schemas import PromptRow, arrow_schema, validate
 
@@ -53,7 +53,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
-    bad_rows: dict[str, None] = {}
+    bad_rows: dict[Place, PromptError] = {}
     read = _reader(recipe, layout, bad_rows)
     if settings.held_out_path is not None:
         candidates, rest = read(settings.held_out_path), read(path)
@@ -69,10 +69,11 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
     _refuse(bad_rows, recipe)
-    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
+    listed = [*map(str, bad_rows.values())]
+    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    return Prepared(num_train, num_held_out, [*bad_rows])
+    return Prepared(num_train, num_held_out, listed)
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
@@ -82,7 +83,7 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
         PromptError: as `prepare_prompts`.
     """
     assert recipe.prompts.path is not None
-    bad_rows: dict[str, None] = {}
+    bad_rows: dict[Place, PromptError] = {}
     _write(layout.held_out_prompts, _reader(recipe, layout, bad_rows)(recipe.prompts.path))
     _refuse(bad_rows, recipe)
 
@@ -116,10 +117,10 @@ def tokenise_completions(
             )
         return prompt, completion
 
-    bad: list[PromptError] = []
+    bad_rows: dict[Place, PromptError] = {}
     read = partial(read_prompts, question_field="prompt", answer_field="completion")
-    rows = [*read(path, tokenised, on_bad=bad.append)]
-    refuse_bad_rows(map(str, bad))
+    rows = [*read(path, tokenised, on_bad=bad_rows.__setitem__)]
+    refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         target,
@@ -131,7 +132,7 @@ def tokenise_completions(
 
 
 def _reader(
-    recipe: Recipe, layout: RunLayout, bad_rows: dict[str, None]
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
 ) -> Callable[..., Iterator[Row]]:
     """Return what makes rows of a prompt table from a file; it lists bad ones."""
 
@@ -140,11 +141,11 @@ def _reader(
         make=partial(_rendered, recipe=recipe, tokenizer=tokenizer_of(layout.model)),
         question_field=recipe.prompts.question_field,
         answer_field=recipe.prompts.answer_field,
-        on_bad=lambda error: bad_rows.update({str(error): None}),
+        on_bad=bad_rows.__setitem__,
     )
 
 
-def _refuse(bad_rows: dict[str, None], recipe: Recipe) -> None:
+def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe) -> None:
     """End the preparation if there are bad rows that are not to be skipped."""
     if not recipe.prompts.skip_bad_rows:
         refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")

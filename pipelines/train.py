@@ -16,7 +16,7 @@ from typing import Any
 from areal_flow import __version__
 from areal_flow.cluster import generator_tasks, trainer_tasks
 from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
-from areal_flow.cluster.launch import RunningCluster, check_cluster, launch_cluster
+from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
@@ -77,7 +77,6 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     require_engine(recipe.generation.engine)
-    check_cluster(recipe)
     prepare_model(recipe, layout)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)

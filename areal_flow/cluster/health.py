@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from areal_flow.cluster.death_advice import SILENT
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.settings import ClusterSettings
 
@@ -142,7 +143,7 @@ def _look(pool: WorkerPool, detector: FailureDetector) -> None:
         record = watched[key]
         record.silence_s = silence.silent_s
         if silence.is_hung:
-            pool.spawn(pool.kill(record, why=f"silent for {record.silence_s:.0f} s"))
+            pool.spawn(pool.kill(record, why=f"{SILENT} {record.silence_s:.0f} s"))
 
 
 def _signs(pool: WorkerPool, record: WorkerRecord) -> SignsOfLife:

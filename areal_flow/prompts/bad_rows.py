@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from areal_flow.errors import PromptError
+from areal_flow.prompts.files import Place
 
 MAX_NAMED = 10
-_ORIGIN = re.compile(r"(?P<file>.*?), (?:line|row) (?P<number>\d+): ", re.DOTALL)
 
 
-def refuse_bad_rows(errors: Iterable[str], *, advice: str = "") -> None:
+def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
     """End a preparation that found bad rows.
 
     Args:
-        errors: what is wrong with each, from its file and line on, in any order.
+        errors: what is wrong with each, in any order.
         advice: what to do other than to mend them.
 
     Raises:
         PromptError: there is one; names the first ten, in the order of the file.
     """
-    ordered = sorted(dict.fromkeys(errors), key=_place)
+    ordered = [errors[place] for place in sorted(errors)]
     if not ordered:
         return
     if len(ordered) == 1:
@@ -29,8 +28,3 @@ def refuse_bad_rows(errors: Iterable[str], *, advice: str = "") -> None:
     first = "the first ten" if len(ordered) > MAX_NAMED else "these"
     named = "".join(f"\n  {error}" for error in ordered[:MAX_NAMED])
     raise PromptError(f"{len(ordered)} rows are bad, {first}:{named}\nMend them{advice}")
-
-
-def _place(error: str) -> tuple[str, int]:
-    origin = _ORIGIN.match(error)
-    return (origin["file"], int(origin["number"])) if origin else ("", 0)

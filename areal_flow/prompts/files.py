@@ -17,26 +17,23 @@ MAX_LINE_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 256
 
 Made = TypeVar("Made")
-
-
-def end_with(error: PromptError) -> NoReturn:
-    """Let the first bad row end the reading."""
-    raise error
+Place = tuple[Path, int]
+"""A file, and the place of a row in it, from 0."""
 
 
 def read_prompts(
     path: Path,
     make: Callable[[Row], Made],
     *,
+    on_bad: Callable[[Place, PromptError], None],
     keeps: Callable[[int], bool] = lambda place: True,
-    on_bad: Callable[[PromptError], None] = end_with,
 ) -> Iterator[Made]:
     """Yield what is made of each row of a file.
 
     Args:
         make: is given the row; it raises ValueError for one that will not do.
+        on_bad: is told of a row that is bad, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
-        on_bad: is told of a row that is bad; if it returns, the row is left out.
 
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
@@ -48,7 +45,7 @@ def read_prompts(
             row = found if isinstance(found, dict) else _parse_line(found)
             made = make(row)
         except ValueError as error:
-            on_bad(PromptError(f"{origin}: {error}"))
+            on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
             yield made
 

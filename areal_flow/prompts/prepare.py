@@ -25,7 +25,7 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
-from areal_flow.prompts.files import read_prompts, read_rows
+from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
 from areal_flow.prompts.table import PromptTable
@@ -61,7 +61,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
-    bad_rows: dict[str, None] = {}
+    bad_rows: dict[Place, PromptError] = {}
     read = _reader(recipe, layout, bad_rows)
     if settings.held_out_path is not None:
         candidates, rest = read(settings.held_out_path), read(path)
@@ -77,14 +77,15 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
     _refuse(bad_rows, recipe)
-    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in bad_rows))
+    listed = [*map(str, bad_rows.values())]
+    layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
     return Prepared(
         num_train,
         num_held_out,
-        [*bad_rows],
+        listed,
         first_prompt=tokenizer_of(layout.model).decode(first.tokens, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
     )
@@ -97,7 +98,7 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
         PromptError: as `prepare_prompts`.
     """
     assert recipe.prompts.path is not None
-    bad_rows: dict[str, None] = {}
+    bad_rows: dict[Place, PromptError] = {}
     _write(layout.held_out_prompts, _reader(recipe, layout, bad_rows)(recipe.prompts.path))
     _refuse(bad_rows, recipe)
 
@@ -132,9 +133,9 @@ def tokenise_completions(
             )
         return prompt, completion
 
-    bad: list[PromptError] = []
-    rows = [*read_prompts(path, tokenised, on_bad=bad.append)]
-    refuse_bad_rows(map(str, bad))
+    bad_rows: dict[Place, PromptError] = {}
+    rows = [*read_prompts(path, tokenised, on_bad=bad_rows.__setitem__)]
+    refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         target,
@@ -146,7 +147,7 @@ def tokenise_completions(
 
 
 def _reader(
-    recipe: Recipe, layout: RunLayout, bad_rows: dict[str, None]
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
 ) -> Callable[..., Iterator[Row]]:
     """Return what makes rows of a prompt table from a file; it lists bad ones."""
 
@@ -158,11 +159,11 @@ def _reader(
             render=renderer(recipe, layout.model),
             tokenizer=tokenizer_of(layout.model),
         ),
-        on_bad=lambda error: bad_rows.update({str(error): None}),
+        on_bad=bad_rows.__setitem__,
     )
 
 
-def _refuse(bad_rows: dict[str, None], recipe: Recipe) -> None:
+def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe) -> None:
     """End the preparation if there are bad rows that are not to be skipped."""
     if not recipe.prompts.skip_bad_rows:
         refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")

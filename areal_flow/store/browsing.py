@@ -22,6 +22,7 @@ from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrainingRows
 
@@ -160,7 +161,7 @@ def show_trajectory(
         answers = database.sql(
             "SELECT answer FROM prompts WHERE prompt_id = ? LIMIT 1", params=[row["prompt_id"]]
         ).fetchall()
-    tokenizer = Tokenizer.from_file(str(run.layout.model / "tokenizer.json"))
+    tokenizer = tokenizer_of(run.layout.model)
     return ShownTrajectory(
         run_name=run.layout.name,
         row=row,

@@ -13,6 +13,7 @@ import pyarrow as pa
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.database import (
     LEDGER_COLUMNS,
@@ -176,10 +177,8 @@ class Run:
 
     def decode(self, tokens: Any) -> pa.Array:
         """Return the texts of a column of token ids, without special tokens."""
-        from tokenizers import Tokenizer
-
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(self.layout.model / "tokenizer.json"))
+            self._tokenizer = tokenizer_of(self.layout.model)
         lists = tokens.to_pylist() if hasattr(tokens, "to_pylist") else [list(t) for t in tokens]
         return pa.array(self._tokenizer.decode_batch(lists), pa.string())
 

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.recovery.replay import Replayed
 from areal_flow.recovery.restore import ComparedStep, compared_values
 from areal_flow.trainer.inspection import InspectedTrajectory
@@ -202,7 +203,5 @@ def _trajectory(layout: RunLayout, replayed: Replayed, identifier: str) -> Inspe
 
 
 def _token_texts(layout: RunLayout, trajectory: InspectedTrajectory) -> list[str]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(layout.model / "tokenizer.json"))
+    tokenizer = tokenizer_of(layout.model)
     return [tokenizer.decode([token], skip_special_tokens=False) for token in trajectory.tokens]

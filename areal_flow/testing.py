@@ -53,7 +53,7 @@ class BigramEngine:
 
     def _extend(self, sequence: SampledSequence) -> None:
         request = sequence.request
-        last = [*request.prompt_tokens, *sequence.tokens][-1]
+        last = (sequence.tokens or request.prompt_tokens)[-1]
         logprobs = _log_softmax(self._logits[last], request.sampling.temperature)
         seed = f"{request.seeds[sequence.index]}:{len(sequence.tokens)}"
         token = _invert(logprobs, random.Random(seed).random())

@@ -1,18 +1,26 @@
 """What flows between the parts. Plain frozen values: no behaviour, no vendor, no I/O.
 
-Payload types (`Completion`) carry tokens and stay on workers. Receipts carry ids, counts and
-versions, and are all that the driver ever sees.
+Payload types (`Completion`) carry tokens, as arrays, and stay on workers. Receipts carry ids,
+counts and versions, and are all that the driver ever sees. What has arrays equals itself only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+"""Token ids of one sequence. Sequences are joined with `np.concatenate`: `+` adds ids up."""
+Logprobs = NDArray[np.float32]
+"""One log-probability a token."""
 
 FinishReason = Literal["stop", "length"]
 Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error"]
@@ -25,7 +33,7 @@ class VersionSpan(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One row of the prompt table; `tokens` are what the policy reads."""
 
@@ -34,7 +42,7 @@ class Prompt:
     answer: Any
     """The right answer as the row has it: text, or any value of JSON."""
     difficulty: int
-    tokens: tuple[int, ...]
+    tokens: Tokens
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The columns of the row that the prompt was made from, for its reward."""
 
@@ -51,22 +59,22 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupRequest:
     """One prompt to be completed once per seed."""
 
     request_id: str
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Tokens
     seeds: tuple[int, ...]
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """Sampled tokens with the log-probability each had in the distribution it was drawn from."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: Tokens
+    logprobs: Logprobs
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
 
@@ -330,9 +338,16 @@ def submission_index_of(identifier: str) -> int:
     return int(identifier.split("-", 1)[0])
 
 
-def version_spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
+    """Return token ids as an array; ids that are one already are not copied."""
+    return np.asarray(ids, np.int32)
+
+
+def version_spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Run-length encode one policy version per token."""
-    return merged_spans(VersionSpan(version, 1) for version in versions)
+    by_token = np.asarray(versions)
+    spans = np.split(by_token, np.flatnonzero(np.diff(by_token)) + 1)
+    return tuple(VersionSpan(int(span[0]), len(span)) for span in spans if len(span))
 
 
 def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -27,6 +27,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 from rich.console import Console
@@ -57,6 +58,7 @@ from areal_flow.types import (
     StepResult,
     TrajectoryReceipt,
     VersionSpan,
+    as_tokens,
     trajectory_id,
 )
 from areal_flow.workflows.group import RolledOutGroup
@@ -72,7 +74,7 @@ class FakePrompts:
     """One prompt for every submission."""
 
     def prompt_at(self, submission_index: int) -> Prompt:
-        return Prompt("prompt", "1 + 1 =", "2", 1, (1, 2, 3))
+        return Prompt("prompt", "1 + 1 =", "2", 1, as_tokens([1, 2, 3]))
 
 
 class FakeWork:
@@ -141,8 +143,8 @@ def _templates(randomness: random.Random) -> list[tuple[pa.Table, list[int]]]:
 
 
 def _completion(randomness: random.Random, length: int) -> Completion:
-    tokens = tuple(randomness.choices(range(50_000), k=length))
-    logprobs = tuple(randomness.gauss(-1.0, 0.5) for _ in tokens)
+    tokens = as_tokens(randomness.choices(range(50_000), k=length))
+    logprobs = np.array([randomness.gauss(-1.0, 0.5) for _ in tokens], np.float32)
     return Completion(tokens, logprobs, (VersionSpan(0, length),), "stop")
 
 

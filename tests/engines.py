@@ -15,7 +15,7 @@ from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
 from areal_flow.testing import BigramEngine
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.policies import small_policy
 
 VOCABULARY = 13
@@ -94,7 +94,7 @@ def _seeded(seed: int) -> torch.Generator:
 def request_of(
     name: str = "r", *, seeds: int = 4, length: int = 20, **sampling: Any
 ) -> GroupRequest:
-    prompt = tuple(1 + (ord(name[-1]) + i) % (VOCABULARY - 1) for i in range(5))
+    prompt = as_tokens([1 + (ord(name[-1]) + i) % (VOCABULARY - 1) for i in range(5)])
     return GroupRequest(
         name, prompt, tuple(range(100, 100 + seeds)), Sampling(max_new_tokens=length, **sampling)
     )

@@ -9,20 +9,29 @@ from typing import Any
 
 from areal_flow.controller.records import group_seeds
 from areal_flow.testing import BigramEngine
-from areal_flow.types import Completion, Episode, GroupRequest, Prompt, Sampling, Score
+from areal_flow.types import (
+    Completion,
+    Episode,
+    GroupRequest,
+    Prompt,
+    Sampling,
+    Score,
+    Tokens,
+    as_tokens,
+)
 
 STOP = 0
 LOGITS = [[math.sin(3 * a + b * b) for b in range(8)] for a in range(8)]
-PROMPT = Prompt("p", "a question", "7", 1, (3, 5))
+PROMPT = Prompt("p", "a question", "7", 1, as_tokens([3, 5]))
 
-Judge = Callable[[tuple[int, ...]], Score]
+Judge = Callable[[Tokens], Score]
 
 
-def wrong(_: tuple[int, ...]) -> Score:
+def wrong(_: Tokens) -> Score:
     return Score(0.0, "wrong", message="no")
 
 
-def judged_by_length(tokens: tuple[int, ...]) -> Score:
+def judged_by_length(tokens: Tokens) -> Score:
     """Right or wrong, by something that differs from completion to completion."""
     return Score(1.0, "right") if len(tokens) % 2 else Score(0.0, "wrong", message="no")
 
@@ -41,7 +50,7 @@ class FakeServices:
         self.sampling = Sampling(max_new_tokens, stop_token_ids=(STOP,))
         self.max_model_len = max_model_len
         self.requests: list[GroupRequest] = []
-        self.scored: list[Sequence[tuple[int, ...]]] = []
+        self.scored: list[Sequence[Tokens]] = []
         self.tool_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._judge = judge
         self._tokens_per_version = tokens_per_version
@@ -60,9 +69,7 @@ class FakeServices:
                 self._version += 1
             engine.version = self._version
 
-    async def score(
-        self, prompt: Prompt, completions: Sequence[tuple[int, ...]]
-    ) -> Sequence[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
         self.scored.append(completions)
         return [self._judge(tokens) for tokens in completions]
 
@@ -70,14 +77,14 @@ class FakeServices:
         self.tool_calls.append((path, arguments))
         return len(self.tool_calls)
 
-    def user_turn(self, content: str, ended_by: int) -> tuple[int, ...]:
+    def user_turn(self, content: str, ended_by: int) -> Tokens:
         assert ended_by == STOP
         return self.encode(content)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(ord(character) % 7 + 1 for character in text)
+    def encode(self, text: str) -> Tokens:
+        return as_tokens([ord(character) % 7 + 1 for character in text])
 
-    def decode(self, tokens: tuple[int, ...]) -> str:
+    def decode(self, tokens: Tokens) -> str:
         return " ".join(map(str, tokens))
 
 

@@ -25,6 +25,7 @@ from areal_flow.types import (
     StepResult,
     TrajectoryReceipt,
     VersionSpan,
+    as_tokens,
     trajectory_id,
     version_spans_of,
 )
@@ -43,7 +44,7 @@ def flow_recipe(*, num_steps: int, seed: int = 0, **controller: int) -> Recipe:
 def prompt_at(submission_index: int) -> Prompt:
     """Return one of seven prompts, in order, over and over."""
     index = submission_index % 7
-    return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, (1, 2, 3))
+    return Prompt(f"prompt-{index}", f"{index} + 1 =", str(index + 1), 1, as_tokens([1, 2, 3]))
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from areal_flow.controller.records import group_seeds
@@ -19,6 +20,7 @@ from areal_flow.types import (
     Prompt,
     Score,
     VersionSpan,
+    as_tokens,
 )
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
@@ -34,12 +36,12 @@ def group_table(
     writer_epoch: int = 1,
 ) -> pa.Table:
     """Return one scored group's rows."""
-    prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, (4, 5))
+    prompt = Prompt(f"prompt-{index}", f"{index} =", str(index), 2, as_tokens([4, 5]))
     seeds = group_seeds(0, index, len(rewards))
     episode = Episode(index, prompt, seeds, 0, writer_epoch, datetime.now(UTC))
-    completion = Completion(
-        (7,) * length, (-0.5,) * length, (VersionSpan(version, length),), "stop"
-    )
+    logprobs = np.full(length, -0.5, np.float32)
+    spans = (VersionSpan(version, length),)
+    completion = Completion(as_tokens([7] * length), logprobs, spans, "stop")
     draft = TrajectoryDraft(prompt.tokens).with_completion(completion)
     group = RolledOutGroup(tuple((member, draft) for member in range(len(rewards))), ())
     scores = [

@@ -22,7 +22,17 @@ from areal_flow.generation.registry import engine_factory
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.store.codec import rollout_table
-from areal_flow.types import Completion, EngineStats, Episode, GroupRequest, Prompt, Sampling, Score
+from areal_flow.types import (
+    Completion,
+    EngineStats,
+    Episode,
+    GroupRequest,
+    Prompt,
+    Sampling,
+    Score,
+    Tokens,
+    as_tokens,
+)
 from areal_flow.weights.directory import DirectoryReader
 from areal_flow.workflows.group import all_of, run_group
 from areal_flow.workflows.registry import load_workflow
@@ -90,26 +100,24 @@ class GeneratorRole:
         engine = await self.serve(0)
         return await engine.generate(request)
 
-    async def score(
-        self, prompt: Prompt, completions: Sequence[tuple[int, ...]]
-    ) -> Sequence[Score]:
+    async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
         scores: Sequence[Score] = await on_reward_worker(score_completions, prompt, completions)
         return scores
 
     async def call_tool(self, path: str, arguments: tuple[Any, ...]) -> Any:
         return await on_reward_worker(call_tool, path, arguments)
 
-    def user_turn(self, content: str, ended_by: int) -> tuple[int, ...]:
+    def user_turn(self, content: str, ended_by: int) -> Tokens:
         if self._chat is None:
             return self.encode(content)
         end = self._context.tokenizer.decode([ended_by], skip_special_tokens=False)
         return self.encode(self._chat.next_turn(content.strip(), ended_by=end))
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._context.tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str) -> Tokens:
+        return as_tokens(self._context.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, tokens: tuple[int, ...]) -> str:
-        return self._context.tokenizer.decode(list(tokens))
+    def decode(self, tokens: Tokens) -> str:
+        return self._context.tokenizer.decode(tokens.tolist())
 
 
 async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:

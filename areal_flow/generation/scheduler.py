@@ -5,8 +5,11 @@ It refuses to know how tokens are sampled: no torch, no threads.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from areal_flow.errors import EngineError
 from areal_flow.types import Completion, FinishReason, GroupRequest, version_spans_of
@@ -14,13 +17,13 @@ from areal_flow.types import Completion, FinishReason, GroupRequest, version_spa
 
 @dataclass(slots=True)
 class SampledSequence:
-    """One completion of a group while it is sampled."""
+    """One completion of a group while it is sampled: arrays that grow at their ends."""
 
     request: GroupRequest
     index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def num_cached(self) -> int:
@@ -45,8 +48,8 @@ class SampledSequence:
     def completion(self) -> Completion:
         """Return what was sampled, once it has ended."""
         assert self.finish_reason is not None
-        spans = version_spans_of(self.versions)
-        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, self.finish_reason)
+        tokens, logprobs = np.array(self.tokens), np.array(self.logprobs)
+        return Completion(tokens, logprobs, version_spans_of(self.versions), self.finish_reason)
 
 
 class SlotScheduler:
@@ -68,7 +71,7 @@ class SlotScheduler:
         Raises:
             EngineError: the prompt is empty, or a request of this id is running.
         """
-        if not request.prompt_tokens:
+        if not len(request.prompt_tokens):
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
             raise EngineError(f"request {request.request_id} is running already")

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,7 @@ class TorchEngine:
     def _start(self, request_id: str, slots: list[int]) -> None:
         if request_id not in self._prompts:
             prompt = self._scheduler.running[slots[0]].request.prompt_tokens
-            self._prompts[request_id] = prefill(self.policy, [list(prompt)])
+            self._prompts[request_id] = prefill(self.policy, [prompt])
         prefix, logits_1V = self._prompts[request_id]
         self._cache.copy_prefix(prefix, 0, slots)
         for slot in slots:
@@ -147,7 +148,8 @@ class TorchEngine:
         for start in range(0, len(slots), PREFILL_ROWS):
             rows = slots[start : start + PREFILL_ROWS]
             prefixes = [
-                [*running[slot].request.prompt_tokens, *running[slot].tokens[:-1]] for slot in rows
+                np.concatenate((running[slot].request.prompt_tokens, running[slot].tokens[:-1]))
+                for slot in rows
             ]
             prefix, _ = prefill(self.policy, prefixes)
             for row, slot in enumerate(rows):

@@ -9,11 +9,13 @@ Letters: N rows, S slots, T packed tokens, M chosen positions, P padded prefix l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -108,16 +110,18 @@ def logits_at(
     return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
-def prefill(policy: Any, prefixes: list[list[int]]) -> tuple[Prefix, Tensor]:
+def prefill(policy: Any, prefixes: Sequence[ArrayLike]) -> tuple[Prefix, Tensor]:
     """Run prefixes from their first tokens on.
 
     Returns:
         Their keys and values, and the logits `[N, V]` of the last column: they follow a prefix
         that is as long as the longest one, and mean nothing for shorter ones.
     """
-    width = max(map(len, prefixes))
-    padded = [tokens + [0] * (width - len(tokens)) for tokens in prefixes]
-    input_ids_NP = torch.tensor(padded, device=policy.device)
+    width = max(map(np.size, prefixes))
+    padded_NP = np.zeros((len(prefixes), width), np.int64)
+    for row_P, tokens in zip(padded_NP, prefixes, strict=True):
+        row_P[: np.size(tokens)] = tokens
+    input_ids_NP = torch.from_numpy(padded_NP).to(policy.device)
     positions_NP = torch.arange(width, device=policy.device).expand(len(prefixes), -1)
     prefix = Prefix()
     return prefix, _logits(policy, input_ids_NP, positions_NP, prefix, 1)[:, 0]

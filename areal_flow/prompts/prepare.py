@@ -81,12 +81,12 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     if not num_train:
         raise PromptError("no prompts are left to train on; give more, or hold out fewer")
-    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
         num_held_out,
         listed,
-        first_prompt=tokenizer_of(layout.model).decode(first.tokens, skip_special_tokens=False),
+        first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
     )
 

@@ -46,14 +46,14 @@ class PromptTable:
 
     def row(self, index: int) -> Prompt:
         """Return one prompt by its place in the file."""
-        row = self._table.slice(index, 1).to_pylist()[0]
+        (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
         columns = json.loads(row["metadata"])
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
             answer=columns.pop("answer", row["answer"]),
             difficulty=row["difficulty"],
-            tokens=tuple(row["prompt_tokens"]),
+            tokens=self._table["prompt_tokens"][index].values.to_numpy(),
             metadata=columns,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -33,6 +34,8 @@ RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
 _NOTES = b"areal_flow.notes"
+_TOKEN_COLUMNS = ("prompt_tokens", "output_tokens", "behavior_logprobs", "loss_mask")
+"""Of a draft and of its row, alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,6 @@ def rollout_table(
             "writer_epoch": episode.writer_epoch,
             "prompt_id": episode.prompt.prompt_id,
             "difficulty": episode.prompt.difficulty,
-            "prompt_tokens": draft.prompt_tokens,
-            "output_tokens": draft.output_tokens,
-            "behavior_logprobs": draft.behavior_logprobs,
-            "loss_mask": draft.loss_mask,
             "version_spans": [span._asdict() for span in draft.version_spans],
             "finish_reason": draft.finish_reason,
             "generator": generator,
@@ -84,14 +83,23 @@ def rollout_table(
         for episode, group in groups
         for member, draft in group.drafts
     ]
+    drafts = [draft for _, group in groups for _, draft in group.drafts]
     notes = RolloutNotes(
         engine_stats,
-        scores=tuple(draft.score for _, group in groups for _, draft in group.drafts),
+        scores=tuple(draft.score for draft in drafts),
         errors=tuple(error for _, group in groups for error in group.errors),
     )
-    unscored = pa.schema([field for field in TRAJECTORIES if field.name in rows[0]])
-    table = pa.Table.from_pylist(rows, schema=unscored)
+    table = pa.Table.from_pylist(rows, pa.schema([TRAJECTORIES.field(name) for name in rows[0]]))
+    for name in _TOKEN_COLUMNS:
+        column = _ragged([getattr(draft, name) for draft in drafts], TRAJECTORIES.field(name).type)
+        table = table.append_column(TRAJECTORIES.field(name), column)
     return table.replace_schema_metadata({_NOTES: pickle.dumps(notes)})
+
+
+def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
+    """Return a column with an array a row: all values, one row after the other, and offsets."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows), of.value_type), of)
 
 
 def rollout_notes(table: pa.Table) -> RolloutNotes:

@@ -221,7 +221,7 @@ class TrainerRank:
     ) -> StepMetrics:
         staleness = count_staleness(
             (
-                version_spans_of(compress(sequence.versions, row["loss_mask"]))
+                version_spans_of([*compress(sequence.versions, row["loss_mask"])])
                 for sequence, row in zip(sequences, rows, strict=True)
             ),
             policy_version=request.policy_version,

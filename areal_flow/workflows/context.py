@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from areal_flow.errors import ArealFlowError
 from areal_flow.types import (
     Completion,
@@ -20,10 +22,11 @@ from areal_flow.types import (
     Prompt,
     Sampling,
     Score,
+    Tokens,
+    as_tokens,
     counter_seed,
 )
 
-Tokens = tuple[int, ...]
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -99,7 +102,7 @@ class EpisodeContext:
     def __init__(
         self,
         services: EpisodeServices,
-        completions: Coalescer[tuple[int, Tokens, int], int, Completion],
+        completions: Coalescer[tuple[int, bytes, int], int, Completion],
         scores: Coalescer[None, Tokens, Score],
         seed: int,
     ) -> None:
@@ -109,7 +112,9 @@ class EpisodeContext:
         self._scores = scores
         self._seed = seed
 
-    async def generate(self, tokens: Tokens, turn: int, *, branch: int = 0) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int] | Tokens, turn: int, *, branch: int = 0
+    ) -> Completion:
         """Return what the policy says after `tokens`.
 
         Args:
@@ -128,15 +133,16 @@ class EpisodeContext:
                 f"generation.max_model_len ({self._services.max_model_len})"
             )
         seed = turn_seed(self._seed, turn, branch)
-        return await self._completions.ask((turn, tokens, max_new_tokens), seed)
+        key = (turn, as_tokens(tokens).tobytes(), max_new_tokens)
+        return await self._completions.ask(key, seed)
 
-    async def score(self, completion: Tokens) -> Score:
+    async def score(self, completion: Sequence[int] | Tokens) -> Score:
         """Return what the recipe's rewards say of a completion, judged on a reward worker.
 
         Raises:
             RewardError: no reward worker could; what a verifier raises is in the score instead.
         """
-        return await self._scores.ask(None, completion)
+        return await self._scores.ask(None, as_tokens(completion))
 
     async def call_tool(self, path: str, *arguments: Any) -> Any:
         """Return what the function `package.module:function` returns on a reward worker.
@@ -146,11 +152,11 @@ class EpisodeContext:
         """
         return await self._services.call_tool(path, arguments)
 
-    def num_tokens_left(self, tokens: Tokens) -> int:
+    def num_tokens_left(self, tokens: Sequence[int] | Tokens) -> int:
         """Return how many more tokens the context has room for."""
         return self._services.max_model_len - len(tokens)
 
-    def user_turn(self, content: str, *, after: Tokens) -> Tokens:
+    def user_turn(self, content: str, *, after: Sequence[int] | Tokens) -> Tokens:
         """Return the tokens with which the user answers, up to where the policy goes on.
 
         With a chat template they are what the template puts there, without white space around the
@@ -164,22 +170,23 @@ class EpisodeContext:
         Raises:
             ValueError: the chat template rewrites earlier answers.
         """
-        return self._services.user_turn(content, after[-1])
+        return self._services.user_turn(content, int(after[-1]))
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text of the environment; special tokens may stand in it."""
         return self._services.encode(text)
 
-    def decode(self, tokens: Tokens) -> str:
+    def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Return the text of tokens, without special tokens."""
-        return self._services.decode(tokens)
+        return self._services.decode(as_tokens(tokens))
 
 
 def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeContext]:
     """Return a context for each member of a group; what several ask for alike is asked for once."""
 
-    async def generate(key: tuple[int, Tokens, int], seeds: Sequence[int]) -> Sequence[Completion]:
-        _, tokens, max_new_tokens = key
+    async def generate(key: tuple[int, bytes, int], seeds: Sequence[int]) -> Sequence[Completion]:
+        _, prefix, max_new_tokens = key
+        tokens = np.frombuffer(prefix, np.int32)
         chosen = services.sampling
         temperature = chosen.temperature if episode.temperature is None else episode.temperature
         sampling = replace(chosen, max_new_tokens=max_new_tokens, temperature=temperature)

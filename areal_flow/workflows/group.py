@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RolledOutGroup:
     """A group's trajectories with their members, and why members have none."""
 
@@ -68,7 +68,7 @@ async def _run_member(
             raise ArealFlowError(
                 f"expected trajectories of different branches, found branches {branches}"
             )
-        if not all(any(draft.loss_mask) for draft in drafts):
+        if not all(draft.loss_mask.any() for draft in drafts):
             raise ArealFlowError("expected a completion in each trajectory, found none in one")
         return drafts
     except (EngineError, WeightsError):

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from areal_flow.types import Completion, FinishReason, Prompt, Score, VersionSpan, merged_spans
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_flow.types import (
+    Completion,
+    FinishReason,
+    Logprobs,
+    Prompt,
+    Score,
+    Tokens,
+    VersionSpan,
+    as_tokens,
+    merged_spans,
+)
 from areal_flow.workflows.context import EpisodeContext
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryDraft:
-    """A trajectory as a workflow makes it: it only ever grows at its end.
+    """A trajectory as a workflow makes it, of arrays: it only ever grows at its end.
 
     `output_tokens`, `loss_mask` and `behavior_logprobs` are aligned token by token, and
     `version_spans` cover as many tokens. A draft without a score is scored by the recipe's rewards,
     which read all of its output.
     """
 
-    prompt_tokens: tuple[int, ...]
-    output_tokens: tuple[int, ...] = ()
-    loss_mask: tuple[bool, ...] = ()
-    behavior_logprobs: tuple[float, ...] = ()
+    prompt_tokens: Tokens
+    output_tokens: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    loss_mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    behavior_logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
     version_spans: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = "length"
     score: Score | None = None
@@ -38,16 +51,16 @@ class TrajectoryDraft:
             )
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> Tokens:
         """What the policy reads when it goes on."""
-        return self.prompt_tokens + self.output_tokens
+        return np.concatenate((self.prompt_tokens, self.output_tokens))
 
     def with_completion(self, completion: Completion) -> TrajectoryDraft:
         """Append tokens that the policy chose."""
         longer = self._with(completion.tokens, True, completion.logprobs, completion.version_spans)
         return replace(longer, finish_reason=completion.finish_reason)
 
-    def with_environment(self, tokens: tuple[int, ...]) -> TrajectoryDraft:
+    def with_environment(self, tokens: Sequence[int] | Tokens) -> TrajectoryDraft:
         """Append tokens that the policy did not choose: context, and never trained.
 
         They are labelled with the version that sampled the token before them, which was current
@@ -57,14 +70,15 @@ class TrajectoryDraft:
             raise ValueError("expected a completion before the environment's tokens, found none")
         version = self.version_spans[-1].version
         spans = (VersionSpan(version, len(tokens)),)
-        return self._with(tokens, False, (0.0,) * len(tokens), spans)
+        nothing = np.zeros(len(tokens), np.float32)
+        return self._with(as_tokens(tokens), False, nothing, spans)
 
     def as_branch(self, branch: int) -> TrajectoryDraft:
         """Return the same conversation as the beginning of another trajectory of this member.
 
         What is there so far belongs to branch 0 and is trained there only.
         """
-        mask = self.loss_mask if branch == 0 else (False,) * len(self.loss_mask)
+        mask = self.loss_mask if branch == 0 else np.zeros_like(self.loss_mask)
         return replace(self, branch=branch, loss_mask=mask)
 
     def scored(self, score: Score) -> TrajectoryDraft:
@@ -73,18 +87,23 @@ class TrajectoryDraft:
 
     def _with(
         self,
-        tokens: tuple[int, ...],
+        tokens: Tokens,
         chosen: bool,
-        logprobs: tuple[float, ...],
+        logprobs: Logprobs,
         spans: tuple[VersionSpan, ...],
     ) -> TrajectoryDraft:
         return replace(
             self,
-            output_tokens=self.output_tokens + tokens,
-            loss_mask=self.loss_mask + (chosen,) * len(tokens),
-            behavior_logprobs=self.behavior_logprobs + logprobs,
+            output_tokens=_joined(self.output_tokens, tokens),
+            loss_mask=_joined(self.loss_mask, np.broadcast_to(chosen, len(tokens))),
+            behavior_logprobs=_joined(self.behavior_logprobs, logprobs),
             version_spans=merged_spans(self.version_spans + spans),
         )
+
+
+def _joined(before: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
+    """Return both, one after the other; a first completion is not copied."""
+    return np.concatenate((before, more)) if len(before) else more
 
 
 class Workflow(Protocol):

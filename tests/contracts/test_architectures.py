@@ -17,7 +17,7 @@ from areal_flow.models import attention
 from areal_flow.models.attention import AttentionRule, PackedLayout
 from areal_flow.models.policy import logits_at, policy_from_config
 from areal_flow.models.probe import probe_config, small_copy
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 
 SMALL = {
     "vocab_size": 41,
@@ -124,7 +124,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
     policy = sharp_policy(config)
     settings = GenerationSettings(max_num_seqs=3, max_model_len=64, max_new_tokens=16)
     engine = TorchEngine(policy, settings, version=0)
-    prompts = {"a": (1, 2, 3, 4, 5), "b": tuple(range(6, 18))}
+    prompts = {"a": as_tokens([1, 2, 3, 4, 5]), "b": as_tokens(range(6, 18))}
     for request_id, prompt in prompts.items():
         engine.add(GroupRequest(request_id, prompt, (1, 2), Sampling(max_new_tokens=16)))
     found: dict[str, list[Completion]] = {}

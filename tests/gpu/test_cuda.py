@@ -15,7 +15,7 @@ from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.policies import small_policy
 
 pytestmark = [
@@ -28,7 +28,7 @@ def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
     policies = [small_policy(seed=seed).cuda() for seed in (0, 1)]
     settings = GenerationSettings(max_num_seqs=8, max_model_len=64, max_new_tokens=24)
     engine = TorchEngine(small_policy(seed=0).cuda(), settings, version=0)
-    request = GroupRequest("r", (1, 2, 3), tuple(range(8)), Sampling(max_new_tokens=24))
+    request = GroupRequest("r", as_tokens([1, 2, 3]), tuple(range(8)), Sampling(max_new_tokens=24))
     engine.add(request)
     found: list[Completion] = []
     for step in range(40):

@@ -26,10 +26,11 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import receipts
 from areal_flow.store.trajectories import validate_groups
-from areal_flow.types import Episode, Prompt
+from areal_flow.types import Episode, Prompt, as_tokens
 from areal_flow.weights.directory import publish_model_directory
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import small_recipe
+from tests.plain import plain
 from tests.policies import write_model_directory
 
 LENGTHS = "tests.integration.verifiers:reward_length_and_say_so"
@@ -79,7 +80,7 @@ def settings(layout: RunLayout, workflow: dict[str, Any], **prompts: Any) -> Non
 
 def group_of(layout: RunLayout, index: int, *, group_size: int = 4) -> Episode:
     text = f"{index} + 4 ="
-    tokens = tuple(tokenizer_of(layout.model).encode(text, add_special_tokens=False).ids)
+    tokens = as_tokens(tokenizer_of(layout.model).encode(text, add_special_tokens=False).ids)
     prompt = Prompt(f"p{index}", text, str(index + 4), 1, tokens)
     return Episode(index, prompt, group_seeds(0, index, group_size), 0, 1, datetime.now(UTC))
 
@@ -135,7 +136,7 @@ def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_agai
     following = "\n<|im_start|>user\nlonger<|im_end|>\n<|im_start|>assistant\n"
     turn = tokenizer.encode(following, add_special_tokens=False).ids
     for row in asked_again:
-        assert tuple(row["prompt_tokens"]) == groups[row["submission_index"]].prompt.tokens
+        assert row["prompt_tokens"] == plain(groups[row["submission_index"]].prompt.tokens)
         begins = row["loss_mask"].index(False)
         assert row["output_tokens"][begins - 1] == tokenizer.token_to_id("<|im_end|>")
         assert row["output_tokens"][begins : begins + len(turn)] == turn

@@ -38,7 +38,8 @@ def test_attempts_are_the_same_episode_later_each_time() -> None:
     assert [episode.attempt for episode in parts.rollouts.episodes] == [0, 1, 2]
     assert parts.rollouts.started_at == [0.0, RETRY_DELAY_S, 3 * RETRY_DELAY_S]
     assert {episode.seeds for episode in parts.rollouts.episodes} == {group_seeds(5, 12, 2)}
-    assert all(episode.prompt == prompt_at(12) for episode in parts.rollouts.episodes)
+    (prompt,) = {episode.prompt.prompt_id for episode in parts.rollouts.episodes}
+    assert prompt == prompt_at(12).prompt_id
     assert {episode.writer_epoch for episode in parts.rollouts.episodes} == {6}
     assert len({episode.submitted_at for episode in parts.rollouts.episodes}) == 1
     assert flow.accounting.entries.failed_submissions == []

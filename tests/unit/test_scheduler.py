@@ -6,13 +6,14 @@ import pytest
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from tests.plain import plain
 
 
 def add(scheduler: SlotScheduler, name: str, num_members: int) -> None:
     """Queue a group whose members end with token 0, or with their second token."""
     sampling = Sampling(max_new_tokens=2, stop_token_ids=(0,))
-    scheduler.add(GroupRequest(name, (1,), tuple(range(num_members)), sampling))
+    scheduler.add(GroupRequest(name, as_tokens([1]), tuple(range(num_members)), sampling))
 
 
 def end(scheduler: SlotScheduler, *slots: int) -> list[tuple[str, list[Completion]]]:
@@ -105,15 +106,15 @@ def test_group_is_complete_when_its_last_member_has_ended() -> None:
     assert end(scheduler, 1) == []
     scheduler.admit()
     ((name, (only,)),) = end(scheduler, 1)
-    assert (name, only) == ("b", Completion((0,), (-1.0,), ((3, 1),), "stop"))
+    assert (name, plain(only)) == ("b", [[0], [-1.0], [[3, 1]], "stop"])
     scheduler.running[0].append(7, -2.0, 3)
     assert scheduler.finish() == []
     scheduler.running[0].append(7, -3.0, 4)
     ((name, members),) = scheduler.finish()
     assert name == "a"
-    assert members == [
-        Completion((7, 7), (-2.0, -3.0), ((3, 1), (4, 1)), "length"),
-        Completion((0,), (-1.0,), ((3, 1),), "stop"),
+    assert plain(members) == [
+        [[7, 7], [-2.0, -3.0], [[3, 1], [4, 1]], "length"],
+        [[0], [-1.0], [[3, 1]], "stop"],
     ]
     assert not scheduler.has_work()
 
@@ -124,14 +125,14 @@ def test_request_that_cannot_start_is_refused() -> None:
     with pytest.raises(EngineError, match="request a is running already"):
         add(scheduler, "a", 1)
     with pytest.raises(EngineError, match="request b has an empty prompt"):
-        scheduler.add(GroupRequest("b", (), (1,), Sampling(4)))
+        scheduler.add(GroupRequest("b", as_tokens([]), (1,), Sampling(4)))
     scheduler.cancel("a")
     assert not scheduler.has_work()
     add(scheduler, "a", 1)
 
 
 def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:
-    sequence = SampledSequence(GroupRequest("a", (4, 5, 6), (1,), Sampling(4)), 0)
+    sequence = SampledSequence(GroupRequest("a", as_tokens([4, 5, 6]), (1,), Sampling(4)), 0)
     sequence.append(7, -1.0, 0)
     assert (sequence.num_cached, sequence.finish_reason) == (3, None)
     sequence.append(8, -1.0, 0)

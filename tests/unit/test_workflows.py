@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from areal_flow.errors import ConfigError, EngineError
-from areal_flow.types import Completion, GroupRequest, Prompt, RewardPart, Score, VersionSpan
+from areal_flow.types import (
+    Completion,
+    GroupRequest,
+    Prompt,
+    RewardPart,
+    Score,
+    Tokens,
+    VersionSpan,
+    as_tokens,
+)
 from areal_flow.workflows.context import Coalescer, EpisodeContext, turn_seed
 from areal_flow.workflows.group import run_group
 from areal_flow.workflows.multi_turn import MultiTurn
@@ -16,6 +26,7 @@ from areal_flow.workflows.protocol import TrajectoryDraft
 from areal_flow.workflows.registry import ImportedWorkflow, load_workflow
 from areal_flow.workflows.single_turn import SingleTurn
 from tests.episodes import PROMPT, STOP, FakeServices, episode_of, wrong
+from tests.plain import plain
 
 
 def conversation(services: FakeServices, **settings: object) -> TrajectoryDraft:
@@ -25,10 +36,18 @@ def conversation(services: FakeServices, **settings: object) -> TrajectoryDraft:
     return next(d for _, d in group.drafts if d.branch == 0 and STOP in d.output_tokens)
 
 
+def num_stops(draft: TrajectoryDraft) -> int:
+    return int((draft.output_tokens == STOP).sum())
+
+
+def end_of_first_answer(draft: TrajectoryDraft) -> int:
+    return int(np.argmax(draft.output_tokens == STOP)) + 1
+
+
 def right_at_turn(turn: int) -> FakeServices:
     """Return services whose judge is content with the answers of one turn."""
 
-    def judge(_: tuple[int, ...]) -> Score:
+    def judge(_: Tokens) -> Score:
         right = len(services.scored) == turn + 1
         parts = (RewardPart("numeric", float(right)),)
         return Score(float(right), "right" if right else "wrong", message="no", parts=parts)
@@ -44,25 +63,25 @@ def test_reward_is_discounted_by_its_turn(turn: int) -> None:
     assert draft.score is not None
     assert draft.score.reward == 0.5**turn
     assert draft.score.parts == (RewardPart("numeric", 1.0),)
-    assert draft.output_tokens.count(STOP) == turn + 1 == len(services.scored)
+    assert num_stops(draft) == turn + 1 == len(services.scored)
 
 
 def test_message_of_the_verifier_is_the_next_user_turn_and_carries_no_gradient() -> None:
     services = right_at_turn(1)
     draft = conversation(services, max_turns=3, message_template="<{message}>")
     message = services.encode("<no>")
-    begins = draft.output_tokens.index(STOP) + 1
-    assert draft.output_tokens[begins : begins + len(message)] == message
+    begins = end_of_first_answer(draft)
     environment = slice(begins, begins + len(message))
-    assert draft.loss_mask[environment] == (False,) * 4
-    assert draft.behavior_logprobs[environment] == (0.0,) * 4
+    assert plain(draft.output_tokens[environment]) == plain(message)
+    assert plain(draft.loss_mask[environment]) == [False] * 4
+    assert plain(draft.behavior_logprobs[environment]) == [0.0] * 4
     assert sum(draft.loss_mask) == len(draft.output_tokens) - 4
 
 
 def test_verifier_without_a_message_leaves_it_to_the_recipe() -> None:
     services = FakeServices(lambda tokens: Score(0.0, "wrong"), max_model_len=500)
     draft = conversation(services, message_template="{message}", wrong_answer_message="again")
-    assert services.encode("again")[0] == draft.output_tokens[draft.output_tokens.index(STOP) + 1]
+    assert services.encode("again")[0] == draft.output_tokens[end_of_first_answer(draft)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +104,7 @@ def test_conversation_ends(
     template = {"message_template": "{message}", "wrong_answer_message": "x" * 12}
     episode = episode_of(group_size=24)
     group = asyncio.run(run_group(MultiTurn(**template, **settings), episode, services))
-    answers = [draft.output_tokens.count(STOP) for _, draft in group.drafts]
+    answers = [num_stops(draft) for _, draft in group.drafts]
     assert max(answers) == num_answers
     assert all(len(draft.tokens) <= services.max_model_len for _, draft in group.drafts)
     assert all(draft.loss_mask[-1] for _, draft in group.drafts), "it ends with a completion"
@@ -100,23 +119,30 @@ def test_answer_that_was_cut_off_is_not_asked_again() -> None:
 
 
 def test_environment_is_labelled_with_the_version_before_it() -> None:
-    draft = TrajectoryDraft((1,)).with_completion(
-        Completion((2, 0), (-1.0, -2.0), (VersionSpan(3, 1), VersionSpan(4, 1)), "stop")
+    draft = TrajectoryDraft(as_tokens([1])).with_completion(
+        completion_of([2, 0], [-1.0, -2.0], VersionSpan(3, 1), VersionSpan(4, 1))
     )
     asked = draft.with_environment((5, 6, 7))
     assert asked.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4))
-    answered = asked.with_completion(Completion((8,), (-3.0,), (VersionSpan(6, 1),), "length"))
+    answered = asked.with_completion(completion_of([8], [-3.0], VersionSpan(6, 1)))
     assert answered.version_spans == (VersionSpan(3, 1), VersionSpan(4, 4), VersionSpan(6, 1))
-    assert answered.behavior_logprobs == (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0)
-    assert answered.loss_mask == (True, True, False, False, False, True)
+    assert plain(answered.output_tokens) == [2, 0, 5, 6, 7, 8]
+    assert plain(answered.behavior_logprobs) == [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0]
+    assert plain(answered.loss_mask) == [True, True, False, False, False, True]
     assert answered.finish_reason == "length"
     with pytest.raises(ValueError, match="expected a completion before"):
-        TrajectoryDraft((1,)).with_environment((5,))
+        TrajectoryDraft(as_tokens([1])).with_environment([5])
+
+
+def completion_of(tokens: list[int], logprobs: list[float], *spans: VersionSpan) -> Completion:
+    return Completion(as_tokens(tokens), np.array(logprobs, np.float32), spans, "length")
 
 
 def test_draft_whose_columns_do_not_align_is_refused() -> None:
     with pytest.raises(ValueError, match="of 2 output tokens"):
-        TrajectoryDraft((1,), (2, 3), (True, True), (-1.0,), (VersionSpan(0, 2),))
+        TrajectoryDraft(as_tokens([1])).with_completion(
+            completion_of([2, 3], [-1.0], VersionSpan(0, 2))
+        )
 
 
 def test_branches_share_the_first_answer_and_train_it_once() -> None:
@@ -125,13 +151,13 @@ def test_branches_share_the_first_answer_and_train_it_once() -> None:
     group = asyncio.run(run_group(workflow, episode_of(group_size=1), services))
     assert [draft.branch for _, draft in group.drafts] == [0, 1, 2]
     first, *others = [draft for _, draft in group.drafts]
-    shared = first.output_tokens.index(STOP) + 1
+    shared = end_of_first_answer(first)
     for other in others:
-        assert other.output_tokens[:shared] == first.output_tokens[:shared]
-        assert other.behavior_logprobs[:shared] == first.behavior_logprobs[:shared]
+        assert plain(other.output_tokens[:shared]) == plain(first.output_tokens[:shared])
+        assert plain(other.behavior_logprobs[:shared]) == plain(first.behavior_logprobs[:shared])
         assert not any(other.loss_mask[:shared])
     assert all(first.loss_mask[:shared])
-    assert len({draft.output_tokens for _, draft in group.drafts}) == 3
+    assert len({draft.output_tokens.tobytes() for _, draft in group.drafts}) == 3
     assert len(services.requests) == 2, "the second answers are one request, too"
     assert len(services.scored) == 2
 
@@ -150,7 +176,7 @@ def test_member_that_fails_for_good_is_recorded_and_the_group_goes_on() -> None:
     expected = asyncio.run(run_group(SingleTurn(), episode_of(), FakeServices()))
     even = [(m, d) for m, d in expected.drafts if len(d.output_tokens) % 2 == 0]
     group = asyncio.run(run_group(FailsFor(), episode_of(), FakeServices()))
-    assert group.drafts == tuple(even)
+    assert plain(group.drafts) == plain(even)
     assert 0 < len(even) < 6
     assert len(group.errors) == 6 - len(even)
     assert all(e.startswith("KeyError: 'what a tool returned' (at run, line") for e in group.errors)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 CONTENT_COLUMNS = (
     "trajectory_id",
@@ -23,30 +24,39 @@ CONTENT_COLUMNS = (
 
 def content_hashes(table: pa.Table) -> list[str]:
     """Return the `content_hash` of each row, 32 hexadecimal digits, from `CONTENT_COLUMNS`."""
-    columns = [_bytes_of_rows(table[name].combine_chunks()) for name in CONTENT_COLUMNS]
-    return [_hash(parts) for parts in zip(*columns, strict=True)]
+    return [
+        _hash(parts)
+        for batch in table.select(CONTENT_COLUMNS).to_batches()
+        for parts in zip(*map(_bytes_of_rows, batch.columns), strict=True)
+    ]
 
 
-def _hash(parts: tuple[bytes, ...]) -> str:
+def row_arrays(column: pa.ListArray) -> Iterator[NDArray[Any]]:
+    """Yield each row's values, of structs the fields side by side: views, but for booleans."""
+    offsets = column.offsets.to_numpy()
+    flat = _flat(column.flatten())
+    return (flat[begin:end] for begin, end in pairwise((offsets - offsets[0]).tolist()))
+
+
+def _hash(parts: tuple[bytes | memoryview, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
-def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
+def _bytes_of_rows(column: pa.Array) -> Iterator[bytes | memoryview]:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return (text.encode() for text in column.to_pylist())
     if not pa.types.is_nested(column.type):
         return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
-    offsets = column.offsets.to_numpy()
-    flat = _flat(column.values)
-    return (flat[begin:end].tobytes() for begin, end in pairwise(offsets))
+    return (row.data for row in row_arrays(column))
 
 
-def _flat(values: pa.Array) -> Any:
+def _flat(values: pa.Array) -> NDArray[Any]:
     """Return a NumPy array with one row an element; a struct's fields side by side."""
     if pa.types.is_struct(values.type):
         return np.stack([_flat(field) for field in values.flatten()], axis=1)
-    return values.to_numpy(zero_copy_only=False)
+    flat: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return flat

@@ -1,7 +1,7 @@
 """What a trained token is, and how stale it is: the hard bound on staleness, token by token.
 
 A token is trained if the policy chose it (`loss_mask`) and it is fresh enough.
-`store/sql/tokens.sql` says the same in SQL. Pure Python.
+`store/sql/tokens.sql` says the same in SQL. Versions are compared once a span.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from areal_flow.types import VersionSpan
 
@@ -33,19 +36,21 @@ def fresh_enough(version: int, *, policy_version: int, max_staleness: int) -> bo
 
 
 def trained_mask(
-    versions: Sequence[int], loss_mask: Sequence[bool], *, policy_version: int, max_staleness: int
-) -> list[bool]:
+    spans: Sequence[VersionSpan],
+    loss_mask: NDArray[np.bool_],
+    *,
+    policy_version: int,
+    max_staleness: int,
+) -> NDArray[np.bool_]:
     """Return one flag a token: True where it is trained.
 
     Args:
-        versions: the policy version that sampled each token.
+        spans: which policy versions sampled the tokens.
         loss_mask: False where the policy did not choose the token.
     """
     bound = {"policy_version": policy_version, "max_staleness": max_staleness}
-    return [
-        bool(chosen) and fresh_enough(version, **bound)
-        for version, chosen in zip(versions, loss_mask, strict=True)
-    ]
+    fresh = np.array([fresh_enough(span.version, **bound) for span in spans], np.bool_)
+    return loss_mask & fresh.repeat([span.length for span in spans])
 
 
 def count_staleness(

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrainingRows
+from areal_flow.types import VersionSpan
 
 ROWS_PER_BATCH = 512
 QUOTE = "'"
@@ -189,7 +191,9 @@ def _tokens(
     if row["status"] == "trained":
         at = row["policy_version"]
         staleness = [at - version for version in versions]
-        trained = trained_mask(versions, chosen, policy_version=at, max_staleness=max_staleness)
+        spans = [VersionSpan(**span) for span in row["version_spans"]]
+        bound = {"policy_version": at, "max_staleness": max_staleness}
+        trained = trained_mask(spans, np.array(chosen, np.bool_), **bound).tolist()
     stored = row["output_tokens"], versions, row["behavior_logprobs"]
     columns = (texts, *stored, staleness, trained, chosen)
     return tuple(ShownToken(*token) for token in zip(*columns, strict=True))

@@ -1,4 +1,5 @@
-"""Episodes as trajectory rows, in two halves: rolled out, then scored; rows as receipts. No Lance.
+"""Episodes as trajectory rows, in two halves: rolled out, then scored; rows as receipts and as
+arrays for training. No Lance.
 
 Between the halves a table's metadata carries what is no column: scores that a workflow has given
 already, why members have no trajectory, and what the engine did.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +28,7 @@ from areal_flow.types import (
 )
 from areal_flow.workflows.group import RolledOutGroup
 from schemas import TrajectoryRow, arrow_schema, content_hashes
+from schemas.content import row_arrays
 from schemas.trajectories import SCHEMA_VERSION
 
 TRAJECTORIES = arrow_schema(TrajectoryRow)
@@ -146,6 +149,23 @@ def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
         )
         for row in table.select(RECEIPT_COLUMNS).to_pylist()
     )
+
+
+def array_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows, their tokens as arrays that lie in the table, and their spans."""
+    return [
+        dict(zip(table.column_names, row, strict=True))
+        for batch in table.to_batches()
+        for row in zip(*map(_values_of_rows, batch.columns), strict=True)
+    ]
+
+
+def _values_of_rows(column: pa.Array) -> Iterable[Any]:
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()  # type: ignore[no-any-return]
+    if pa.types.is_struct(column.type.value_type):
+        return (tuple(map(VersionSpan._make, spans.tolist())) for spans in row_arrays(column))
+    return row_arrays(column)
 
 
 def member_errors(table: pa.Table) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 
 from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
-from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.dataset import (
     all_of,
     create_dataset,
@@ -136,7 +136,7 @@ class TrainingRows:
         return that_count(self._path, self._writers)
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        """Return exactly these rows, in this order.
+        """Return exactly these rows, in this order, as `array_rows`.
 
         Raises:
             StorageError: an id is not in the log, or its row was changed.
@@ -154,13 +154,12 @@ class TrainingRows:
                 f"expected {len(trajectory_ids)} trajectories in the log, {places.null_count} are "
                 f"missing, the first is {missing}"
             )
-        table = found.take(places)
-        rows: list[dict[str, Any]] = table.to_pylist()
-        for row, content_hash in zip(rows, content_hashes(table), strict=True):
-            if row["content_hash"] != content_hash:
+        rows, hashes = array_rows(found), content_hashes(found)
+        for place in places.to_pylist():
+            if rows[place]["content_hash"] != hashes[place]:
                 raise StorageError(
-                    f"trajectory {row['trajectory_id']} is not what was written: expected "
-                    f"content_hash {row['content_hash']}, found {content_hash}. Restore "
+                    f"trajectory {rows[place]['trajectory_id']} is not what was written: expected "
+                    f"content_hash {rows[place]['content_hash']}, found {hashes[place]}. Restore "
                     f"{self._path.name} from a copy"
                 )
-        return rows
+        return [rows[place] for place in places.to_pylist()]

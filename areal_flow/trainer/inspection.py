@@ -92,7 +92,7 @@ def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
     """Return the log-probability of every completion token under the policy, by sequence."""
-    whole = [replace(s, trained=[True] * len(s.output_tokens)) for s in sequences]
+    whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
     packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
         max_tokens=backend.settings.tokens_per_micro_batch,
@@ -127,13 +127,16 @@ def trajectory_outcomes(
     plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
     watched = iter(settings.loss.clipped)
     clipped = {
-        index: tuple(trained and next(watched) for trained in sequences[index].trained)
+        index: tuple(trained and next(watched) for trained in sequences[index].trained.tolist())
         for minibatch in plan
         for index in chain.from_iterable(chain.from_iterable(minibatch))
     }
     return [
         TrajectoryOutcome(
-            float(np.mean(advantages[index])), tuple(s.trained), clipped[index], logprobs[index]
+            float(np.mean(advantages[index])),
+            tuple(s.trained.tolist()),
+            clipped[index],
+            logprobs[index],
         )
         for index, s in enumerate(sequences)
     ]
@@ -160,10 +163,13 @@ def inspect_trajectories(
         InspectedTrajectory(
             trajectory_id=identifier,
             reward=sequence.reward,
-            tokens=tuple(sequence.output_tokens),
-            versions=tuple(sequence.versions),
-            staleness_max=max((request.policy_version - v for v in sequence.versions), default=0),
-            behavior_logprobs=tuple(sequence.behavior_logprobs),
+            tokens=tuple(sequence.output_tokens.tolist()),
+            versions=tuple(sequence.versions.tolist()),
+            staleness_max=max(
+                (request.policy_version - span.version for span in sequence.version_spans),
+                default=0,
+            ),
+            behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
             proximal_logprobs=proximal,
             replayed=outcome,
             changed=change,

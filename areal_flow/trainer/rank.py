@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import compress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -41,11 +40,11 @@ from areal_flow.trainer.sequences import (
     sequences_from_rows,
 )
 from areal_flow.trainer.step import learning_rate, train_step
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult, version_spans_of
+from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
-"""Returns the rows of trajectory ids, in their order."""
+"""Returns the rows of trajectory ids, in their order, tokens as arrays."""
 
 
 @dataclass
@@ -120,9 +119,10 @@ class TrainerRank:
     def _compute(self, request: StepRequest) -> StepResult:
         self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
-        rows = self.read_rows(request.trajectory_ids)
         sequences = sequences_from_rows(
-            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
+            self.read_rows(request.trajectory_ids),
+            policy_version=request.policy_version,
+            max_staleness=request.max_staleness,
         )
         read = perf_counter()
         # From here until its weights are staged this rank stands nowhere: an error must not leave
@@ -139,7 +139,6 @@ class TrainerRank:
         hashes = self._stand_at(request.step)
         metrics = self._metrics(
             request,
-            rows,
             sequences,
             numbers,
             seconds_read=read - began,
@@ -214,16 +213,12 @@ class TrainerRank:
     def _metrics(
         self,
         request: StepRequest,
-        rows: Sequence[Mapping[str, Any]],
         sequences: Sequence[TrainingSequence],
         numbers: UpdateNumbers,
         **seconds: float,
     ) -> StepMetrics:
         staleness = count_staleness(
-            (
-                version_spans_of([*compress(sequence.versions, row["loss_mask"])])
-                for sequence, row in zip(sequences, rows, strict=True)
-            ),
+            (sequence.trained_spans() for sequence in sequences),
             policy_version=request.policy_version,
             max_staleness=request.max_staleness,
         )

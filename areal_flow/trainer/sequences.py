@@ -11,30 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.models.attention import PackedLayout
+from areal_flow.types import Logprobs, Tokens, VersionSpan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingSequence:
     """One trajectory, with the tokens that may carry gradient."""
 
-    prompt_tokens: Sequence[int]
-    output_tokens: Sequence[int]
-    behavior_logprobs: Sequence[float]
-    trained: Sequence[bool]
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+    behavior_logprobs: Logprobs
+    trained: NDArray[np.bool_]
     reward: float
     group: int
-    versions: Sequence[int] = ()
-    """Policy version that sampled each completion token; empty where no policy did."""
+    version_spans: Sequence[VersionSpan] = ()
+    """Policy versions that sampled the completion; empty where no policy did."""
     advantage: Advantage = 0.0
 
     @property
@@ -43,7 +45,22 @@ class TrainingSequence:
 
     @property
     def num_trained(self) -> int:
-        return sum(self.trained)
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """Policy version that sampled each completion token; -1 where no policy did."""
+        spans = self.version_spans or [VersionSpan(-1, len(self.output_tokens))]
+        by_span = np.array(spans, np.int64)
+        return np.repeat(by_span[:, 0], by_span[:, 1])
+
+    def trained_spans(self) -> tuple[VersionSpan, ...]:
+        """Return the version spans with their numbers of trained tokens."""
+        ends = accumulate(span.length for span in self.version_spans)
+        return tuple(
+            VersionSpan(version, int(np.count_nonzero(self.trained[end - length : end])))
+            for (version, length), end in zip(self.version_spans, ends, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +87,7 @@ def pack_sequences(
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens."""
     num_outputs = [len(sequence.output_tokens) for sequence in sequences]
-    trained = np.concatenate([np.asarray(sequence.trained, bool) for sequence in sequences])
+    trained = np.concatenate([sequence.trained for sequence in sequences])
     is_output_T = np.concatenate(
         [np.arange(s.num_tokens) >= len(s.prompt_tokens) for s in sequences]
     )
@@ -83,52 +100,51 @@ def pack_sequences(
         ]
         return torch.from_numpy(np.concatenate(by_token)[trained]).to(device)
 
-    row = list(chain.from_iterable(chain(s.prompt_tokens, s.output_tokens) for s in sequences))
+    tokens = [part for s in sequences for part in (s.prompt_tokens, s.output_tokens)]
     return MicroBatch(
-        input_ids_1T=torch.tensor([row], device=device),
+        input_ids_1T=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None].to(device),
         layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),
         predicting_M=torch.from_numpy(np.flatnonzero(is_output_T)[trained] - 1).to(device),
         targets_M=column((s.output_tokens for s in sequences), np.int64),
         behavior_logprobs_M=column((s.behavior_logprobs for s in sequences), np.float32),
         advantages_M=column((s.advantage for s in sequences), np.float32),
         sequence_M=column(range(len(sequences)), np.int64),
-        versions_M=column((s.versions or -1 for s in sequences), np.int64),
+        versions_M=column((s.versions for s in sequences), np.int64),
     )
 
 
 def sequences_from_rows(
     rows: Sequence[Mapping[str, Any]], *, policy_version: int, max_staleness: int
 ) -> list[TrainingSequence]:
-    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only."""
+    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only.
+
+    Args:
+        rows: their tokens as arrays, which stay where they are.
+    """
     return [
         TrainingSequence(
             prompt_tokens=row["prompt_tokens"],
             output_tokens=row["output_tokens"],
             behavior_logprobs=row["behavior_logprobs"],
             trained=trained_mask(
-                versions := token_versions(row),
+                row["version_spans"],
                 row["loss_mask"],
                 policy_version=policy_version,
                 max_staleness=max_staleness,
             ),
             reward=row["reward"],
             group=row["submission_index"],
-            versions=versions,
+            version_spans=row["version_spans"],
         )
         for row in rows
     ]
 
 
-def token_versions(row: Mapping[str, Any]) -> list[int]:
-    """Return the policy version that sampled each token of a trajectory row."""
-    return [span["version"] for span in row["version_spans"] for _ in range(span["length"])]
-
-
-def masked_fraction_by_tenth(masks: Sequence[Sequence[bool]]) -> tuple[float, ...]:
+def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
     """Return the share of masked tokens in each tenth of the completions, by relative position."""
-    masked, total = np.zeros(10), np.zeros(10)
+    trained, total = np.zeros(10), np.zeros(10)
     for mask in masks:
-        tenths = np.arange(len(mask)) * 10 // max(1, len(mask))
-        total += np.bincount(tenths, minlength=10)
-        masked += np.bincount(tenths, ~np.asarray(mask, bool), minlength=10)
-    return tuple((masked / np.maximum(total, 1)).tolist())
+        bounds = -(-np.arange(11) * len(mask) // 10)
+        total += np.diff(bounds)
+        trained += [np.count_nonzero(mask[begin:end]) for begin, end in pairwise(bounds.tolist())]
+    return tuple(((total - trained) / np.maximum(total, 1)).tolist())

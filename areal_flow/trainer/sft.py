@@ -63,13 +63,13 @@ class CompletionRows:
     def sequence(self, row: int) -> TrainingSequence:
         """Return a row as a sequence whose completion is trained, stop token included."""
         start, prompt_length = int(self.starts[row]), int(self.prompt_lengths[row])
-        tokens = self.tokens[start : start + int(self.lengths[row])].tolist()
+        tokens = self.tokens[start : start + int(self.lengths[row])]
         num_trained = len(tokens) - prompt_length
         return TrainingSequence(
             prompt_tokens=tokens[:prompt_length],
             output_tokens=tokens[prompt_length:],
-            behavior_logprobs=[0.0] * num_trained,
-            trained=[True] * num_trained,
+            behavior_logprobs=np.zeros(num_trained, np.float32),
+            trained=np.ones(num_trained, np.bool_),
             reward=0.0,
             group=0,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +56,12 @@ def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:
     sequences = [
         TrainingSequence(
-            [1, 2], [3 + i % 5] * (4 + i), [-2.0] * (4 + i), [True] * (4 + i), i % 2, i // 4
+            as_tokens([1, 2]),
+            as_tokens([3 + i % 5] * (4 + i)),
+            np.full(4 + i, -2.0, np.float32),
+            np.ones(4 + i, np.bool_),
+            i % 2,
+            i // 4,
         )
         for i in range(8)
     ]

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from lance.optimize import Compaction
@@ -110,9 +111,8 @@ def trained_ages(row: dict[str, Any], *, policy_version: int, max_staleness: int
     """Return the staleness of each trained token, token by token."""
     spans = [VersionSpan(s["version"], s["length"]) for s in row["version_spans"]]
     versions = [version for version, length in spans for _ in range(length)]
-    mask = trained_mask(
-        versions, row["loss_mask"], policy_version=policy_version, max_staleness=max_staleness
-    )
+    chosen = np.array(row["loss_mask"], np.bool_)
+    mask = trained_mask(spans, chosen, policy_version=policy_version, max_staleness=max_staleness)
     return [policy_version - v for v, trained in zip(versions, mask, strict=True) if trained]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
+from areal_flow.types import VersionSpan
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
 
@@ -157,7 +159,8 @@ class DiscountedPPO(PPO):
 
 def test_advantages_may_differ_by_token_and_tokens_carry_their_version() -> None:
     (sequence,) = make_sequences(1)
-    sequence = replace(sequence, trained=[True] * 3, versions=[4, 5, 5])
+    spans = (VersionSpan(4, 1), VersionSpan(5, 2))
+    sequence = replace(sequence, trained=np.ones(3, np.bool_), version_spans=spans)
     algorithm = DiscountedPPO(num_minibatches=1)
     how = StepSettings(algorithm, temperature=1.0, seed=0)
     numbers = train_step(state(), [sequence], step=1, settings=how)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,8 +122,8 @@ def test_no_trained_token_is_older_than_the_bound(
             spans = cluster.spans[identifier]
             versions = [v for v, length in spans for _ in range(length)]
             mask = trained_mask(
-                versions,
-                [True] * len(versions),
+                spans,
+                np.ones(len(versions), np.bool_),
                 policy_version=request.policy_version,
                 max_staleness=max_staleness,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,13 +41,13 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     trained = state(learning_rate=3e-2)
     how = replace(how, loss=ClipWatch(how.algorithm.loss))
     sequences = [replace(s, group=index) for index, s in enumerate(make_sequences())]
-    sequences[3] = replace(sequences[3], trained=[False] * len(sequences[3].output_tokens))
+    sequences[3] = replace(sequences[3], trained=np.zeros_like(sequences[3].trained))
     numbers = train_step(trained, sequences, step=1, settings=how)
     outcomes = trajectory_outcomes(trained, sequences, step=1, settings=how, temperature=1.0)
     num_clipped = numbers.metrics["clip_fraction"].total
     assert sum(sum(outcome.clipped) for outcome in outcomes) == num_clipped > 0
     for sequence, outcome in zip(sequences, outcomes, strict=True):
-        assert list(outcome.trained) == sequence.trained
+        assert list(outcome.trained) == sequence.trained.tolist()
         assert not any(c and not t for c, t in zip(outcome.clipped, outcome.trained, strict=True))
 
 
@@ -65,7 +66,7 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     how = settings(num_minibatches=1)
     how = replace(how, loss=ClipWatch(how.algorithm.loss))
     (outcome,) = trajectory_outcomes(
-        before, [replace(sequence, trained=[False] * 3)],
+        before, [replace(sequence, trained=np.zeros(3, np.bool_))],
         step=1, settings=how, temperature=1.0,
     )  # fmt: skip
     replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))

@@ -19,7 +19,7 @@ from areal_flow.controller.records import Provenance, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import PASS_RATE
-from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
@@ -48,7 +48,8 @@ def rows(*indices: int) -> list[dict[str, Any]]:
 
 
 def rank(path: Path, **arguments: Any) -> TrainerRank:
-    stored = {row["trajectory_id"]: row for row in rows(0, 1)}
+    log = pa.Table.from_pylist(rows(0, 1), schema=TRAJECTORIES)
+    stored = {row["trajectory_id"]: row for row in array_rows(log)}
 
     def read(identifiers: Sequence[str]) -> list[dict[str, Any]]:
         return [stored[identifier] for identifier in identifiers]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from areal_flow.trainer.step import (
     compute_advantages,
     train_step,
 )
+from areal_flow.types import Tokens, VersionSpan, as_tokens
 from tests.policies import small_policy
 
 WRITER = Writer(Path("nobody"), 1)
@@ -36,8 +38,9 @@ WRITER = Writer(Path("nobody"), 1)
 def make_sequences(num: int = 12, *, seed: int = 0, vocabulary: int = 13) -> list[TrainingSequence]:
     generator = torch.Generator().manual_seed(seed)
 
-    def tokens(length: int) -> list[int]:
-        return torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+    def tokens(length: int) -> Tokens:
+        drawn = torch.randint(1, vocabulary, (length,), generator=generator)
+        return drawn.numpy().astype(np.int32)
 
     sequences = []
     for index in range(num):
@@ -46,13 +49,25 @@ def make_sequences(num: int = 12, *, seed: int = 0, vocabulary: int = 13) -> lis
             TrainingSequence(
                 prompt_tokens=tokens(2 + index % 4),
                 output_tokens=tokens(length),
-                behavior_logprobs=(-torch.rand(length, generator=generator) * 3).tolist(),
-                trained=[(index + position) % 5 != 0 for position in range(length)],
+                behavior_logprobs=(-torch.rand(length, generator=generator) * 3).numpy(),
+                trained=(index + np.arange(length)) % 5 != 0,
                 reward=float(index % 3 == 0),
                 group=index // 4,
             )
         )
     return sequences
+
+
+def sequence_of(
+    prompt: list[int],
+    output: list[int],
+    logprobs: list[float],
+    trained: list[bool],
+    *,
+    reward: float = 1.0,
+) -> TrainingSequence:
+    tokens = as_tokens(prompt), as_tokens(output)
+    return TrainingSequence(*tokens, np.array(logprobs, np.float32), np.array(trained), reward, 0)
 
 
 def settings(**algorithm: Any) -> StepSettings:
@@ -94,10 +109,10 @@ def test_one_shift_aligns_tokens_logprobs_mask_and_advantages() -> None:
 
 def test_golden_micro_batch_of_two_sequences() -> None:
     sequences = [
-        TrainingSequence(
-            [1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True], 1.0, 0, advantage=0.25
+        replace(
+            sequence_of([1, 2], [3, 4, 5], [-0.5, -1.5, -2.5], [True, False, True]), advantage=0.25
         ),
-        TrainingSequence([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True], 0.0, 0, advantage=-2.0),
+        replace(sequence_of([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True]), advantage=-2.0),
     ]
     micro = pack_sequences(sequences)
     assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -114,7 +129,7 @@ def test_golden_micro_batch_of_two_sequences() -> None:
 
 
 def test_sequence_without_a_trained_token_is_packed_as_context() -> None:
-    micro = pack_sequences([TrainingSequence([1, 2], [3], [-1.0], [False], 1.0, 0)])
+    micro = pack_sequences([sequence_of([1, 2], [3], [-1.0], [False])])
     assert micro.input_ids_1T.tolist() == [[1, 2, 3]]
     assert (micro.predicting_M.shape, micro.predicting_M.dtype) == ((0,), torch.int64)
     assert (micro.targets_M.shape, micro.targets_M.dtype) == ((0,), torch.int64)
@@ -190,7 +205,7 @@ def test_non_finite_loss_is_refused_before_the_update() -> None:
     trained = state()
     before = trained.fingerprint()
     broken = make_sequences()
-    broken[0].behavior_logprobs[1] = float("-inf")  # type: ignore[index]
+    broken[0].behavior_logprobs[1] = float("-inf")
     with pytest.raises(TrainingError, match="finite"):
         train_step(trained, broken, step=1, settings=settings(num_minibatches=1))
     assert trained.fingerprint() == before
@@ -208,7 +223,7 @@ def test_gradient_that_overflows_is_refused_though_the_loss_is_finite() -> None:
 def test_training_raises_the_probability_of_what_was_rewarded() -> None:
     trained = state(learning_rate=3e-3)
     sequences = [
-        TrainingSequence([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, float(token == 5), 0)
+        sequence_of([1, 2], [token] * 4, [-2.5] * 4, [True] * 4, reward=float(token == 5))
         for token in (5, 6, 7, 8)
     ]
     micro = pack_sequences(sequences[:1])
@@ -221,16 +236,18 @@ def test_training_raises_the_probability_of_what_was_rewarded() -> None:
 
 def test_old_tokens_are_context_without_gradient() -> None:
     row = {
-        "prompt_tokens": [1],
-        "output_tokens": [2, 3, 4, 5],
-        "behavior_logprobs": [-1.0] * 4,
-        "loss_mask": [True, True, True, False],
-        "version_spans": [{"version": 1, "length": 2}, {"version": 3, "length": 2}],
+        "prompt_tokens": np.array([1]),
+        "output_tokens": np.array([2, 3, 4, 5]),
+        "behavior_logprobs": np.full(4, -1.0),
+        "loss_mask": np.array([True, True, True, False]),
+        "version_spans": (VersionSpan(1, 2), VersionSpan(3, 2)),
         "reward": 1.0,
         "submission_index": 0,
     }
     (sequence,) = sequences_from_rows([row], policy_version=4, max_staleness=2)
-    assert sequence.trained == [False, False, True, False]
+    assert sequence.trained.tolist() == [False, False, True, False]
+    assert sequence.versions.tolist() == [1, 1, 3, 3]
+    assert sequence.trained_spans() == ((1, 0), (3, 1))
     assert sequence.num_tokens == 5
 
 

@@ -5,12 +5,15 @@ The only place where the two type systems meet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pandera.errors
 import pandera.polars as pa_polars
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 from pandera.dtypes import immutable
 from pandera.engines import polars_engine
 
@@ -38,6 +41,11 @@ def arrow_schema(model: type[pa_polars.DataFrameModel]) -> pa.Schema:
 
     Polars speaks `large_*` types and drops metadata, so the store casts to this schema on write.
     """
+    return _arrow_schema(model)  # type: ignore[arg-type] # mypy finds no hash in a class of Any
+
+
+@cache
+def _arrow_schema(model: type[pa_polars.DataFrameModel]) -> pa.Schema:
     columns = model.to_schema().columns
     empty = pl.DataFrame(schema={name: column.dtype.type for name, column in columns.items()})
     return pa.schema(
@@ -73,8 +81,18 @@ def validate(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> pa.Table
     return table
 
 
+_ARROW_CHECKS: dict[str, Callable[..., pa.ChunkedArray]] = {
+    "greater_than_or_equal_to": lambda values, min_value: pc.greater_equal(values, min_value),
+    "equal_to": lambda values, value: pc.equal(values, value),
+    "isin": lambda values, allowed_values: pc.is_in(values, pa.array(allowed_values)),
+}
+"""Pandera's checks of one column, by their names there."""
+
+
 def violations(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> list[str]:
     """Return each column and rule that rows fail, with how many do; never their values."""
+    if _satisfies(table, model):
+        return []
     failures: dict[str, int] = {}
     try:
         model.validate(pl.DataFrame(table), lazy=True)
@@ -86,3 +104,34 @@ def violations(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> list[s
             num_rows = len(cases) if isinstance(cases, pl.DataFrame) else 1
             failures[f"{column}: {rule}"] = num_rows
     return [f"{rule} ({num_rows} rows)" for rule, num_rows in failures.items()]
+
+
+def _satisfies(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> bool:
+    """Return whether rows of the model's own Arrow types satisfy it; others are for pandera to say.
+
+    Pandera asks polars 90 questions, which take 20 ms whatever the rows.
+    """
+    schema = model.to_schema()
+    return (
+        table.schema.equals(arrow_schema(model))
+        and all(_holds(column, table[name]) for name, column in schema.columns.items())
+        and all(_passes(check, table) for check in schema.checks)
+    )
+
+
+def _holds(column: pa_polars.Column, values: pa.ChunkedArray) -> bool:
+    if values.null_count and not column.nullable:
+        return False
+    if column.unique and pc.count_distinct(values).as_py() < len(values):
+        return False
+    return all(
+        check.name in _ARROW_CHECKS
+        and pc.all(_ARROW_CHECKS[check.name](values, **check.statistics)).as_py() is not False
+        for check in column.checks
+    )
+
+
+def _passes(check: pa_polars.Check, table: pa.Table) -> bool:
+    rows = pl.from_arrow(table, rechunk=False)
+    assert isinstance(rows, pl.DataFrame)
+    return bool(check(rows.lazy()).check_passed.collect().item())

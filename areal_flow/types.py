@@ -343,13 +343,6 @@ def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
     return np.asarray(ids, np.int32)
 
 
-def version_spans_of(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Run-length encode one policy version per token."""
-    by_token = np.asarray(versions)
-    spans = np.split(by_token, np.flatnonzero(np.diff(by_token)) + 1)
-    return tuple(VersionSpan(int(span[0]), len(span)) for span in spans if len(span))
-
-
 def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
     """Return the spans with neighbours of one version made one."""
     return tuple(

@@ -38,20 +38,20 @@ def row_arrays(column: pa.ListArray) -> Iterator[NDArray[Any]]:
     return (flat[begin:end] for begin, end in pairwise((offsets - offsets[0]).tolist()))
 
 
-def _hash(parts: tuple[bytes | memoryview, ...]) -> str:
+def _hash(parts: tuple[bytes, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        digest.update(memoryview(part).nbytes.to_bytes(8, "little"))
+        digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
-def _bytes_of_rows(column: pa.Array) -> Iterator[bytes | memoryview]:
+def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return (text.encode() for text in column.to_pylist())
     if not pa.types.is_nested(column.type):
         return (b"" if value is None else repr(value).encode() for value in column.to_pylist())
-    return (row.data for row in row_arrays(column))
+    return (row.tobytes() for row in row_arrays(column))
 
 
 def _flat(values: pa.Array) -> NDArray[Any]:

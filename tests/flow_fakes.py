@@ -26,8 +26,8 @@ from areal_flow.types import (
     TrajectoryReceipt,
     VersionSpan,
     as_tokens,
+    merged_spans,
     trajectory_id,
-    version_spans_of,
 )
 
 
@@ -93,7 +93,7 @@ class FakeCluster:
         members = [
             TrajectoryReceipt(
                 trajectory_id(episode.submission_index, member),
-                version_spans_of(versions),
+                merged_spans(VersionSpan(version, 1) for version in versions),
                 None if self.randomness.random() < self.unscored_rate else float(member % 2),
                 "stop",
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal_flow.errors import EngineError
-from areal_flow.types import Completion, FinishReason, GroupRequest, version_spans_of
+from areal_flow.types import Completion, FinishReason, GroupRequest, VersionSpan
 
 
 @dataclass(slots=True)
@@ -23,7 +23,8 @@ class SampledSequence:
     index: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    versions: array[int] = field(default_factory=lambda: array("i"))
+    spans: list[list[int]] = field(default_factory=list)
+    """Version and length of each stretch of tokens that one policy version sampled."""
 
     @property
     def num_cached(self) -> int:
@@ -43,13 +44,16 @@ class SampledSequence:
         """Take the next token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.versions.append(version)
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append([version, 0])
+        self.spans[-1][1] += 1
 
     def completion(self) -> Completion:
         """Return what was sampled, once it has ended."""
         assert self.finish_reason is not None
+        spans = tuple(VersionSpan(version, length) for version, length in self.spans)
         tokens, logprobs = np.array(self.tokens), np.array(self.logprobs)
-        return Completion(tokens, logprobs, version_spans_of(self.versions), self.finish_reason)
+        return Completion(tokens, logprobs, spans, self.finish_reason)
 
 
 class SlotScheduler:

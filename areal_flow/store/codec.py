@@ -37,8 +37,8 @@ RECEIPT_COLUMNS = ("trajectory_id", "version_spans", "reward", "finish_reason")
 """All that `receipts` needs to be read."""
 
 _NOTES = b"areal_flow.notes"
-_TOKEN_COLUMNS = ("prompt_tokens", "output_tokens", "behavior_logprobs", "loss_mask")
-"""Of a draft and of its row, alike."""
+_TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logprobs")
+"""Of a draft and of its row, alike. The mask comes first: it takes bytes before it takes bits."""
 
 
 @dataclass(frozen=True, slots=True)

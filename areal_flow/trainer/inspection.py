@@ -164,7 +164,9 @@ def inspect_trajectories(
             trajectory_id=identifier,
             reward=sequence.reward,
             tokens=tuple(sequence.output_tokens.tolist()),
-            versions=tuple(sequence.versions.tolist()),
+            versions=tuple(
+                version for version, length in sequence.version_spans for _ in range(length)
+            ),
             staleness_max=max(
                 (request.policy_version - span.version for span in sequence.version_spans),
                 default=0,

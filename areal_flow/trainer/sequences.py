@@ -9,9 +9,9 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,9 @@ class TrainingSequence:
         return int(np.count_nonzero(self.trained))
 
     @property
-    def versions(self) -> NDArray[np.int64]:
-        """Policy version that sampled each completion token; -1 where no policy did."""
-        spans = self.version_spans or [VersionSpan(-1, len(self.output_tokens))]
-        by_span = np.array(spans, np.int64)
-        return np.repeat(by_span[:, 0], by_span[:, 1])
+    def known_spans(self) -> Sequence[VersionSpan]:
+        """The version spans; one of version -1 where no policy sampled."""
+        return self.version_spans or (VersionSpan(-1, len(self.output_tokens)),)
 
     def trained_spans(self) -> tuple[VersionSpan, ...]:
         """Return the version spans with their numbers of trained tokens."""
@@ -86,30 +84,30 @@ def pack_sequences(
     sequences: Sequence[TrainingSequence], *, device: torch.device | str = "cpu"
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens."""
-    num_outputs = [len(sequence.output_tokens) for sequence in sequences]
-    trained = np.concatenate([sequence.trained for sequence in sequences])
-    is_output_T = np.concatenate(
-        [np.arange(s.num_tokens) >= len(s.prompt_tokens) for s in sequences]
-    )
-
-    def column(values: Iterable[Any], dtype: type[np.generic]) -> Tensor:
-        """Return trained tokens' values; a sequence has one for each of its tokens or for all."""
-        by_token = [
-            np.broadcast_to(np.asarray(value, dtype), num)
-            for value, num in zip(values, num_outputs, strict=True)
-        ]
-        return torch.from_numpy(np.concatenate(by_token)[trained]).to(device)
-
     tokens = [part for s in sequences for part in (s.prompt_tokens, s.output_tokens)]
+    trained_M = np.flatnonzero(np.concatenate([s.trained for s in sequences]))
+    sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])
+    num_prompt_tokens = np.cumsum([len(s.prompt_tokens) for s in sequences])
+    spans = np.array([span for s in sequences for span in s.known_spans], np.int64)
+
+    def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+        """Return trained tokens' values, of the completions' one after the other."""
+        return tensor(np.concatenate(by_token)[trained_M].astype(dtype, copy=False))
+
+    def tensor(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
     return MicroBatch(
-        input_ids_1T=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None].to(device),
-        layout=PackedLayout([sequence.num_tokens for sequence in sequences], device),
-        predicting_M=torch.from_numpy(np.flatnonzero(is_output_T)[trained] - 1).to(device),
-        targets_M=column((s.output_tokens for s in sequences), np.int64),
-        behavior_logprobs_M=column((s.behavior_logprobs for s in sequences), np.float32),
-        advantages_M=column((s.advantage for s in sequences), np.float32),
-        sequence_M=column(range(len(sequences)), np.int64),
-        versions_M=column((s.versions for s in sequences), np.int64),
+        input_ids_1T=tensor(np.concatenate(tokens, dtype=np.int64))[None],
+        layout=PackedLayout([s.num_tokens for s in sequences], device),
+        predicting_M=tensor(trained_M + num_prompt_tokens[sequence_M] - 1),
+        targets_M=column([s.output_tokens for s in sequences], np.int64),
+        behavior_logprobs_M=column([s.behavior_logprobs for s in sequences], np.float32),
+        advantages_M=column(
+            [np.full(len(s.trained), s.advantage, np.float32) for s in sequences], np.float32
+        ),
+        sequence_M=tensor(sequence_M),
+        versions_M=tensor(np.repeat(spans[:, 0], spans[:, 1])[trained_M]),
     )
 
 
@@ -142,9 +140,9 @@ def sequences_from_rows(
 
 def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
     """Return the share of masked tokens in each tenth of the completions, by relative position."""
-    trained, total = np.zeros(10), np.zeros(10)
+    lengths = np.array([len(mask) for mask in masks], np.int64)
+    total = np.diff(-(-np.arange(11)[:, None] * lengths // 10), axis=0).sum(axis=1)
+    trained = np.zeros(10, np.int64)
     for mask in masks:
-        bounds = -(-np.arange(11) * len(mask) // 10)
-        total += np.diff(bounds)
-        trained += [np.count_nonzero(mask[begin:end]) for begin, end in pairwise(bounds.tolist())]
+        trained += np.bincount(np.flatnonzero(mask) * 10 // len(mask), minlength=10)
     return tuple(((total - trained) / np.maximum(total, 1)).tolist())

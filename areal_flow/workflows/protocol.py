@@ -57,8 +57,13 @@ class TrajectoryDraft:
 
     def with_completion(self, completion: Completion) -> TrajectoryDraft:
         """Append tokens that the policy chose."""
-        longer = self._with(completion.tokens, True, completion.logprobs, completion.version_spans)
-        return replace(longer, finish_reason=completion.finish_reason)
+        return self._with(
+            completion.tokens,
+            True,
+            completion.logprobs,
+            completion.version_spans,
+            finish_reason=completion.finish_reason,
+        )
 
     def with_environment(self, tokens: Sequence[int] | Tokens) -> TrajectoryDraft:
         """Append tokens that the policy did not choose: context, and never trained.
@@ -91,6 +96,7 @@ class TrajectoryDraft:
         chosen: bool,
         logprobs: Logprobs,
         spans: tuple[VersionSpan, ...],
+        **changes: Any,
     ) -> TrajectoryDraft:
         return replace(
             self,
@@ -98,6 +104,7 @@ class TrajectoryDraft:
             loss_mask=_joined(self.loss_mask, np.broadcast_to(chosen, len(tokens))),
             behavior_logprobs=_joined(self.behavior_logprobs, logprobs),
             version_spans=merged_spans(self.version_spans + spans),
+            **changes,
         )
 
 

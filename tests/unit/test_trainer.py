@@ -246,7 +246,7 @@ def test_old_tokens_are_context_without_gradient() -> None:
     }
     (sequence,) = sequences_from_rows([row], policy_version=4, max_staleness=2)
     assert sequence.trained.tolist() == [False, False, True, False]
-    assert sequence.versions.tolist() == [1, 1, 3, 3]
+    assert pack_sequences([sequence]).versions_M.tolist() == [3]
     assert sequence.trained_spans() == ((1, 0), (3, 1))
     assert sequence.num_tokens == 5
 

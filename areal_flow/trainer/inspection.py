@@ -16,8 +16,8 @@ import torch
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import compute_advantages, pack_micro_batches, plan_micro_batches
+from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
+from areal_flow.trainer.step import compute_advantages, plan_micro_batches
 from areal_flow.types import StepRequest
 
 
@@ -97,7 +97,7 @@ def completion_logprobs(
         [sequence.num_tokens for sequence in whole],
         max_tokens=backend.settings.tokens_per_micro_batch,
     )
-    micro_batches = pack_micro_batches(whole, packed, device=backend.settings.device)
+    micro_batches = MicroBatches(whole, packed, backend.settings.device)
     logprobs_T = torch.cat(backend.logprobs(micro_batches, temperature=temperature))
     order = list(chain.from_iterable(packed))
     parts = torch.split(logprobs_T, [len(whole[index].output_tokens) for index in order])

@@ -10,7 +10,7 @@ Letters: T packed tokens, M trained tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -78,6 +78,26 @@ class MicroBatch:
     """Policy version that sampled each trained token; -1 where no policy did."""
     proximal_logprobs_M: Tensor | None = None
     """None where the loss's own forward pass serves: before the first update of a step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatches(Sequence[MicroBatch]):
+    """Micro-batches, each laid out when it is asked for: tensors take six times what rows take."""
+
+    sequences: Sequence[TrainingSequence]
+    packed: Sequence[Sequence[int]]
+    """Indices of each micro-batch's sequences."""
+    device: torch.device | str = "cpu"
+    proximal_logprobs: Sequence[Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: Any) -> Any:
+        micro = pack_sequences([self.sequences[i] for i in self.packed[index]], device=self.device)
+        if self.proximal_logprobs is None:
+            return micro
+        return replace(micro, proximal_logprobs_M=self.proximal_logprobs[index])
 
 
 def pack_sequences(

@@ -26,7 +26,7 @@ from areal_flow.algorithms.protocol import (
 from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
-from areal_flow.trainer.sequences import MicroBatch, TrainingSequence, pack_sequences
+from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
 
 MinibatchPlan = list[list[list[int]]]
 """Of one minibatch: the indices of the sequences of each rank's micro-batches."""
@@ -62,7 +62,7 @@ def train_step(
         sequences, step=step, settings=settings, max_tokens=max_tokens
     ):
         batches = {
-            rank: pack_micro_batches(sequences, planned[rank], device=backend.settings.device)
+            rank: MicroBatches(sequences, planned[rank], backend.settings.device)
             for rank in replicas.mine
         }
         if minibatches:  # before any update: they are of the policy before the step
@@ -79,11 +79,10 @@ def train_step(
 
 
 def _with_proximal(
-    backend: TrainerBackend, batch: Sequence[MicroBatch], settings: StepSettings
-) -> list[MicroBatch]:
+    backend: TrainerBackend, batch: MicroBatches, settings: StepSettings
+) -> MicroBatches:
     found = backend.logprobs(batch, temperature=settings.temperature)
-    pairs = zip(batch, found, strict=True)
-    return [replace(micro, proximal_logprobs_M=proximal_M) for micro, proximal_M in pairs]
+    return replace(batch, proximal_logprobs=found)
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
@@ -139,10 +138,3 @@ def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> Mini
     indices = chain.from_iterable(chain.from_iterable(planned))
     trained = [sequences[index].num_trained for index in indices]
     return MinibatchSize(sum(trained), sum(num > 0 for num in trained))
-
-
-def pack_micro_batches(
-    sequences: Sequence[TrainingSequence], packed: Sequence[Sequence[int]], *, device: str
-) -> list[MicroBatch]:
-    """Return the micro-batches that a packing, indices of sequences, describes."""
-    return [pack_sequences([sequences[i] for i in indices], device=device) for indices in packed]

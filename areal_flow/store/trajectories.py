@@ -32,6 +32,10 @@ from areal_flow.types import GroupReceipt, LogHead, submission_index_of
 from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
 
+ROWS_AT_ONCE = 32
+IO_BUFFER_BYTES = 32 << 20
+"""Of Lance's reading. With its defaults a batch of long rows takes three times its size meanwhile."""
+
 
 def create_trajectories(path: Path) -> None:
     """Create the empty dataset of a new run."""
@@ -145,7 +149,10 @@ class TrainingRows:
         wanted = f"submission_index IN ({', '.join(map(str, indices))})"
         self._dataset.checkout_latest()
         found = self._dataset.to_table(
-            columns=list(self.COLUMNS), filter=all_of(wanted, self._counted)
+            columns=list(self.COLUMNS),
+            filter=all_of(wanted, self._counted),
+            batch_size=ROWS_AT_ONCE,
+            io_buffer_size=IO_BUFFER_BYTES,
         )
         places = pc.index_in(pa.array(trajectory_ids, pa.string()), found["trajectory_id"])
         if places.null_count:

@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
 from areal_flow.store.codec import rollout_notes
-from areal_flow.types import Episode, Prompt, answer_text
+from areal_flow.types import Episode, Prompt, Tokens, answer_text
+from schemas.content import row_arrays
 
 ANSWERS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
@@ -26,8 +28,8 @@ HELD_OUT_MEMBER = -1
 
 _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifier")
 
-Decode = Callable[[list[list[int]]], list[str]]
-"""Turns lists of tokens into texts."""
+Decode = Callable[[Sequence[Tokens]], list[str]]
+"""Turns sequences of tokens into texts."""
 Answer = Callable[..., Awaitable[pa.Table]]
 """Rolls out and scores some groups without writing their rows; `DaskRollouts.answer` is one."""
 
@@ -85,16 +87,15 @@ async def answer_held_out(
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
+    answers = table.filter(pc.equal(table["branch"], 0))
     rows = {
         (row["submission_index"], row["member"]): row
-        for row in table.to_pylist()
-        if row["branch"] == 0
+        for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
     }
-    texts = dict(zip(rows, decode([row["output_tokens"] for row in rows.values()]), strict=True))
+    texts = dict(zip(rows, decode([*row_arrays(answers["output_tokens"])]), strict=True))
     failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
     unanswered: dict[str, Any] = {
         "version_spans": [],
-        "output_tokens": [],
         "finish_reason": "error",
         "reward": None,
         "reward_detail": json.dumps(failed),
@@ -109,7 +110,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
             "answer": answer_text(episode.prompt.answer),
             "evaluated_at": datetime.now(UTC),
             "completion": texts.get((episode.submission_index, sample), ""),
-            "num_output_tokens": len(row["output_tokens"]),
+            "num_output_tokens": sum(span["length"] for span in row["version_spans"]),
             **{name: row[name] for name in _COPIED},
         }
         for episode in episodes

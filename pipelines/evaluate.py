@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     copy_model_description,
+    texts_of,
     tokenizer_of,
 )
 from areal_flow.pass_rates import tabulate
@@ -108,6 +110,6 @@ async def _answer(
             name="evaluate",
             seed=recipe.seed,
             writer_epoch=NO_WRITER,
-            decode=tokenizer_of(layout.model).decode_batch,
+            decode=partial(texts_of, tokenizer_of(layout.model)),
         )
         return await cluster.pool.guard(answers)

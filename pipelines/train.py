@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
@@ -29,7 +30,7 @@ from areal_flow.errors import RunError
 from areal_flow.evaluation import Answer, answer_held_out
 from areal_flow.generation.registry import require_engine
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import tokenizer_of
+from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
@@ -284,7 +285,7 @@ class Training:
             name=name,
             seed=self.recipe.seed,
             writer_epoch=self.writer.writer_epoch,
-            decode=tokenizer_of(self.layout.model).decode_batch,
+            decode=partial(texts_of, tokenizer_of(self.layout.model)),
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()

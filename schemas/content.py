@@ -31,11 +31,12 @@ def content_hashes(table: pa.Table) -> list[str]:
     ]
 
 
-def row_arrays(column: pa.ListArray) -> Iterator[NDArray[Any]]:
+def row_arrays(column: pa.ListArray | pa.ChunkedArray) -> Iterator[NDArray[Any]]:
     """Yield each row's values, of structs the fields side by side: views, but for booleans."""
-    offsets = column.offsets.to_numpy()
-    flat = _flat(column.flatten())
-    return (flat[begin:end] for begin, end in pairwise((offsets - offsets[0]).tolist()))
+    for chunk in getattr(column, "chunks", [column]):
+        flat, offsets = _flat(chunk.flatten()), chunk.offsets.to_numpy()
+        for begin, end in pairwise((offsets - offsets[0]).tolist()):
+            yield flat[begin:end]
 
 
 def _hash(parts: tuple[bytes, ...]) -> str:

@@ -23,11 +23,18 @@ from areal_flow.cluster.results import run_task
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import ArealFlowError, EngineError, RewardError, SchemaError
 from areal_flow.import_path import import_function
+from areal_flow.models.directory import texts_of
 from areal_flow.recovery.inputs import check_verifier
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.store.codec import member_errors, receipts, rollout_notes, scored_table
-from areal_flow.types import Episode, GroupReceipt, Prompt, Score
+from areal_flow.store.codec import (
+    array_rows,
+    member_errors,
+    receipts,
+    rollout_notes,
+    scored_table,
+)
+from areal_flow.types import Episode, GroupReceipt, Prompt, Score, Tokens
 
 MID_EPISODE_PRIORITY = 10
 """Of tasks that an episode waits for, over those that only follow one."""
@@ -37,7 +44,7 @@ async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
     """Score the rows of some groups, those that have no score yet."""
     given = rollout_notes(table).scores
     prompts = {episode.submission_index: episode.prompt for episode in episodes}
-    rows = table.select(["submission_index", "output_tokens"]).to_pylist()
+    rows = array_rows(table.select(["submission_index", "output_tokens"]))
     unscored = [
         (prompts[row["submission_index"]], row["output_tokens"])
         for row, known in zip(rows, given, strict=True)
@@ -49,9 +56,7 @@ async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
     return scored_table(table, scores, verifier=(await _rewards(context)).identity)
 
 
-async def score_completions(
-    prompt: Prompt, completions: Sequence[Sequence[int]]
-) -> Sequence[Score]:
+async def score_completions(prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
     """Score completions of one prompt in the middle of an episode."""
     return await _judge(worker_context(), [(prompt, tokens) for tokens in completions])
 
@@ -110,10 +115,10 @@ def _write(table: pa.Table) -> GroupReceipt:
 
 
 async def _judge(
-    context: WorkerContext, completions: Sequence[tuple[Prompt, Sequence[int]]]
+    context: WorkerContext, completions: Sequence[tuple[Prompt, Tokens]]
 ) -> Sequence[Score]:
     """Score completions, each of its prompt, decoded without special tokens."""
-    texts = context.tokenizer.decode_batch([list(tokens) for _, tokens in completions])
+    texts = texts_of(context.tokenizer, [tokens for _, tokens in completions])
     rewards = await _rewards(context)
     return await rewards.score(
         [

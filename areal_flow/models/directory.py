@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from areal_flow.errors import ModelError
 from areal_flow.models.chat import ChatTemplate
+from areal_flow.types import Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TOKENS_AT_ONCE = 1 << 16
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _NOT_COPIED = ("model.safetensors.index.json", "state.json")
 
@@ -127,6 +134,19 @@ def tokenizer_of(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def texts_of(tokenizer: Tokenizer, sequences: Sequence[Tokens]) -> list[str]:
+    """Return the text of each sequence, without special tokens.
+
+    Some at a time: a tokenizer takes Python's integers, which are nine times as large as tokens.
+    """
+    batches = np.cumsum([len(tokens) for tokens in sequences]) // TOKENS_AT_ONCE
+    by_batch = groupby(zip(batches, sequences, strict=True), key=itemgetter(0))
+    texts: list[str] = []
+    for _, batch in by_batch:
+        texts += tokenizer.decode_batch([tokens.tolist() for _, tokens in batch])
+    return texts
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:

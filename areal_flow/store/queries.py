@@ -13,7 +13,7 @@ import pyarrow as pa
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import tokenizer_of
+from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.database import (
     LEDGER_COLUMNS,
@@ -25,6 +25,8 @@ from areal_flow.store.database import (
 from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
+from areal_flow.types import as_tokens
+from schemas.content import row_arrays
 
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
@@ -179,8 +181,9 @@ class Run:
         """Return the texts of a column of token ids, without special tokens."""
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.layout.model)
-        lists = tokens.to_pylist() if hasattr(tokens, "to_pylist") else [list(t) for t in tokens]
-        return pa.array(self._tokenizer.decode_batch(lists), pa.string())
+        is_arrow = isinstance(tokens, pa.Array | pa.ChunkedArray)
+        rows = row_arrays(tokens) if is_arrow else map(as_tokens, tokens)
+        return pa.array(texts_of(self._tokenizer, [*rows]), pa.string())
 
     def summary(self) -> dict[str, Any]:
         """Return what the run printed at its end.

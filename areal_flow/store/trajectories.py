@@ -32,9 +32,8 @@ from areal_flow.types import GroupReceipt, LogHead, submission_index_of
 from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
 
-ROWS_AT_ONCE = 32
-IO_BUFFER_BYTES = 32 << 20
-"""Of Lance's reading. With its defaults a batch of long rows takes three times its size meanwhile."""
+BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
+"""Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
 
 
 def create_trajectories(path: Path) -> None:
@@ -130,6 +129,8 @@ class TrainingRows:
         """Remember where the log is; it is opened on first use."""
         self._path = path
         self._writers = writers
+        self._rows_at_once = 32
+        """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
 
     @cached_property
     def _dataset(self) -> LanceDataset:
@@ -151,9 +152,10 @@ class TrainingRows:
         found = self._dataset.to_table(
             columns=list(self.COLUMNS),
             filter=all_of(wanted, self._counted),
-            batch_size=ROWS_AT_ONCE,
+            batch_size=self._rows_at_once,
             io_buffer_size=IO_BUFFER_BYTES,
         )
+        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
         places = pc.index_in(pa.array(trajectory_ids, pa.string()), found["trajectory_id"])
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]

@@ -82,7 +82,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatches(Sequence[MicroBatch]):
-    """Micro-batches, each laid out when it is asked for: tensors take six times what rows take."""
+    """Micro-batches, each laid out when it is asked for: tensors take seven times their rows."""
 
     sequences: Sequence[TrainingSequence]
     packed: Sequence[Sequence[int]]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from areal_flow.algorithms.staleness import StalenessCount, count_staleness, fresh_enough
+import numpy as np
+import pytest
+
+from areal_flow.algorithms.staleness import (
+    StalenessCount,
+    count_staleness,
+    fresh_enough,
+    trained_mask,
+)
 from areal_flow.types import VersionSpan
 
 
@@ -34,3 +42,20 @@ def test_nothing_trained_has_no_staleness() -> None:
     found = count_staleness([[VersionSpan(0, 3)]], policy_version=5, max_staleness=2)
     assert found == StalenessCount(num_masked=3)
     assert found.staleness_mean == 0.0
+
+
+def test_token_is_trained_if_it_is_fresh_and_was_chosen() -> None:
+    spans = (VersionSpan(2, 2), VersionSpan(3, 0), VersionSpan(4, 3))
+    chosen = np.array([True, False, True, False, True])
+    found = [
+        trained_mask(spans, chosen, policy_version=5, max_staleness=bound).tolist()
+        for bound in (3, 2, 0)
+    ]
+    assert found == [chosen.tolist(), [False, False, True, False, True], [False] * 5]
+    nothing = np.zeros(0, np.bool_)
+    assert trained_mask((), nothing, policy_version=5, max_staleness=2).tolist() == []
+
+
+def test_mask_of_another_length_than_its_spans_is_refused() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        trained_mask([VersionSpan(2, 3)], np.ones(2, np.bool_), policy_version=2, max_staleness=0)

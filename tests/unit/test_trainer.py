@@ -120,6 +120,8 @@ def test_golden_micro_batch_of_two_sequences() -> None:
     assert micro.targets_M.tolist() == [3, 5, 10]
     assert micro.behavior_logprobs_M.tolist() == [-0.5, -2.5, -4.5]
     assert micro.advantages_M.tolist() == [0.25, 0.25, -2.0]
+    assert micro.sequence_M.tolist() == [0, 0, 1]
+    assert micro.versions_M.tolist() == [-1, -1, -1]
     assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
     assert (micro.predicting_M.dtype, micro.targets_M.dtype) == (torch.int64, torch.int64)
     assert (micro.advantages_M.dtype, micro.behavior_logprobs_M.dtype) == (

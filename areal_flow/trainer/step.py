@@ -81,8 +81,13 @@ def train_step(
 def _with_proximal(
     backend: TrainerBackend, batch: MicroBatches, settings: StepSettings
 ) -> MicroBatches:
-    found = backend.logprobs(batch, temperature=settings.temperature)
-    return replace(batch, proximal_logprobs=found)
+    """Keep all of them in one tensor: one a pass would lie in the way of the next pass's memory."""
+    num_trained = [sum(batch.sequences[i].num_trained for i in indices) for indices in batch.packed]
+    proximal = torch.split(torch.empty(sum(num_trained), device=batch.device), num_trained)
+    for micro, kept_M in zip(batch, proximal, strict=True):
+        (found_M,) = backend.logprobs([micro], temperature=settings.temperature)
+        kept_M.copy_(found_M)
+    return replace(batch, proximal_logprobs=proximal)
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:

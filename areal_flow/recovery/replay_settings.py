@@ -86,7 +86,10 @@ def device_is_here(device: str) -> bool:
 
 def on_this_machine(recipe: Recipe) -> Recipe:
     """Return the recipe with a device that is here; the numeric environment will tell."""
-    if not device_is_here(recipe.trainer.device):
-        trainer = recipe.trainer.model_copy(update={"device": "cpu"})
-        return recipe.model_copy(update={"trainer": trainer})
-    return recipe
+    return recipe if device_is_here(recipe.trainer.device) else on_device(recipe, "cpu")
+
+
+def on_device(recipe: Recipe, device: str) -> Recipe:
+    """Return the recipe with another device of the trainer."""
+    trainer = recipe.trainer.model_copy(update={"device": device})
+    return recipe.model_copy(update={"trainer": trainer})

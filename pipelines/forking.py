@@ -17,14 +17,14 @@ from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.parents import read_parent
 from areal_flow.recovery.run_directory import find_run
-from areal_flow.settings import flatten
+from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
 from pipelines.cli.progress import make_progress
 from pipelines.stop_signals import wait_for
 
-KIND_OF_OPTIMIZER = ("backend", "beta1", "beta2")
-"""Settings of `trainer` under which an optimizer's state was gathered, and means something."""
+KIND_OF_OPTIMIZER = ("trainer.backend", "trainer.adamw.beta1", "trainer.adamw.beta2")
+"""Settings under which an optimizer's state was gathered, and means something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class Fork:
                 f"keeps the model of run {self.parent.name} and is not fine-tuned again. "
                 "To begin with another model, start a run with --model and without --from"
             )
+        before = load_recipe(self.parent.config)
+        if before.trainer.num_learning_rate_decay_steps == before.num_steps:
+            overrides = merge({"trainer": {"num_learning_rate_decay_steps": 0}}, overrides)
         return load_recipe(self.parent.config, overrides, spelling=spelling)
 
     def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:
@@ -84,8 +87,10 @@ class Fork:
         """Return why the parent's optimizer state is of no use; empty if it is."""
         if self.reset_optimizer:
             return "fresh, as asked for"
-        before, after = load_recipe(self.parent.config).trainer, recipe.trainer
-        changed = [n for n in KIND_OF_OPTIMIZER if getattr(before, n) != getattr(after, n)]
+        before, after = (
+            flatten(of.model_dump()) for of in (load_recipe(self.parent.config), recipe)
+        )
+        changed = [name for name in KIND_OF_OPTIMIZER if before[name] != after[name]]
         return f"fresh, since {' and '.join(changed)} changed" if changed else ""
 
 

@@ -23,7 +23,7 @@ WITHOUT_INFLUENCE = frozenset(
 def settings_of_a_step() -> list[str]:
     """Return the dotted names of the settings that can change what a step computes."""
     algorithm = {f"algorithm.{name}": None for a in ALGORITHMS.values() for name in a.model_fields}
-    trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
+    trainer = flatten(TrainerSettings().model_dump(), "trainer.")
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
     return [name for name in names if name not in WITHOUT_INFLUENCE]
 

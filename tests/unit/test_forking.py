@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import areal_flow
 import pipelines.api
 from areal_flow.audit.run import check_run
-from areal_flow.config import Recipe, load_recipe
+from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.controller.records import genesis_row
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.layout import RunLayout
@@ -110,12 +110,12 @@ def test_newest_usable_checkpoint_is_forked_by_default(parent: RunLayout) -> Non
     ("reset", "trainer", "why"),
     [
         (True, {}, "fresh, as asked for"),
-        (False, {"beta2": 0.9}, "fresh, since beta2 changed"),
-        (False, {"learning_rate": 1e-5, "weight_decay": 0.1}, "kept"),
+        (False, {"adamw": {"beta2": 0.9}}, "fresh, since trainer.adamw.beta2 changed"),
+        (False, {"learning_rate": 1e-5, "adamw": {"weight_decay": 0.1}}, "kept"),
     ],
 )
 def test_optimizer_goes_along_where_its_state_means_something(
-    parent: RunLayout, reset: bool, trainer: dict[str, float], why: str
+    parent: RunLayout, reset: bool, trainer: dict[str, Any], why: str
 ) -> None:
     child = forked(parent, 2, reset=reset, trainer=trainer)
     found = read_parent(child)
@@ -138,6 +138,19 @@ def test_recipe_is_the_parents_with_settings_over_it_and_no_fine_tuning(parent: 
     assert (begins.sft.num_steps, begins.sft.path) == (0, None)
     state = read_checkpoint_state(Path(begins.model))
     assert state.config_hash == begins.digest()
+
+
+def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
+    tmp_path: Path,
+) -> None:
+    for given, expected in ((0, 12), (50, 50)):
+        parent = RunLayout(tmp_path / str(given))
+        trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
+        create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
+        recipe = Fork(parent, None).recipe({"num_steps": 12, "trainer": {"adamw": {"beta1": 0.8}}})
+        assert recipe.trainer.num_learning_rate_decay_steps == expected
+        assert recipe.trainer.learning_rate_schedule == "linear"
+        assert recipe.trainer.adamw.beta1 == 0.8
 
 
 @pytest.mark.parametrize("over", [{"model": "tiny"}, {"sft": {"num_steps": 3}}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from areal_flow.config import build_recipe
 from areal_flow.controller.accounting import StepEntries
@@ -23,10 +24,11 @@ WRITER = Writer(Path("nobody"), 1)
 PROVENANCE = Provenance(1, "", "")
 
 
-def make_recorded_run(root: Path) -> RunLayout:
+def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     """Make a run of two steps with a checkpoint of step 0."""
     layout = RunLayout(root)
-    recipe = build_recipe({"algorithm": {"advantage": "rloo", "num_minibatches": 2}}, source="")
+    algorithm = {"advantage": "rloo", "num_minibatches": 2}
+    recipe = build_recipe({"algorithm": algorithm, **settings}, source="")
     create_run(layout, recipe)
     write_model_directory(layout.model)
     create_ledger(layout.steps)

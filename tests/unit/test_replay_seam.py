@@ -46,6 +46,21 @@ def test_step_is_replayed_with_its_own_loss_another_one_and_another_algorithm(
     assert other.changes["algorithm.name"] == ("decoupled_ppo", "gspo")
 
 
+def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path) -> None:
+    trainer = {"learning_rate": 1e-3, "learning_rate_schedule": "linear"}
+    layout = make_recorded_run(tmp_path / "falling", num_steps=1, trainer=trainer)
+    layout.config.write_text(
+        layout.config.read_text().replace("num_steps = 1\n", "num_steps = 9\n", 1)
+    )
+    found = replay_step(layout, step=2)
+    rates = [
+        compared.recorded.metrics.learning_rate for compared in (*found.before, found.compared)
+    ]
+    assert rates == pytest.approx([1e-3, 3e-5])
+    assert found.before[0].equal
+    assert found.compared.equal
+
+
 def test_hash_of_the_optimizer_stands_in_the_checkpoint_alone(layout: RunLayout) -> None:
     path = checkpoint_path(layout.checkpoints, 0)
     assert len(read_checkpoint_state(path).optimizer_hash) == 32

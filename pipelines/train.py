@@ -178,9 +178,11 @@ class Training:
     async def go_through_stages(self, *, resume: bool) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation.
 
-        A driver that died before version 0 was in a checkpoint left it to be made again.
+        A driver that died before version 0 was in a checkpoint left it to be made again. A fork
+        has that checkpoint before it has a ledger row.
         """
-        begun = self.ledger.head > 0 or list_checkpoints(self.layout.checkpoints)
+        head = self.ledger.head
+        begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
         start, _ = await asyncio.gather(
             self.restore() if resume and begun else self.begin(),
             self._on_generators(generator_tasks.import_engine),

@@ -99,6 +99,7 @@ class _Audit:
             database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
         has_ledger = self._ledger()
         database.add("forks", self._kept(files.read_forks(layout)))
+        database.add("parents", self._kept(files.read_parents(layout)))
         has_log = self._log(recipe)
         if has_ledger and not self.report.checked["steps"]:
             self._before_training(recipe)

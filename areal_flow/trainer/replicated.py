@@ -55,8 +55,8 @@ class ReplicatedBackend:
         self.optimizer = torch.optim.AdamW(
             self._trainable,
             lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
+            betas=(settings.adamw.beta1, settings.adamw.beta2),
+            weight_decay=settings.adamw.weight_decay,
         )
 
     def autocast(self) -> torch.autocast:

@@ -16,7 +16,7 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     PolicyLoss,
 )
-from areal_flow.config import TrainerSettings
+from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.trainer.backend import (
     BACKENDS,
     Minibatch,
@@ -60,7 +60,8 @@ def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks
     policy.model.embed_tokens.weight.requires_grad_(False)
     policy.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, weight_decay=0.5))
+    adamw = AdamWSettings(weight_decay=0.5)
+    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, adamw=adamw))
     for step in (1, 2):
         how = replace(settings(), num_ranks=num_ranks)
         train_step(backend, make_sequences(seed=step), step=step, settings=how)

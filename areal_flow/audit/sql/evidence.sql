@@ -44,3 +44,7 @@ CREATE TABLE checkpoints (
 CREATE TABLE published (
     place VARCHAR, step BIGINT, recorded_hash VARCHAR, tensors_hash VARCHAR
 );
+
+-- What the run was forked from, and the weights hash that the parent's ledger has of that step, null
+-- if nobody can say; no row for a run that began by itself.
+CREATE TABLE parents (name VARCHAR, step BIGINT, weights_hash VARCHAR, ledger_hash VARCHAR);

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
+from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
-"""What a replay must find again besides all that the algorithm computed."""
+"""What a replay must find again besides all in the `metrics` map that is no speed."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class ComparedStep:
 def compared_values(result: StepResult) -> dict[str, Any]:
     """Return, by name, what a replay must find again."""
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
-    return {**metrics, **result.metrics.metrics, **asdict(result.hashes)}
+    computed = {n: v for n, v in result.metrics.metrics.items() if not n.startswith(SPEED)}
+    return {**metrics, **computed, **asdict(result.hashes)}
 
 
 def _differences(

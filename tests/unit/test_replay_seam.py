@@ -76,6 +76,7 @@ def layout(tmp_path: Path) -> RunLayout:
                 provenance=PROVENANCE,
                 seconds_wait=0.0,
                 seconds_step=0.0,
+                num_generators=2,
             )
         )
     return layout

@@ -5,8 +5,10 @@ Numbers of rows of the log alone, so that every rank and every replay finds the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,7 +26,7 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
 
     Args:
         rows: of the trajectories, which all have a reward: `submission_index`, `difficulty`,
-            `reward`, `finish_reason` and `output_tokens` of each.
+            `reward`, `reward_parts`, `finish_reason` and `output_tokens` of each.
     """
     rewards = [row["reward"] for row in rows]
     groups = _split(rows, "submission_index", rewards).values()
@@ -33,6 +35,7 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
     percentiles = zip(PERCENTILES, np.percentile(lengths, PERCENTILES).tolist(), strict=True)
     return {
         PASS_RATE: fmean(passed),
+        **_part_means(rows),
         **{
             f"pass_rate/difficulty_{difficulty}": fmean(part)
             for difficulty, part in sorted(_split(rows, "difficulty", passed).items())
@@ -41,6 +44,30 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
         "rollout/zero_variance_groups_fraction": fmean(len(set(group)) == 1 for group in groups),
         "rollout/truncated_fraction": fmean(row["finish_reason"] == "length" for row in rows),
         **{f"rollout/completion_p{share}_tokens": value for share, value in percentiles},
+    }
+
+
+def _part_means(rows: Rows) -> dict[str, float]:
+    """Return the mean of each of several rewards before its weight, where it gave one."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for part in chain.from_iterable(row["reward_parts"] for row in rows):
+        if part["reward"] is not None:
+            parts[part["name"]].append(part["reward"])
+    if len(parts) < 2:
+        return {}
+    return {f"reward/{label}_mean": fmean(parts[name]) for name, label in labels(parts).items()}
+
+
+def labels(verifiers: Iterable[str]) -> dict[str, str]:
+    """Return short names of verifiers: of the function, or of its module too where two are alike.
+
+    Sinks allow letters, digits, dots, dashes and underscores in them.
+    """
+    short = {name: name.partition("@")[0].rpartition(":")[2] for name in verifiers}
+    alike = Counter(short.values())
+    return {
+        name: label if alike[label] == 1 else re.sub(r"[^\w.-]", "-", name)
+        for name, label in short.items()
     }
 
 

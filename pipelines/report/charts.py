@@ -37,6 +37,7 @@ _TOGETHER = {
 """Charts of several metrics: what each means, and the metrics by what their lines are called."""
 _BY_NAME = {
     "pass_rate/difficulty_": ("Pass rate by difficulty", "Of each step's batch."),
+    "reward/": ("Rewards before their weights", "Means over each step's batch."),
 }
 """Charts of all metrics whose names begin alike; a line is called by the rest of its name."""
 _STALENESS = """
@@ -160,7 +161,7 @@ def _metric_charts(steps: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -
     """
     metrics = set(steps[0]).difference(STEPS.names, [PASS_RATE])
     drawn = {
-        title: (meaning, {name.removeprefix(area): name for name in _begin_with(area, metrics)})
+        title: (meaning, {_rest(name, area): name for name in _begin_with(area, metrics)})
         for area, (title, meaning) in _BY_NAME.items()
     } | _TOGETHER
     alone = metrics.difference(*(lines.values() for _, lines in drawn.values()))
@@ -172,6 +173,10 @@ def _metric_charts(steps: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -
         if any(len(set(values)) > 1 for values in lines.values()):
             charts.append(Chart(title, meaning, curves(lines, steps=numbers, label="")))
     return charts
+
+
+def _rest(metric: str, area: str) -> str:
+    return metric.removeprefix(area).removesuffix("_mean")
 
 
 def _begin_with(area: str, metrics: Collection[str]) -> list[str]:

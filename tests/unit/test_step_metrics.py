@@ -14,7 +14,7 @@ from areal_flow.algorithms.logprobs import detached_entropies, next_token_entrop
 from areal_flow.controller.speed import COLUMNS, speed_metrics
 from areal_flow.recovery.restore import ComparedStep
 from areal_flow.tracking.projection import METRICS
-from areal_flow.trainer.batch_metrics import batch_metrics
+from areal_flow.trainer.batch_metrics import batch_metrics, labels
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
 
 
@@ -23,6 +23,7 @@ def row(group: int, reward: float, num_tokens: int, **columns: Any) -> dict[str,
         "submission_index": group,
         "difficulty": 2 + group // 2,
         "reward": reward,
+        "reward_parts": [],
         "finish_reason": "stop",
         "output_tokens": [7] * num_tokens,
         **columns,
@@ -64,6 +65,25 @@ def test_page_of_metrics_names_each() -> None:
         "train/entropy_mean",
     }
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_several_rewards_each_have_their_mean() -> None:
+    def parts(*rewards: float | None) -> dict[str, Any]:
+        named = zip(("numeric", "shipped:brief@1f0c2a9b77d3"), rewards, strict=False)
+        return {"reward_parts": [{"name": n, "reward": r} for n, r in named]}
+
+    rows = [row(0, 1.0, 1, **parts(1.0, 0.5)), row(0, 0.0, 1, **parts(0.0, None))]
+    found = batch_metrics(rows, pass_threshold=0.5)
+    assert found["reward/numeric_mean"] == 0.5
+    assert found["reward/brief_mean"] == 0.5, "where it gave one"
+    alone = batch_metrics([row(0, 1.0, 1, **parts(1.0))], pass_threshold=0.5)
+    assert not [name for name in alone if name.startswith("reward/")]
+
+
+def test_verifiers_are_called_by_their_functions_unless_two_are_alike() -> None:
+    given = ["numeric", "own.graders:judge", "shipped:f@1f0c2a9b77d3", "shipped:f@2ed01f903528"]
+    expected = ["numeric", "judge", "shipped-f-1f0c2a9b77d3", "shipped-f-2ed01f903528"]
+    assert labels(given) == dict(zip(given, expected, strict=True))
 
 
 def test_batch_of_one_has_no_deviation() -> None:

@@ -169,7 +169,7 @@ def _start(
         return build_recipe(table, source=str(layout.config))
 
     layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
-    start(job, layout, chosen, began=began, fill=fill)
+    start(job, layout, chosen, began=began, recipe_name=stem, fill=fill)
     return layout
 
 

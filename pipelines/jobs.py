@@ -94,6 +94,7 @@ def start(
     recipe: Recipe,
     *,
     began: float,
+    recipe_name: str = "",
     fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
 ) -> Outcome:
     """Make a run and drive it to its end.
@@ -102,6 +103,7 @@ def start(
 
     Args:
         began: `monotonic()` when the program began.
+        recipe_name: what the recipe is called: its file, without folder and ending.
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
 
@@ -110,7 +112,7 @@ def start(
         ArealFlowError: the run ended with it, and its directory says so.
     """
     check_devices(recipe)
-    create_run(layout, recipe)
+    create_run(layout, recipe, recipe_name=recipe_name)
     with hold_run(layout) as writer:
         try:
             recipe = fill(layout, recipe)

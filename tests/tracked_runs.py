@@ -23,7 +23,7 @@ BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 def make_run(root: Path) -> RunLayout:
     """Make a run with the steps 0 to 3."""
     made = RunLayout(root)
-    create_run(made, Recipe(seed=3))
+    create_run(made, Recipe(seed=3), recipe_name="sums")
     for path in (made.model / "config.json", made.train_prompts):
         path.parent.mkdir()
         path.write_text(path.name)

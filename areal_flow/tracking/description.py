@@ -12,6 +12,7 @@ from areal_flow.config import Recipe, load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import read_inputs
 from areal_flow.recovery.lease import Lease, newest_lease
+from areal_flow.recovery.run_directory import recipe_name_of
 from areal_flow.settings import flatten
 
 
@@ -51,6 +52,7 @@ def describe_run(layout: RunLayout) -> RunDescription:
         known = inputs.files.get(layout.train_prompts.relative_to(layout.root).as_posix())
         prompts = InputPrompts(layout.train_prompts, known) if known else None
     tags = {
+        "recipe": recipe_name_of(layout),
         "recipe_digest": recipe.digest(),
         "model": recipe.model,
         "algorithm": recipe.algorithm.name,

@@ -95,7 +95,8 @@ def _drive(
         recipe = load_recipe(path, overrides, spelling=OPTION)
         name = which.name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
         layout = run_layout(folders.runs, name)
-        outcome = jobs.start(job, layout, recipe, began=folders.began)
+        began = folders.began
+        outcome = jobs.start(job, layout, recipe, began=began, recipe_name=path.stem)
     else:
         layout = existing_run(folders.runs, which.resume)
         if path or which.name or set(overrides) - MAY_CHANGE:

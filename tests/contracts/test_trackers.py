@@ -166,7 +166,8 @@ def test_sink_says_what_the_run_is(make_sink: MakeSink, layout: RunLayout) -> No
     sink = make_sink()
     Projection(layout, sink).deliver()
     kept = Kept(sink)
-    expected = {"model": "tiny", "verifier": "numeric@0", "host": socket.gethostname()}
+    expected = {"recipe": "sums", "model": "tiny", "verifier": "numeric@0"}
+    expected["host"] = socket.gethostname()
     expected |= {"code_version": CODE_VERSION, "recipe_digest": Recipe(seed=3).digest()}
     assert expected.items() <= kept.tags.items()
     assert str(layout.root) in kept.text

@@ -111,6 +111,7 @@ def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(workspace: Pa
     assert {"before", "after", "prompt"} <= set(shown["samples"]["columns"])
     assert "reward/batched_digits_mean" in shown["metrics"]
     assert "batched_digits@" in shown["tags"]["verifier"]
+    assert shown["tags"]["recipe"] == "arithmetic"
     assert shown["inputs"] == ["prompts"]
     assert shown["rates"]["2"]
     other = f"sqlite:///{workspace / 'other' / 'mlflow.db'}"

@@ -53,8 +53,12 @@ class ComparedStep:
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return what is recorded and what was replayed, by name, where they are not equal."""
-        return _differences(compared_values(self.recorded), compared_values(self.replayed))
+        """Return what is recorded and what was replayed, by name, where they are not equal.
+
+        A metric that the version of this program which recorded the step did not know is none.
+        """
+        recorded, replayed = compared_values(self.recorded), compared_values(self.replayed)
+        return _differences(recorded, {name: replayed.get(name) for name in recorded})
 
     @property
     def equal(self) -> bool:

@@ -113,6 +113,8 @@ def test_replay_compares_what_rows_say_and_no_times() -> None:
     assert ComparedStep(recorded, result(rollout_reward_std=0.5)).equal
     other = ComparedStep(recorded, result(rollout_reward_std=0.25))
     assert other.differences == {"rollout/reward_std": (0.5, 0.25)}
+    assert ComparedStep(recorded, result()).differences == {"rollout/reward_std": (0.5, None)}
+    assert ComparedStep(result(), recorded).equal, "an older version did not know this metric"
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7])

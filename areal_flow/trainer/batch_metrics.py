@@ -51,11 +51,11 @@ def _part_means(rows: Rows) -> dict[str, float]:
     """Return the mean of each of several rewards before its weight, where it gave one."""
     parts: dict[str, list[float]] = defaultdict(list)
     for part in chain.from_iterable(row["reward_parts"] for row in rows):
-        if part["reward"] is not None:
-            parts[part["name"]].append(part["reward"])
+        parts[part["name"]] += [] if part["reward"] is None else [part["reward"]]
     if len(parts) < 2:
         return {}
-    return {f"reward/{label}_mean": fmean(parts[name]) for name, label in labels(parts).items()}
+    named = {f"reward/{label}_mean": parts[name] for name, label in labels(parts).items()}
+    return {name: fmean(rewards) for name, rewards in named.items() if rewards}
 
 
 def labels(verifiers: Iterable[str]) -> dict[str, str]:

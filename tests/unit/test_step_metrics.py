@@ -76,6 +76,9 @@ def test_several_rewards_each_have_their_mean() -> None:
     found = batch_metrics(rows, pass_threshold=0.5)
     assert found["reward/numeric_mean"] == 0.5
     assert found["reward/brief_mean"] == 0.5, "where it gave one"
+    rows = [row(0, 1.0, 1, **parts(1.0, None))]
+    named = {n for n in batch_metrics(rows, pass_threshold=0.5) if n.startswith("reward/")}
+    assert named == {"reward/numeric_mean"}
     alone = batch_metrics([row(0, 1.0, 1, **parts(1.0))], pass_threshold=0.5)
     assert not [name for name in alone if name.startswith("reward/")]
 

@@ -183,7 +183,7 @@ def _start(
         return build_recipe(table, source=str(layout.config))
 
     layout = run_layout(runs, name or default_name(stem))
-    start(job, layout, chosen, began=began, fill=fill, fork=fork)
+    start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
     return layout
 
 

@@ -106,6 +106,7 @@ def start(
     recipe: Recipe,
     *,
     began: float,
+    recipe_name: str = "",
     fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
     fork: Fork | None = None,
 ) -> Outcome:
@@ -115,6 +116,7 @@ def start(
 
     Args:
         began: `monotonic()` when the program began.
+        recipe_name: what the recipe is called: its file, without folder and ending.
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
         fork: the run whose policy this one begins with.
@@ -124,7 +126,7 @@ def start(
         ArealFlowError: the run ended with it, and its directory says so.
     """
     check_devices(recipe)
-    create_run(layout, recipe)
+    create_run(layout, recipe, recipe_name=recipe_name)
     with hold_run(layout) as writer:
         try:
             recipe = fill(layout, recipe)

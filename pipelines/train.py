@@ -13,13 +13,13 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from areal_flow import __version__
 from areal_flow.cluster import generator_tasks, trainer_tasks
 from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
@@ -153,7 +153,7 @@ class Training:
         self.provenance = Provenance(
             writer.writer_epoch,
             recipe.digest(),
-            f"areal-flow {__version__}",
+            CODE_VERSION,
             read_inputs(layout).verifier,
         )
         self.channel = DirectoryWriter(weights)

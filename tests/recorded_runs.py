@@ -62,6 +62,7 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
                 provenance=PROVENANCE,
                 seconds_wait=0.0,
                 seconds_step=0.0,
+                num_generators=2,
             )
         )
     return layout

@@ -118,7 +118,8 @@ def _drive(
         else:
             stem, recipe = fork.parent.name, fork.recipe(overrides, spelling=OPTION)
         layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
-        outcome = jobs.start(job, layout, recipe, began=folders.began, fork=fork)
+        began = folders.began
+        outcome = jobs.start(job, layout, recipe, began=began, recipe_name=stem, fork=fork)
     else:
         layout = existing_run(folders.runs, which.resume)
         if path or which.name or set(overrides) - MAY_CHANGE:

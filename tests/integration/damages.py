@@ -196,7 +196,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         edit_ledger(put(2, num_trained_tokens=2**63 - 1, num_masked_tokens=1)),
     ),
     "another mean reward": ("reward-mean", edit_ledger(add(2, "reward_mean", 0.5))),
-    "another pass rate": ("pass-rate", edit_ledger(put_metric(2, PASS_RATE, 2.0))),
+    "another pass rate": ("batch-metrics", edit_ledger(put_metric(2, PASS_RATE, 2.0))),
     "a version from the future": (
         "newer-version",
         edit_trained(lambda row: row["version_spans"][-1].update(version=3)),

@@ -285,5 +285,5 @@ def test_first_checkpoint_of_a_fork_may_precede_its_row(parent: RunLayout) -> No
 def test_run_json_keeps_the_identity_beside_the_parent(parent: RunLayout) -> None:
     child = forked(parent, 1)
     written = json.loads(child.identity.read_text())
-    assert set(written) == {"schema_version", "run_id", "forked_from"}
+    assert set(written) == {"schema_version", "run_id", "recipe", "forked_from"}
     assert set(written["forked_from"]) == {"run_id", "name", "step", "weights_hash", "optimizer"}

@@ -32,6 +32,7 @@ ROW: dict[str, Any] = {
     "num_trained_tokens": 90,
     "seconds_step": 2.0,
     "seconds_generate": 1.0,
+    "seconds_read": 0.3,
     "seconds_train": 1.0,
     "seconds_stage": 0.1,
 }

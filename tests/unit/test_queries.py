@@ -274,6 +274,7 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
         "verifier": "numeric@0",
         "prompt_id": "p",
         "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
+        "reward_parts": [],
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
     return ShownTrajectory(

@@ -34,6 +34,13 @@ class Which:
     """The run to continue; only --num-steps and --max-minutes may change."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class WhichTraining(Which):
+    """Which run to train."""
+
     accept_verifier: Flag = False
     """With --resume: even if the code that scores changed; nothing is compared across it."""
 
@@ -42,7 +49,7 @@ def train(
     recipe: Path | None = None,
     /,
     *,
-    which: Which | None = None,
+    which: WhichTraining | None = None,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
     prompts: Path | None = None,
@@ -70,7 +77,7 @@ def train(
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     if from_ is None:
-        return _drive(TRAINING, recipe, which or Which(), given, folders)
+        return _drive(TRAINING, recipe, which or WhichTraining(), given, folders)
     if recipe or (which and which.resume):
         raise ConfigError(
             "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
@@ -79,7 +86,7 @@ def train(
     from pipelines.forking import find_fork
 
     fork = find_fork(folders.runs, from_, reset_optimizer=reset_optimizer)
-    return _drive(TRAINING, None, which or Which(), given, folders, fork=fork)
+    return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
 
 
 def sft(
@@ -111,7 +118,10 @@ def _drive(
     from pipelines import jobs
 
     overrides = nest(settings)
+    accept_verifier = isinstance(which, WhichTraining) and which.accept_verifier
     if which.resume is None:
+        if which.take_over or accept_verifier:
+            raise ConfigError("--take-over and --accept-verifier go with --resume")
         path = path or jobs.DEFAULT_RECIPE
         if fork is None:
             stem, recipe = path.stem, load_recipe(path, overrides, spelling=OPTION)
@@ -133,7 +143,7 @@ def _drive(
             layout,
             recipe,
             take_over=which.take_over,
-            accept_verifier=which.accept_verifier,
+            accept_verifier=accept_verifier,
             began=folders.began,
         )
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]

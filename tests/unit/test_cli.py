@@ -122,6 +122,8 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["train", "--algorithm.num-minibatches", "99"], "  --algorithm.num-minibatches (99) must"),
         (["train", "--schedule", "often"], 'Choose from: "async", "sync"'),
         (["train", "--num-steps"], "--num-steps"),
+        (["train", "--take-over"], "--accept-verifier go with --resume"),
+        (["sft", "--resume", "run", "--accept-verifier"], "Unknown option: --accept-verifier"),
         (["replay", "run"], "--step requires an argument"),
         (["replay", "run", "--step", "one"], '"one"'),
         (["runs", "--trainer.learning-rate", "1"], "Unknown option"),

@@ -43,6 +43,17 @@ def on_terminal(file: StringIO) -> LiveProgress:
     return LiveProgress(4, 1, console=console)
 
 
+def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, terminal = StringIO(), StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    live = on_terminal(file)
+    live.step(ROW)
+    say("", "SIGINT: finishing this step")
+    live.close()
+    assert "SIGINT: finishing this step" in file.getvalue()
+    assert terminal.getvalue() == "", "a picture would be drawn over it"
+
+
 def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 12.0, 16.0, 17.0])
     monkeypatch.setattr(shown, "monotonic", lambda: next(clock))

@@ -9,11 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from areal_flow.code_version import VERSION
+
 if TYPE_CHECKING:
     from areal_flow.store.queries import Run, open_run
     from pipelines.api import evaluate, report, sft, train
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Run", "evaluate", "open_run", "report", "sft", "train"]
 
 _HOMES = {

@@ -16,6 +16,7 @@ import tomlkit
 from pydantic import Field, ValidationError, model_validator
 
 from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.learning_rates import RateSchedule
 from areal_flow.algorithms.registry import AlgorithmSettings
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config_errors import explain
@@ -93,12 +94,23 @@ class SftSettings(Settings):
     """The peak rate."""
     num_learning_rate_warmup_steps: int = Field(30, ge=0)
     """Steps of linear warm-up."""
-    learning_rate_schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: a cosine down to 3% of the peak, or constant."""
+    learning_rate_schedule: RateSchedule = "cosine"
+    """After the warm-up: constant, or a line or a cosine down to 3% of the peak."""
     shuffle: bool = True
     """Another order every epoch, drawn from the seed; false: the file's own, a curriculum."""
     checkpoint_every_steps: int = Field(500, ge=1)
     """Steps between checkpoints, from which a stopped run goes on."""
+
+
+class AdamWSettings(Settings):
+    """The optimizer's own numbers."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """The decay of the mean gradient."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """The decay of the squared gradient."""
+    weight_decay: float = Field(0.0, ge=0)
+    """How much of each weight a step takes away, times the rate."""
 
 
 class TrainerSettings(Settings):
@@ -107,15 +119,16 @@ class TrainerSettings(Settings):
     backend: Literal["replicated"] = "replicated"
     """What holds the policy: replicated is a whole copy of it on each rank."""
     learning_rate: float = Field(3e-4, gt=0)
-    """The rate of AdamW after the warm-up."""
+    """The rate of AdamW after the warm-up: the peak of a schedule."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the mean gradient."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's decay of the squared gradient."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
+    learning_rate_schedule: RateSchedule = "constant"
+    """After the warm-up: constant, or a line or a cosine down to 3% of `learning_rate`."""
+    num_learning_rate_decay_steps: int = Field(0, ge=0)
+    """The step, counted with the warm-up, after which the rate stays at those 3%; 0: the
+    `num_steps` that the run is made with."""
+    adamw: AdamWSettings = AdamWSettings()
+    """The optimizer's own numbers."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Longer gradients are scaled down to this norm."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
@@ -209,6 +222,18 @@ class Recipe(Settings):
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
     """MLflow."""
+
+    @model_validator(mode="after")
+    def _with_decay_steps(self) -> Recipe:
+        """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
+        trainer = self.trainer
+        if (
+            trainer.learning_rate_schedule != "constant"
+            and not trainer.num_learning_rate_decay_steps
+        ):
+            last = {"num_learning_rate_decay_steps": self.num_steps}
+            object.__setattr__(self, "trainer", trainer.model_copy(update=last))
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -14,6 +14,7 @@ from typing import Any
 from areal_flow.errors import WeightsError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.tracking.aliases import BEST, CURRENT
+from areal_flow.tracking.description import RunDescription
 from areal_flow.tracking.protocol import PASS_RATE_TAG
 from areal_flow.types import Completion, GroupRequest
 
@@ -137,9 +138,10 @@ class MemoryTracker:
         self.metrics: dict[str, dict[int, float]] = {}
         self.timestamps_ms: dict[int, int] = {}
         self.parameters: dict[str, str] = {}
+        self.description: RunDescription | None = None
+        self.samples: Sequence[Mapping[str, Any]] = ()
         self.versions: dict[Path, str] = {}
         self.tags: dict[Path, Mapping[str, str]] = {}
-        self.datasets: set[int] = set()
         self.aliases: dict[str, Path] = {}
         self.delivered = 0
         self.status = ""
@@ -151,9 +153,15 @@ class MemoryTracker:
         self.status = "RUNNING"
         return self.delivered
 
-    def log_parameters(self, parameters: Mapping[str, Any]) -> None:
+    def describe(self, description: RunDescription) -> None:
         self._answer()
-        self.parameters = {name: str(value) for name, value in parameters.items()} | self.parameters
+        given = {name: str(value) for name, value in description.parameters.items()}
+        self.parameters = given | self.parameters
+        self.description = description
+
+    def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._answer()
+        self.samples = rows
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         self.log_evaluation(step, metrics, timestamp_ms=timestamp_ms)
@@ -172,7 +180,6 @@ class MemoryTracker:
             number = str(len(self.tags) + 1)
             self.versions.setdefault(path, number)
             self.tags[path] = tags
-            self.datasets.add(int(tags["trajectories_version"]))
             self.alias = tags["run"]
             self.aliases[self.alias] = path
             self.model_version = self.versions[path]

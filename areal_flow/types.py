@@ -23,7 +23,7 @@ Logprobs = NDArray[np.float32]
 """One log-probability a token."""
 
 FinishReason = Literal["stop", "length"]
-Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error"]
+Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error", "no_reward"]
 
 
 class VersionSpan(NamedTuple):
@@ -80,7 +80,7 @@ class Completion:
 
 
 class RewardPart(NamedTuple):
-    """What one of several rewards gave, before its weight; None when it failed."""
+    """What one of several rewards gave, before its weight; None when it failed, or gave none."""
 
     name: str
     reward: float | None
@@ -88,7 +88,8 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's word on one completion; `reward` is None when the verifier itself failed.
+    """A verifier's word on one completion; `reward` is None when the verifier itself failed, or,
+    with the verdict `no_reward`, when it has nothing to say of this completion.
 
     A verifier that gives a bare number leaves the verdict open: `right` if the completion passes.
     """

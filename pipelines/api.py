@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,10 +17,10 @@ from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model
-from pipelines.jobs import SFT, TRAINING, Job, start
+from pipelines.forking import Fork, find_fork
+from pipelines.jobs import DEFAULT_RECIPE, SFT, TRAINING, Job, default_name, start
 from pipelines.models import find_model, newest_checkpoint
 
-DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "arithmetic.toml"
 Rows = Any
 """A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
 
@@ -31,6 +30,8 @@ def train(
     *,
     prompts: Rows | None = None,
     rewards: Sequence[Callable[..., Any] | str] = (),
+    source: Run | str | None = None,
+    reset_optimizer: bool = False,
     name: str | None = None,
     runs: Path | str = "runs",
     **settings: Any,
@@ -45,6 +46,9 @@ def train(
         rewards: functions of `prompt`, `completion`, `answer` and any column of a row, as keywords,
             that return a number; or names of verifiers. A function is shipped to the workers with
             all it needs.
+        source: another run, `"RUN"` or `"RUN@STEP"`, with whose policy this one begins, and whose
+            recipe it has instead of one given.
+        reset_optimizer: with `source`: without that run's optimizer state.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
         settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
@@ -55,10 +59,17 @@ def train(
     """
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file"})
-    elif recipe is None:
+    elif recipe is None and source is None:
         recipe = DEFAULT_RECIPE
+    fork = None
+    if source is not None:
+        if recipe is not None:
+            raise ConfigError("expected a recipe or a source, found both")
+        named = str(source.layout.root) if isinstance(source, Run) else source
+        fork = find_fork(Path(runs), named, reset_optimizer=reset_optimizer)
     brought = "prompts", prompts, rewards
-    return open_run(_start(TRAINING, recipe, settings, brought, name=name, runs=Path(runs)).root)
+    layout = _start(TRAINING, fork or recipe, settings, brought, name=name, runs=Path(runs))
+    return open_run(layout.root)
 
 
 def evaluate(
@@ -133,7 +144,7 @@ def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
 
 def _start(
     job: Job,
-    recipe: Recipe | Path | str | None,
+    recipe: Recipe | Path | str | Fork | None,
     settings: dict[str, Any],
     brought: tuple[str, Rows | None, Sequence[Callable[..., Any] | str]],
     *,
@@ -152,7 +163,10 @@ def _start(
     if rows is not None:  # a recipe is validated before there is a place to write them to
         path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
         over = merge(over, {section: {"path": path}})
-    if isinstance(recipe, Path | str):
+    fork = recipe if isinstance(recipe, Fork) else None
+    if isinstance(recipe, Fork):
+        stem, chosen = recipe.parent.name, recipe.recipe(over)
+    elif isinstance(recipe, Path | str):
         stem, chosen = Path(recipe).stem, load_recipe(Path(recipe), over)
     else:
         table = recipe.model_dump(mode="json") if recipe else {}
@@ -168,8 +182,8 @@ def _start(
             table["rewards"] = [{"verifier": name} for name in names]
         return build_recipe(table, source=str(layout.config))
 
-    layout = run_layout(runs, name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
-    start(job, layout, chosen, began=began, fill=fill)
+    layout = run_layout(runs, name or default_name(stem))
+    start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
     return layout
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,13 +25,22 @@ from areal_flow.recovery.inputs import Verifier, accept, check_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
 from pipelines.cli.run_log import log, log_kept, say
+from pipelines.forking import Fork, describe_parent
 from pipelines.models import newest_checkpoint
 from pipelines.preflight import check_devices, try_verifiers
 from pipelines.sft import prepare_sft_run, run_sft
 from pipelines.stop_signals import Outcome, wait_for
 from pipelines.train import found_verifier, prepare_run, run_training
 
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "arithmetic.toml"
+_TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
+
 logger = logging.getLogger(__name__)
+
+
+def default_name(stem: str) -> str:
+    """Return the name of a run that is given none: of what it is made from, and the time."""
+    return f"{_TIME_OF_NAME.sub('', stem)}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,8 @@ def _say_what_next(layout: RunLayout) -> None:
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
-    return "\n".join([prepare_run(layout, recipe), *try_verifiers(layout, recipe)])
+    prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
+    return "\n".join([*prepared, *try_verifiers(layout, recipe)])
 
 
 TRAINING = Job(
@@ -94,7 +106,9 @@ def start(
     recipe: Recipe,
     *,
     began: float,
+    recipe_name: str = "",
     fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
+    fork: Fork | None = None,
 ) -> Outcome:
     """Make a run and drive it to its end.
 
@@ -102,18 +116,22 @@ def start(
 
     Args:
         began: `monotonic()` when the program began.
+        recipe_name: what the recipe is called: its file, without folder and ending.
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
+        fork: the run whose policy this one begins with.
 
     Raises:
-        RunError: the name is taken.
+        RunError: the name is taken, or the run to fork has not what is asked for.
         ArealFlowError: the run ended with it, and its directory says so.
     """
     check_devices(recipe)
-    create_run(layout, recipe)
+    create_run(layout, recipe, recipe_name=recipe_name)
     with hold_run(layout) as writer:
         try:
             recipe = fill(layout, recipe)
+            if fork is not None:
+                recipe = fork.begin(layout, recipe, writer)
             layout.config.write_text(dump_recipe(recipe))
             prepared = job.prepare(layout, recipe)
         except BaseException:

@@ -149,12 +149,16 @@ def _trial(
     return {judged["verifier"]: judged for judged in found}, ended
 
 
+def _worth(score: dict[str, Any]) -> str:
+    if score["reward"] is None:
+        return "an error" if score["error"] else "no reward"
+    return f"{score['reward']:g}"
+
+
 def _told(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
     """Return what a verifier said of the first row, and what it costs if that is much."""
     seconds = min(score["seconds"] for score in scores)
-    of_answer, of_nothing = (
-        "an error" if score["reward"] is None else f"{score['reward']:g}" for score in scores
-    )
+    of_answer, of_nothing = map(_worth, scores)
     line = (
         f"Verifier {verifier}, tried on the first row: {of_answer} for its answer as the "
         f"completion, {of_nothing} for an empty one; {1000 * seconds:.3g} ms"

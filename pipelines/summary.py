@@ -23,6 +23,7 @@ SELECT
     sum(num_masked_tokens) / nullif(sum(num_trained_tokens + num_masked_tokens), 0)
         AS masked_fraction,
     sum(num_discarded_tokens)::BIGINT AS num_discarded_tokens,
+    sum(num_failed_members)::BIGINT AS num_failed_members,
     sum(num_generated_tokens) / nullif(seconds_training, 0) AS tokens_per_second_generated,
     sum(num_trained_tokens) / nullif(seconds_training, 0) AS tokens_per_second_trained,
     greatest(
@@ -91,9 +92,13 @@ def print_summary(
     stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
     both = {"before", "after"} <= held_out.keys()
     compared = _comparison(held_out["before"], held_out["after"]) if both else []
-    changes = _changes(summary["verifiers"])
+    notes = _changes(summary["verifiers"])
+    if num_failed := summary["num_failed_members"]:
+        notes.append(
+            f"{num_failed} completions have no reward: workflow or verifier failed on them"
+        )
     said = said.format(**summary, **stages)
-    say(*compared, said, *changes, *next_commands(layout, model))
+    say(*compared, said, *notes, *next_commands(layout, model))
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -129,6 +134,7 @@ def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[Rendera
         (difficulty, scores, after.by_difficulty[difficulty])
         for difficulty, scores in before.by_difficulty.items()
     ]
+    parts = both if len(both) > 1 else []
     rows = [
         {
             "difficulty": difficulty,
@@ -137,7 +143,7 @@ def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[Rendera
             "mean reward": f"{first.reward.reward_mean:.3f} -> {last.reward.reward_mean:.3f}",
             "mean tokens": f"{first.mean_tokens:.1f} -> {last.mean_tokens:.1f}",
         }
-        for difficulty, first, last in [*both, ("all", before.overall, after.overall)]
+        for difficulty, first, last in [*parts, ("all", before.overall, after.overall)]
     ]
     kind = "Wilson" if after.overall.num_samples == 1 else "normal"
     changes = [

@@ -14,13 +14,13 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from areal_flow import __version__
 from areal_flow.cluster import generator_tasks, trainer_tasks
 from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
@@ -154,7 +154,7 @@ class Training:
         self.provenance = Provenance(
             writer.writer_epoch,
             recipe.digest(),
-            f"areal-flow {__version__}",
+            CODE_VERSION,
             read_inputs(layout).verifier,
         )
         self.channel = DirectoryWriter(weights)
@@ -179,9 +179,11 @@ class Training:
     async def go_through_stages(self, *, resume: bool) -> Outcome:
         """Do everything from version 0, or from the ledger's head, to the last evaluation.
 
-        A driver that died before version 0 was in a checkpoint left it to be made again.
+        A driver that died before version 0 was in a checkpoint left it to be made again. A fork
+        has that checkpoint before it has a ledger row.
         """
-        begun = self.ledger.head > 0 or list_checkpoints(self.layout.checkpoints)
+        head = self.ledger.head
+        begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
         start, _ = await asyncio.gather(
             self.restore() if resume and begun else self.begin(),
             self._on_generators(generator_tasks.import_engine),

@@ -96,5 +96,7 @@ def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int
             columns["failed_submissions"] = [7] if step == 2 else []
         watermark = committer.head.trajectory_watermark
         metrics = {"zeal": step, PASS_RATE: 0.5}
+        metrics |= {f"pass_rate/difficulty_{n}": step / n for n in (2, 10)}
+        metrics["speed/generated_tokens_per_s"] = step
         row = step_row(step, trajectory_watermark=watermark, metrics=metrics, **columns)
         ledger.append({**row, "policy_version": max(0, step - 1), "seconds_step": 1.0})

@@ -10,6 +10,8 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import PASS_RATE
+from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.recovery.run_directory import create_run
 from areal_flow.store.ledger import Ledger, create_ledger
@@ -21,7 +23,11 @@ BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 def make_run(root: Path) -> RunLayout:
     """Make a run with the steps 0 to 3."""
     made = RunLayout(root)
-    create_run(made, Recipe(seed=3))
+    create_run(made, Recipe(seed=3), recipe_name="sums")
+    for path in (made.model / "config.json", made.train_prompts):
+        path.parent.mkdir()
+        path.write_text(path.name)
+    record_inputs(made, Recipe(), verifier=Verifier("numeric@0"), model=made.model)
     create_ledger(made.steps)
     append_steps(made, 0, 1, 2, 3)
     return made
@@ -39,6 +45,7 @@ def step_row(step: int, **columns: Any) -> dict[str, Any]:
         "step": step,
         "loss": 1 / max(1, step),
         "reward_mean": 0.1 * step,
+        "metrics": {PASS_RATE: 0.25 * step},
         "lance_version": 10 + step,
         "trajectory_watermark": 100 * step,
         "committed_at": BEGAN + timedelta(seconds=step),

@@ -50,7 +50,6 @@ class PPO(CriticFree):
         metrics = _metrics("ratio", ratio_T, clipped_T, log_ratio_T)
         if inputs.entropy_T is not None:
             losses_T = losses_T - self.entropy_coefficient * inputs.entropy_T
-            metrics["entropy_mean"] = mean(inputs.entropy_T)
         return PolicyLoss(losses_T, metrics, clipped_T)
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MAX_LOG_RATIO = 20.0
 """exp of it is 4.9e8. float32 overflows at 88, and the squares of a gradient's norm at 44."""
 
+CHUNK_NUMBERS = 2**22
+"""Logits that are looked at together where no gradient is wanted: 16 MiB of float32."""
+
 
 def next_token_logprobs(
     logits_TV: Tensor, targets_T: Tensor, *, temperature: float = 1.0
@@ -34,6 +37,20 @@ def next_token_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tens
     """Return -sum_v p_v log p_v of each softmax(logits / temperature), float32, nats, `[T]`."""
     logprobs_TV = (logits_TV.float() / temperature).log_softmax(dim=1)
     return -(logprobs_TV.exp() * logprobs_TV).sum(dim=1)
+
+
+def detached_entropies(logits_TV: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return `next_token_entropies` without gradient, from a few rows at a time.
+
+    To watch the entropy must not cost another copy of `[T, V]`.
+    """
+    rows_TV = logits_TV.detach()
+    entropies_T = rows_TV.new_empty(len(rows_TV)).float()
+    num_rows = max(1, CHUNK_NUMBERS // rows_TV.shape[1])
+    for chunk in range(0, len(rows_TV), num_rows):
+        part = slice(chunk, chunk + num_rows)
+        entropies_T[part] = next_token_entropies(rows_TV[part], temperature=temperature)
+    return entropies_T
 
 
 def bounded_exp(log_ratio_T: Tensor) -> Tensor:

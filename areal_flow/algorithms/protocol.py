@@ -48,7 +48,7 @@ class LossInputs:
     versions_T: Tensor
     """Policy version that sampled each token."""
     entropy_T: Tensor | None = None
-    """In nats, with gradient; there if the algorithm needs it."""
+    """In nats; with gradient if the algorithm needs it. A trainer always gives it."""
     reference_logprobs_T: Tensor | None = None
     """Of a fixed reference policy; None, since no trainer backend holds one yet."""
 
@@ -128,7 +128,7 @@ class Algorithm(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss reads `entropy_T`, which costs a pass over the vocabulary."""
+        """Whether the loss reads `entropy_T`, whose gradient costs a copy of the logits."""
 
     def keeps_group(self, rewards: Sequence[float]) -> bool:
         """Return whether a group of these rewards is trained; one that is not is discarded."""

@@ -10,7 +10,8 @@ found) for each place that breaks it. Nothing here reads a run.
     consumed      each trajectory that a step trained or discarded, as often as a row says so
     placed        `consumed`, and the place and watermark of the row that says so
     recounted     `steps`, and beside them the same numbers, counted from the log: `log_...`
-    forks, recipe, files, checkpoints, published, dataset: see `sql/evidence.sql`
+    batch_metrics what the log has for each entry of `metrics` that a step's batch makes
+    forks, parents, recipe, files, checkpoints, published, dataset: see `sql/evidence.sql`
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ from areal_flow.recovery.checkpoints import (
 )
 from areal_flow.recovery.inputs import RunInputs, file_hash
 from areal_flow.recovery.lease import newest_lease
+from areal_flow.recovery.parents import Parent, find_parent, read_parent
+from areal_flow.store.dataset import read_errors
+from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.maintenance import unreferenced_files
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
@@ -54,6 +57,36 @@ def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
             }
         except _UNREADABLE as error:
             yield unreadable(layout.forks.name, f"line {number}: {error!r}")
+
+
+def read_parents(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
+    """Yield what a fork was made from, beside the weights hash that its parent's ledger has."""
+    try:
+        parent = read_parent(layout)
+    except _UNREADABLE as error:
+        yield unreadable(layout.identity.name, error)
+        return
+    if parent is None:
+        return
+    ledger_hash, cause = _hash_by_ledger(layout, parent)
+    if cause:
+        what = (layout.identity.name, f"{parent}, to compare weights", cause)
+        yield Finding("parent-not-compared", *what, ADVICE["orphan"], "note")
+    of = {"name": parent.name, "step": parent.step, "weights_hash": parent.weights_hash}
+    yield {**of, "ledger_hash": ledger_hash}
+
+
+def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]:
+    """Return the weights hash of the parent's step by its ledger, or why there is none."""
+    place = find_parent(layout, parent)
+    if place is None:
+        return None, f"no run of its identity in {layout.root.parent}"
+    try:
+        with read_errors(place.steps):
+            rows = LedgerReader(place.steps, place.writers).rows(["weights_hash"])
+        return str(rows[parent.step]["weights_hash"]), ""
+    except (ArealFlowError, IndexError) as error:
+        return None, str(error)
 
 
 def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
@@ -104,7 +137,7 @@ def read_directories(
 
 def not_prepared(layout: RunLayout) -> bool:
     """Return whether a run is being prepared, or died of it: `inputs.json` says that it is done."""
-    made = (layout.inputs, layout.steps, layout.checkpoints, layout.weights)
+    made = (layout.inputs, layout.steps, layout.weights)
     return not any(path.exists() for path in made)
 
 

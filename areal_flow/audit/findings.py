@@ -23,6 +23,8 @@ ADVICE = {
     "recipe": "config.toml was changed: put its old settings back, a run keeps its recipe",
     "verifier": "inputs.json or a log was changed, or the verifier while the run went on: compare "
     "nothing across it",
+    "parent": "run.json, the ledger or that of the parent was changed: restore them from a copy",
+    "orphan": "nothing, if the parent was removed or is kept elsewhere; the run needs it no more",
     "checkpoint": "remove it: --resume goes on from an older one",
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",

@@ -17,11 +17,11 @@ import duckdb
 import pandera.polars as pa_polars
 import pyarrow as pa
 
-from areal_flow import __version__
 from areal_flow.audit import files
 from areal_flow.audit.database import AuditDatabase
 from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
 from areal_flow.audit.rows import VersionGone, check_schema, scan
+from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError, RunError
 from areal_flow.layout import RunLayout
@@ -99,6 +99,7 @@ class _Audit:
             database.add("files", ({"kind": kind, "step": int(path.name)} for path in paths))
         has_ledger = self._ledger()
         database.add("forks", self._kept(files.read_forks(layout)))
+        database.add("parents", self._kept(files.read_parents(layout)))
         has_log = self._log(recipe)
         if has_ledger and not self.report.checked["steps"]:
             self._before_training(recipe)
@@ -158,7 +159,7 @@ class _Audit:
             return None
         row = {
             "config_hash": recipe.digest(),
-            "code_version": f"areal-flow {__version__}",
+            "code_version": CODE_VERSION,
             "seed": recipe.seed,
             "group_size": recipe.controller.group_size,
             "groups_per_step": recipe.groups_per_step,

@@ -122,8 +122,8 @@ async def _judge(
     rewards = await _rewards(context)
     return await rewards.score(
         [
-            RewardInput(prompt.text, text, prompt.answer, prompt.metadata)
-            for (prompt, _), text in zip(completions, texts, strict=True)
+            RewardInput(prompt.text, text, prompt.answer, prompt.metadata, tuple(tokens))
+            for (prompt, tokens), text in zip(completions, texts, strict=True)
         ]
     )
 

@@ -31,8 +31,12 @@ def train_step(request: StepRequest) -> StepResult:
 
 
 def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
-    """Make a pretrained policy version 0."""
+    """Make version 0: of the checkpoint that a fork begins with, else of a pretrained policy."""
+    from areal_flow.trainer.backend import numeric_environment
+
     rank = _rank()
+    if 0 in list_checkpoints(rank.layout.checkpoints):
+        return rank.restore(0), numeric_environment(rank.recipe)
     rank.load_pretrained(directory)
     return rank.genesis()
 

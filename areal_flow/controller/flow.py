@@ -284,6 +284,7 @@ class Flow:
             provenance=self.provenance,
             seconds_wait=seconds_wait,
             seconds_step=monotonic() - self._last_row_at,
+            num_generators=self.recipe.cluster.num_generators,
         )
         self._last_row_at = monotonic()
         await self.backends.logs.append(row)

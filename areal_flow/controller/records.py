@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
+from areal_flow.controller.speed import speed_metrics
 from areal_flow.types import (
     NOTHING_TRAINED,
     LogHead,
@@ -57,6 +58,7 @@ def step_row(
     provenance: Provenance,
     seconds_wait: float,
     seconds_step: float,
+    num_generators: int,
 ) -> dict[str, Any]:
     """Return the ledger row of a computed step.
 
@@ -65,9 +67,10 @@ def step_row(
         log_head: how far the trajectory log is when the row is written.
         next_submission_index: the prompt cursor then.
         num_waiting_tokens: committed then, and neither trained nor discarded.
+        num_generators: of the recipe.
     """
     metrics = asdict(result.metrics)
-    return {
+    row = {
         "step": request.step,
         "policy_version": request.policy_version,
         "trajectory_ids": list(request.trajectory_ids),
@@ -93,6 +96,8 @@ def step_row(
         "seconds_step": seconds_step,
         "committed_at": datetime.now(UTC),
     }
+    speed = speed_metrics(row, num_generators=num_generators)
+    return {**row, "metrics": {**metrics["metrics"], **speed}}
 
 
 def genesis_row(
@@ -117,4 +122,5 @@ def genesis_row(
         provenance=provenance,
         seconds_wait=0.0,
         seconds_step=0.0,
+        num_generators=0,
     )

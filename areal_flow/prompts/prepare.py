@@ -45,6 +45,8 @@ class Prepared:
 
     num_train: int
     num_held_out: int
+    num_repeated: int
+    """Rows that ask what is held out: they are left out."""
     bad_rows: list[str]
     first_prompt: str
     """As the policy reads it: special tokens are there."""
@@ -72,11 +74,18 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         candidates = read(path, keeps=places.__contains__)
         rest = read(path, keeps=lambda place: place not in places)
     held_out: dict[str, Row] = {}
-    for row in islice(candidates, settings.num_held_out):
-        held_out.setdefault(row["prompt"], row)
+    num_repeated = 0
+
+    def is_new(row: Row) -> bool:
+        nonlocal num_repeated
+        num_repeated += row["prompt"] in held_out
+        return row["prompt"] not in held_out
+
+    for row in filter(is_new, islice(candidates, settings.num_held_out)):
+        held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
-    num_train = _write(layout.train_prompts, (row for row in rest if row["prompt"] not in held_out))
-    _refuse(bad_rows, recipe)
+    num_train = _write(layout.train_prompts, filter(is_new, rest))
+    _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     if not num_train:
@@ -85,6 +94,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     return Prepared(
         num_train,
         num_held_out,
+        num_repeated,
         listed,
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
@@ -99,8 +109,9 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
     """
     assert recipe.prompts.path is not None
     bad_rows: dict[Place, PromptError] = {}
-    _write(layout.held_out_prompts, _reader(recipe, layout, bad_rows)(recipe.prompts.path))
-    _refuse(bad_rows, recipe)
+    read = _reader(recipe, layout, bad_rows)
+    num_good = _write(layout.held_out_prompts, read(recipe.prompts.path))
+    _refuse(bad_rows, recipe, num_good=num_good)
 
 
 def tokenise_completions(
@@ -163,10 +174,12 @@ def _reader(
     )
 
 
-def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe) -> None:
+def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
     """End the preparation if there are bad rows that are not to be skipped."""
+    skip = ", or use --skip-bad-rows"
+    check = "; no row is good: prompts.question_field and prompts.answer_field name their fields"
     if not recipe.prompts.skip_bad_rows:
-        refuse_bad_rows(bad_rows, advice=", or use --skip-bad-rows")
+        refuse_bad_rows(bad_rows, advice=skip if num_good else check)
 
 
 def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer) -> Row:

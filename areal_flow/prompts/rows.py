@@ -120,7 +120,7 @@ def checked_text(value: Any, field: str) -> str:
         ValueError: it is not.
     """
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"field {field!r}: expected non-empty text, found {str(value)[:40]!r}")
+        raise ValueError(f"field {field!r}: expected non-empty text, found {value!r:.40}")
     try:
         value.encode()
     except UnicodeEncodeError as error:

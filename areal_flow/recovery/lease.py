@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
+from areal_flow.code_version import CODE_VERSION, git_commit
 from areal_flow.durable import force_to_disk, replace_file_durably
 from areal_flow.errors import RunError
 
@@ -37,6 +38,10 @@ class Lease:
     pid: int
     host: str
     since: str
+    code: str = ""
+    """The version of the driver's code."""
+    commit: str = ""
+    """The commit of that code, if it is a clone's."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -151,6 +156,7 @@ def _link_locked(root: Path, epoch: int) -> int:
     partial = root / f".lease-{uuid4().hex}"
     since = datetime.now(UTC).isoformat(timespec="seconds")
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    who |= {"code": CODE_VERSION, "commit": git_commit()}
     partial.write_text(json.dumps(who))
     descriptor = os.open(partial, os.O_RDONLY)
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,10 +90,15 @@ def replay_step(
         ConfigError: a changed setting is wrong.
     """
     recipe = changed_recipe(layout.config, changes or {})
-    local = LocalTrainer(layout, step=step)
+    local = LocalTrainer(layout, on_this_machine(load_recipe(layout.config)))
+    _check_step(layout, step, head=local.ledger.head)
 
     async def replay() -> Replayed:
-        replay = await local.begin(from_checkpoint)
+        found = checkpoint_hashes(layout.checkpoints)
+        wanted = {at: text for at, text in found.items() if from_checkpoint in (None, at)}
+        replay = await local.begin(wanted, at_most=step - 1)
+        if replay is None:
+            raise RunError(_no_checkpoint(layout, from_checkpoint, list(found), step=step))
         before = [await replay.advance() for _ in range(replay.step + 1, step)]
         request = replay.next_request
         sequences = local.sequences(request)
@@ -115,9 +121,16 @@ def replay_step(
             inspect_trajectories(request, sequences, proximal, outcomes, changed_outcomes),
         )
 
+    with threads_kept():
+        return asyncio.run(replay())
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Give torch back as many threads as it had: a step is replayed with its own number."""
     num_threads = torch.get_num_threads()
     try:
-        return asyncio.run(replay())
+        yield
     finally:
         torch.set_num_threads(num_threads)
 
@@ -125,36 +138,29 @@ def replay_step(
 class LocalTrainer:
     """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
 
-    def __init__(self, layout: RunLayout, *, step: int) -> None:
-        """Take the step that is the last to be computed."""
+    def __init__(self, layout: RunLayout, recipe: Recipe) -> None:
+        """Take a run, and its recipe as far as this machine can follow it."""
         check_schema_version(layout)
-        self._layout = layout
-        self._ledger = LedgerReader(layout.steps, layout.writers)
-        _check_step(layout, step, head=self._ledger.head)
-        self._last_step = step
-        self._environments = self._ledger.rows(["numeric_environment"])
-        self.recipe = on_this_machine(load_recipe(layout.config))
+        self.ledger = LedgerReader(layout.steps, layout.writers)
+        self._environments = self.ledger.rows(["numeric_environment"])
+        self.recipe = recipe
         read_rows = TrainingRows(layout.trajectories, layout.writers)
-        self.rank = TrainerRank(layout, self.recipe, channel=HashingWriter(), read_rows=read_rows)
+        self.rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read_rows)
 
-    async def begin(self, wanted: int | None) -> LedgerReplay:
-        """Restore a checkpoint below the last step: the newest usable one, or the one wanted.
+    async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:
+        """Restore the newest usable checkpoint up to a step; None if there is none.
 
-        Raises:
-            RunError: there is none.
+        Args:
+            checkpoints: weights hash by step, of those that may be used.
         """
-        found = checkpoint_hashes(self._layout.checkpoints)
-        replay = await restore_newest(
+        return await restore_newest(
             self,
-            self._ledger,
-            {step: text for step, text in found.items() if wanted in (None, step)},
-            at_most=self._last_step - 1,
+            self.ledger,
+            checkpoints,
+            at_most=at_most,
             max_staleness=self.recipe.controller.max_staleness,
             on_damaged=lambda _, error: logger.warning("%s", error),
         )
-        if replay is None:
-            raise RunError(_no_checkpoint(self._layout, wanted, list(found), step=self._last_step))
-        return replay
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
         return self.rank.restore(checkpoint)

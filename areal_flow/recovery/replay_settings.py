@@ -23,7 +23,7 @@ WITHOUT_INFLUENCE = frozenset(
 def settings_of_a_step() -> list[str]:
     """Return the dotted names of the settings that can change what a step computes."""
     algorithm = {f"algorithm.{name}": None for a in ALGORITHMS.values() for name in a.model_fields}
-    trainer = [f"trainer.{name}" for name in TrainerSettings.model_fields]
+    trainer = flatten(TrainerSettings().model_dump(), "trainer.")
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
     return [name for name in names if name not in WITHOUT_INFLUENCE]
 
@@ -86,7 +86,10 @@ def device_is_here(device: str) -> bool:
 
 def on_this_machine(recipe: Recipe) -> Recipe:
     """Return the recipe with a device that is here; the numeric environment will tell."""
-    if not device_is_here(recipe.trainer.device):
-        trainer = recipe.trainer.model_copy(update={"device": "cpu"})
-        return recipe.model_copy(update={"trainer": trainer})
-    return recipe
+    return recipe if device_is_here(recipe.trainer.device) else on_device(recipe, "cpu")
+
+
+def on_device(recipe: Recipe, device: str) -> Recipe:
+    """Return the recipe with another device of the trainer."""
+    trainer = recipe.trainer.model_copy(update={"device": device})
+    return recipe.model_copy(update={"trainer": trainer})

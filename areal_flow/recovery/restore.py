@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
+from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
-"""What a replay must find again besides all that the algorithm computed."""
+"""What a replay must find again besides all in the `metrics` map that is no speed."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,12 @@ class ComparedStep:
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return what is recorded and what was replayed, by name, where they are not equal."""
-        return _differences(compared_values(self.recorded), compared_values(self.replayed))
+        """Return what is recorded and what was replayed, by name, where they are not equal.
+
+        A metric that the version of this program which recorded the step did not know is none.
+        """
+        recorded, replayed = compared_values(self.recorded), compared_values(self.replayed)
+        return _differences(recorded, {name: replayed.get(name) for name in recorded})
 
     @property
     def equal(self) -> bool:
@@ -83,7 +88,8 @@ class ComparedStep:
 def compared_values(result: StepResult) -> dict[str, Any]:
     """Return, by name, what a replay must find again."""
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
-    return {**metrics, **result.metrics.metrics, **asdict(result.hashes)}
+    computed = {n: v for n, v in result.metrics.metrics.items() if not n.startswith(SPEED)}
+    return {**metrics, **computed, **asdict(result.hashes)}
 
 
 def _differences(

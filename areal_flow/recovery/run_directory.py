@@ -35,8 +35,11 @@ class RunState:
     """Wall time of earlier drivers' lives, as far as they could record it."""
 
 
-def create_run(layout: RunLayout, recipe: Recipe) -> None:
+def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> None:
     """Make the directory of a new run.
+
+    Args:
+        recipe_name: what the recipe is called, if it has a name.
 
     Raises:
         RunError: the name is taken.
@@ -47,14 +50,19 @@ def create_run(layout: RunLayout, recipe: Recipe) -> None:
             f"or continue it with --resume {layout.name}"
         )
     layout.root.mkdir(parents=True)
-    write_identity(layout)
+    write_identity(layout, recipe_name=recipe_name)
     layout.config.write_text(dump_recipe(recipe))
 
 
-def write_identity(layout: RunLayout) -> None:
+def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:
     """Give a new run its schema version, and an identity that outlives its name and place."""
-    identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex}
+    identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex, "recipe": recipe_name}
     layout.identity.write_text(json.dumps(identity))
+
+
+def recipe_name_of(layout: RunLayout) -> str:
+    """Return what the recipe of a run was called; nothing if it had no name."""
+    return str(json.loads(layout.identity.read_text()).get("recipe", ""))
 
 
 def check_schema_version(layout: RunLayout) -> str:

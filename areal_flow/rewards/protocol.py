@@ -28,7 +28,8 @@ class RewardSettings(Settings):
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier function that takes longer over one completion hangs, and has failed there."""
+    """A verifier function that takes longer over one completion hangs, and has failed there; one
+    that judges many at a time has this long for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,14 @@ class RewardInput:
         completion: the text that it produced, without special tokens.
         answer: the right answer as the prompt's row has it: text, a number, a list.
         metadata: the columns of the prompt's row: tests, an entry point, anything.
+        completion_ids: the tokens of the completion, special ones included.
     """
 
     prompt: str
     completion: str
     answer: Any
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    completion_ids: Sequence[int] = ()
 
 
 class Reward(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 from areal_flow.errors import RewardError
 from areal_flow.import_path import import_function
 from areal_flow.pass_rates import PASS_THRESHOLD, passes
+from areal_flow.rewards.batched import BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
@@ -61,14 +62,19 @@ def load_reward(name: str, directory: Path, *, timeout_s: float = 60.0) -> Named
     """
     if name.startswith(SHIPPED):
         function = load_shipped(name, directory)
-        return NamedReward(
-            name, name.removeprefix(SHIPPED), FunctionReward(function, timeout_s=timeout_s)
-        )
+        made = function_reward(function, timeout_s=timeout_s)
+        return NamedReward(name, name.removeprefix(SHIPPED), made)
     found: Any = REWARDS.get(name) or import_function(
         name, setting="rewards.verifier", error=RewardError, built_in=REWARDS
     )
-    reward: Any = found() if inspect.isclass(found) else FunctionReward(found, timeout_s=timeout_s)
+    reward: Any = found() if inspect.isclass(found) else function_reward(found, timeout_s=timeout_s)
     return NamedReward(name, f"{name}@{code_hash(found)}", reward, source_file(found))
+
+
+def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
+    """Return a function as a reward, told by the names of its parameters."""
+    made = BatchedFunctionReward if is_batched(function) else FunctionReward
+    return made(function, timeout_s=timeout_s)
 
 
 def code_hash(code: Any) -> str:
@@ -148,7 +154,7 @@ class WeightedRewards:
         return [self._sum(scores) for scores in zip(*columns, strict=True)]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
-        """Return the sum; verdict and extracted answer are those of the first reward listed.
+        """Return the sum; verdict and extracted answer are those of the first reward that has one.
 
         Where that one gave a bare number, the verdict says whether the completion passes.
         """
@@ -156,11 +162,14 @@ class WeightedRewards:
             RewardPart(part.name, score.reward)
             for part, score in zip(self._parts, scores, strict=True)
         )
-        if failed := [score for score in scores if score.reward is None]:
+        given = [score for score in scores if score.verdict != "no_reward"]
+        if failed := [score for score in given if score.reward is None]:
             return Score(None, "error", error=failed[0].error, parts=parts)
+        if not given:
+            return Score(None, "no_reward", error="no verifier gave a reward", parts=parts)
         total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
         message = next((score.message for score in scores if score.message), "")
-        first = scores[0]
+        first = given[0]
         passed: Verdict = "right" if passes(total, threshold=self._pass_threshold) else "wrong"
         verdict = first.verdict or passed
         return Score(total, verdict, first.extracted, message=message, parts=parts)

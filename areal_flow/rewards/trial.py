@@ -18,6 +18,7 @@ from typing import Any
 
 from areal_flow.config import load_recipe
 from areal_flow.layout import RunLayout
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.rewards.calls import cause_of
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
@@ -51,11 +52,16 @@ async def _judge(
     rewards = WeightedRewards([settings.model_copy(update={"weight": 1.0})], layout.rewards)
     rewards.open()
     found: list[dict[str, Any]] = []
+    tokenizer = tokenizer_of(layout.model)
     for completion in (answer_text(given["answer"]), ""):
+        tokens = tokenizer.encode(completion, add_special_tokens=False).ids
         began = perf_counter()
-        (score,) = await rewards.score([RewardInput(**given, completion=completion)])
+        (score,) = await rewards.score(
+            [RewardInput(**given, completion=completion, completion_ids=tokens)]
+        )
         seconds = perf_counter() - began
-        found.append({"reward": score.reward, "error": score.error, "seconds": seconds})
+        error = "" if score.verdict == "no_reward" else score.error
+        found.append({"reward": score.reward, "error": error, "seconds": seconds})
         if seconds > settings.timeout_s:
             break
     rewards.close()

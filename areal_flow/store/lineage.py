@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from areal_flow.errors import ArealFlowError
 from areal_flow.recovery.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     read_checkpoint_state,
 )
+from areal_flow.recovery.parents import find_parent, read_parent
+from areal_flow.store.dataset import read_errors
 
 if TYPE_CHECKING:
     from areal_flow.store.queries import Run, TableFormat
@@ -92,6 +95,38 @@ class Lineage:
         lines = path.read_text().splitlines() if path.is_file() else []
         return [fork for fork in map(json.loads, lines) if fork["step"] <= self.version]
 
+    @cached_property
+    def forked_from(self) -> list[dict[str, Any]]:
+        """The step of another run that the genesis is, and so on back, the nearest first.
+
+        `ledger` is what that run's ledger says of the way from its own genesis to the step, None
+        where the run is gone or cannot be read.
+        """
+        layout = self.run.layout
+        parent = read_parent(layout)
+        if parent is None:
+            return []
+        found = {**asdict(parent), "ledger": None}
+        if (place := find_parent(layout, parent)) is None:
+            return [found]
+        try:
+            with read_errors(place.steps):
+                lineage = type(self.run)(place.root).lineage(parent.step)
+                return [{**found, "ledger": lineage.chain}, *lineage.forked_from]
+        except ArealFlowError:
+            return [found]
+
+    @property
+    def chain(self) -> dict[str, Any]:
+        """The run, the weights hashes at both ends, and the steps before which the chain breaks."""
+        hashes = self._records("FROM weights_hashes")
+        return {
+            "run": self.run.layout.name,
+            "genesis_hash": hashes[0]["weights_hash"],
+            "weights_hash": hashes[-1]["weights_hash"],
+            "chain_breaks": [found["step"] for found in hashes if not found["follows"]],
+        }
+
     @property
     def chat_template_hash(self) -> str | None:
         """SHA-256 of the chat template that rendered the prompts; None without one."""
@@ -109,29 +144,32 @@ class Lineage:
         if self.version in list_checkpoints(checkpoints):
             state = read_checkpoint_state(checkpoint_path(checkpoints, self.version))
             found["the checkpoint"] = state.weights_hash
-        expected = self.steps.iloc[-1].weights_hash
-        return tuple(HashCheck(what, value, expected) for what, value in found.items())
+        chain = self.chain
+        checks = [HashCheck(what, value, chain["weights_hash"]) for what, value in found.items()]
+        for parent in self.forked_from[:1]:
+            what = f"step {parent['step']} of run {parent['name']}, which is the genesis,"
+            known = (parent["ledger"] or parent)["weights_hash"]
+            checks.append(HashCheck(what, known, chain["genesis_hash"]))
+        return tuple(checks)
 
     def summary(self) -> dict[str, Any]:
         """Return all of it in numbers and hashes, ready for JSON."""
         steps = self._records("FROM ledger_rows")
         verifiers = self._records("FROM verifiers")
-        breaks = self._records("SELECT step FROM weights_hashes WHERE NOT follows")
         environments = self._spans("numeric_environment")
         for span in environments:
             span["numeric_environment"] = json.loads(span["numeric_environment"])
-        head = ("weights_hash", "trajectory_watermark", "lance_version")
+        head = ("trajectory_watermark", "lance_version")
         return {
-            "run": self.run.layout.name,
+            **self.chain,
+            "forked_from": self.forked_from,
             "version": self.version,
             "num_steps": len(steps) - 1,
             "num_trajectories": sum(found["num_trajectories"] for found in verifiers),
             "num_prompts": len(self.prompts),
             "num_trained_tokens": sum(step["num_trained_tokens"] for step in steps),
             "num_masked_tokens": sum(step["num_masked_tokens"] for step in steps),
-            "genesis_hash": steps[0]["weights_hash"],
             **{name: steps[-1][name] for name in head},
-            "chain_breaks": [found["step"] for found in breaks],
             "forks": self.forks,
             "chat_template": self.chat_template_hash,
             "verifiers": verifiers,

@@ -123,7 +123,11 @@ class TrajectoryCommitter:
 class TrainingRows:
     """Reads trajectories by id, for training and replay: every row is compared with its hash."""
 
-    COLUMNS = ("submission_index", *CONTENT_COLUMNS, "content_hash")
+    COLUMNS = (
+        *("submission_index", "difficulty", "finish_reason", "reward_parts"),
+        *CONTENT_COLUMNS,
+        "content_hash",
+    )
 
     def __init__(self, path: Path, writers: Path) -> None:
         """Remember where the log is; it is opened on first use."""

@@ -1,4 +1,4 @@
-"""MLflow as a sink: metrics by step, model versions, dataset inputs. The only importer of MLflow.
+"""MLflow as a sink: what a run is, metrics by step, model versions. The only importer of MLflow.
 
 How far a run was delivered is a tag of its MLflow run, written with each step's numbers: a server
 that lost the run, or never had it, is filled from the first step on.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.tracking.aliases import Aliases, source_path
+from areal_flow.tracking.description import InputPrompts, RunDescription
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
 ALIAS_TAG = "areal_flow.alias"
 """Of the MLflow run: the alias that it was given stays its own, also under another name."""
 SQLITE = "sqlite:///"
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
+"""Of the experiment: opens it in the view of model training, not in that of applications."""
+RECIPE_FILE, SAMPLES_FILE = "recipe.toml", "samples.json"
+"""Artifacts."""
 _FAST_FAILURE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
@@ -58,19 +64,31 @@ class MlflowTracker:
             self.run_id = known.info.run_id
             client.update_run(self.run_id, status="RUNNING")
             return int(known.data.tags.get(DELIVERED_TAG, 0))
-        found = client.get_experiment_by_name(self._experiment)
-        experiment_id = found.experiment_id if found else client.create_experiment(self._experiment)
         tags = {IDENTITY_TAG: self._identity}
-        run = client.create_run(experiment_id, run_name=self._layout.name, tags=tags)
+        run = client.create_run(self._experiment_id(), run_name=self._layout.name, tags=tags)
         self.run_id = run.info.run_id
         return 0
 
-    def log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
+    def describe(self, description: RunDescription) -> None:
+        from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self.run_id).data.params
-        new = [Param(name, str(value)) for name, value in parameters.items() if name not in known]
-        self._client.log_batch(self.run_id, params=new)
+        parameters = description.parameters.items()
+        new = [Param(name, str(value)) for name, value in parameters if name not in known]
+        tags = {**description.tags, **_own_tags(description)}
+        named = [RunTag(name, value) for name, value in tags.items()]
+        self._client.log_batch(self.run_id, params=new, tags=named)
+        if description.prompts:
+            self._log_prompts(description.prompts)
+        self._client.log_text(self.run_id, description.recipe, RECIPE_FILE)
+
+    def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write what the client's `log_table` writes, which would append to the table before."""
+        columns = list(rows[0])
+        table = {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
+        self._client.log_text(self.run_id, json.dumps(table, ensure_ascii=False), SAMPLES_FILE)
+        shown = json.dumps([{"path": SAMPLES_FILE, "type": "table"}])
+        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", shown)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         self._log(step, metrics, timestamp_ms, tags={DELIVERED_TAG: str(step)})
@@ -85,7 +103,6 @@ class MlflowTracker:
         sources = {f"file://{path}": dict(tags) for path, tags in present.items()}
         for source, tags in sources.items():
             if source not in known:
-                self._log_dataset(tags)
                 known[source] = self._register(source, tags)
             self._tag(known[source], tags)
         for source, version in known.items():
@@ -119,6 +136,8 @@ class MlflowTracker:
         for found in versions:
             self._client.delete_model_version(self._model, found.version)
         self._client.delete_run(self.run_id)
+        if self.uri.startswith(SQLITE):  # a server's files are the server's to delete
+            shutil.rmtree(source_path(known.info.artifact_uri).parent, ignore_errors=True)
         if versions:
             self._aliases().point_to_best()
         return len(versions)
@@ -190,20 +209,38 @@ class MlflowTracker:
         self._client.set_tag(self.run_id, ALIAS_TAG, alias)
         return alias
 
-    def _log_dataset(self, tags: Mapping[str, str]) -> None:
-        """Name the version of the trajectories that a checkpoint was trained from as an input."""
+    def _experiment_id(self) -> str:
+        """Return the experiment, made if need be, and opened in the view of model training."""
+        if found := self._client.get_experiment_by_name(self._experiment):
+            if KIND_TAG not in found.tags:
+                self._client.set_experiment_tag(found.experiment_id, KIND_TAG, KIND)
+            return str(found.experiment_id)
+        place = None  # for a server to choose; a client of a database would take the working folder
+        if self.uri.startswith(SQLITE):
+            place = Path(self.uri.removeprefix(SQLITE)).with_name("mlflow-artifacts").as_uri()
+        made = self._client.create_experiment(self._experiment, place, tags={KIND_TAG: KIND})
+        return str(made)
+
+    def _log_prompts(self, prompts: InputPrompts) -> None:
+        """Name the prompts as the run's input; the same ones are an input once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        version, num_rows = (int(tags[f"trajectories_{name}"]) for name in ("version", "watermark"))
-        dataset = Dataset(
-            name="trajectories",
-            digest=f"v{version}",
-            source_type="lance",
-            source=json.dumps({"uri": str(self._layout.trajectories), "version": version}),
-            profile=json.dumps({"num_rows": num_rows}),
-        )
+        source = json.dumps({"uri": str(prompts.path)})
+        dataset = Dataset("prompts", prompts.content_hash, source_type="local", source=source)
         context = [InputTag("mlflow.data.context", "training")]
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, context)])
+
+
+def _own_tags(description: RunDescription) -> dict[str, str]:
+    """Return the tags that MLflow's pages read."""
+    commit, _, dirty = description.commit.partition("-")
+    known = {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": dirty and "True"}
+    return {
+        "mlflow.note.content": description.text,
+        "mlflow.source.name": "areal-flow",
+        "mlflow.source.type": "LOCAL",
+        **{name: value for name, value in known.items() if value},
+    }
 
 
 def default_tracking_uri(runs: Path) -> str:

@@ -8,18 +8,23 @@ sink it is, and when it is asked to deliver.
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import evaluation_scores
+from areal_flow.pass_rates import PASS_RATE, evaluation_scores
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
-from areal_flow.settings import flatten
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG, Tracker
+from areal_flow.store.samples import compared_answers
+from areal_flow.tracking.description import describe_run
+from areal_flow.tracking.protocol import (
+    BATCH_PASS_RATE_TAG,
+    PASS_RATE_TAG,
+    TRAINED_AT_TAG,
+    Tracker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +52,12 @@ METRICS = {
 _STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
 ]
-_CHECKPOINT_COLUMNS = ["weights_hash", "lance_version", "trajectory_watermark", "committed_at"]
+_CHECKPOINT_COLUMNS = [
+    *("weights_hash", "lance_version", "trajectory_watermark", "committed_at", "metrics"),
+]
 _EVALUATION_COLUMNS = [
     *("evaluation", "policy_version", "prompt_id", "sample", "reward", "num_output_tokens"),
-    "evaluated_at",
+    *("evaluated_at", "verifier", "difficulty", "prompt", "answer", "completion"),
 ]
 
 
@@ -84,8 +91,9 @@ class Projection:
         """
         if self._delivered is None:
             delivered = self._sink.begin()
-            recipe = flatten(tomllib.loads(self._layout.config.read_text()))
-            self._attempt("the recipe", self._sink.log_parameters, recipe)
+            self._attempt(
+                "what the run is", lambda: self._sink.describe(describe_run(self._layout))
+            )
             # The sink can be ahead of a ledger that lost its last rows with the machine's power.
             self._delivered = max(0, min(delivered, self._ledger().head))
         num_steps = self._deliver_steps()
@@ -128,6 +136,9 @@ class Projection:
             at = _milliseconds(part["evaluated_at"].max())
             log = self._sink.log_evaluation
             self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
+        samples = compared_answers(answers.to_arrow(), pass_threshold=run.pass_threshold)
+        if samples:
+            self._attempt("the sample answers", self._sink.show_samples, samples)
         self._evaluations = version_now
 
     def _deliver_checkpoints(self) -> None:
@@ -144,7 +155,8 @@ class Projection:
                 "trajectories_version": str(rows[step]["lance_version"]),
                 "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
                 TRAINED_AT_TAG: rows[step]["committed_at"].isoformat(),
-                **({PASS_RATE_TAG: f"{rates[step]:.6f}"} if step in rates else {}),
+                **_rate_tag(BATCH_PASS_RATE_TAG, dict(rows[step]["metrics"]).get(PASS_RATE)),
+                **_rate_tag(PASS_RATE_TAG, rates.get(step)),
             }
             for step, weights_hash in hashes.items()
             if step < len(rows) and rows[step]["weights_hash"] == weights_hash
@@ -154,6 +166,10 @@ class Projection:
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)
+
+
+def _rate_tag(name: str, rate: float | None) -> dict[str, str]:
+    return {} if rate is None else {name: f"{rate:.6f}"}
 
 
 def _milliseconds(moment: Any) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from areal_flow.tracking.description import RunDescription
 
 TRAINED_AT_TAG = "trained_at"
 """Of a registered version: when the ledger had its step, as text that sorts by time."""
 PASS_RATE_TAG = "held_out_pass_rate"
 """Of a registered version: what its newest held-out evaluation found, if there was one."""
+BATCH_PASS_RATE_TAG = "rollout_pass_rate"
+"""Of a registered version: that of the batch of which it was made."""
 
 
 class Tracker(Protocol):
@@ -26,8 +30,11 @@ class Tracker(Protocol):
     def begin(self) -> int:
         """Find this run in the sink, or make it there; return the last step delivered, or 0."""
 
-    def log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the recipe, by dotted name; one that is there already stays."""
+    def describe(self, description: RunDescription) -> None:
+        """Show what the run is; parameters that are there already stay, all else is replaced."""
+
+    def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show a table of sample answers, instead of the one shown before."""
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, timestamp_ms: int) -> None:
         """Log the numbers of a step, then remember the step as delivered."""

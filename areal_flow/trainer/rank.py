@@ -22,7 +22,6 @@ from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.policy import DTYPES, empty_policy, load_policy
-from areal_flow.pass_rates import PASS_RATE, passes
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import (
@@ -32,6 +31,7 @@ from areal_flow.trainer.backend import (
     make_backend,
     numeric_environment,
 )
+from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import (
@@ -222,7 +222,6 @@ class TrainerRank:
             policy_version=request.policy_version,
             max_staleness=request.max_staleness,
         )
-        threshold = self.recipe.pass_threshold
         num_trained = sum(sequence.num_trained for sequence in sequences)
         num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
         return StepMetrics(
@@ -238,7 +237,7 @@ class TrainerRank:
             masked_fraction_by_tenth=masked_fraction_by_tenth([s.trained for s in sequences]),
             metrics={
                 **{name: metric.value for name, metric in numbers.metrics.items()},
-                PASS_RATE: _mean([passes(s.reward, threshold=threshold) for s in sequences]),
+                **batch_metrics(rows, pass_threshold=self.recipe.pass_threshold),
             },
             **seconds,
         )

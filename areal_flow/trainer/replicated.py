@@ -7,7 +7,7 @@ every rank makes the same update.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite
 from typing import Any
@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.logprobs import next_token_entropies, next_token_logprobs
+from areal_flow.algorithms.logprobs import (
+    detached_entropies,
+    next_token_entropies,
+    next_token_logprobs,
+)
 from areal_flow.algorithms.protocol import (
     LossInputs,
     Metric,
     MinibatchSize,
     PolicyLoss,
     add_metrics,
+    mean,
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainingError
@@ -55,8 +60,8 @@ class ReplicatedBackend:
         self.optimizer = torch.optim.AdamW(
             self._trainable,
             lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
+            betas=(settings.adamw.beta1, settings.adamw.beta2),
+            weight_decay=settings.adamw.weight_decay,
         )
 
     def autocast(self) -> torch.autocast:
@@ -151,9 +156,9 @@ class ReplicatedBackend:
         with self.autocast():
             logits_MV = self._logits(micro)
             logprobs_M = next_token_logprobs(logits_MV, micro.targets_M, temperature=temperature)
-            entropy_M = None
-            if settings.algorithm.needs_entropy:
-                entropy_M = next_token_entropies(logits_MV, temperature=temperature)
+            needed = settings.algorithm.needs_entropy
+            entropies = next_token_entropies if needed else detached_entropies
+            entropy_M = entropies(logits_MV, temperature=temperature)
         inputs = LossInputs(
             logprobs_T=logprobs_M,
             proximal_logprobs_T=logprobs_M.detach() if proximal_M is None else proximal_M,
@@ -163,7 +168,7 @@ class ReplicatedBackend:
             versions_T=micro.versions_M,
             entropy_T=entropy_M,
         )
-        return settings.token_loss(inputs)
+        return _with_entropy(settings.token_loss(inputs), entropy_M)
 
     def _add_gradients(self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup) -> None:
         """Give each parameter the sum of the ranks' gradients, in the order of ranks.
@@ -208,9 +213,13 @@ def _add_numbers(
 def _metrics_of_nothing(settings: StepSettings) -> dict[str, Metric]:
     """Return the loss's metrics of no token: ranks without work name the same as the others."""
     real_T, integer_T = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    entropy_T = real_T if settings.algorithm.needs_entropy else None
-    inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, entropy_T)
-    return dict(settings.token_loss(inputs).metrics)
+    inputs = LossInputs(real_T, real_T, real_T, real_T, integer_T, integer_T, real_T)
+    return dict(_with_entropy(settings.token_loss(inputs), real_T).metrics)
+
+
+def _with_entropy(loss: PolicyLoss, entropy_M: Tensor) -> PolicyLoss:
+    """Return a loss that also shows the policy's entropy on its tokens, in nats."""
+    return replace(loss, metrics={**loss.metrics, "entropy_mean": mean(entropy_M)})
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ does not know where rows come from, or which process it runs in.
 
 from __future__ import annotations
 
-import math
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.errors import TrainingError
@@ -34,8 +34,6 @@ from areal_flow.trainer.step import train_step
 
 ONE_UPDATE = DecoupledPPO(num_minibatches=1)
 """How a step is made of a batch; its loss is replaced by the cross-entropy."""
-FINAL_RATE = 0.03
-"""Of the peak, at the end of the cosine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +110,14 @@ class SftTrainer:
         return found.losses[0]
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of step 0, 1, ...: warm-up times cosine or constant."""
-        settings = self.settings
-        warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
-        if settings.learning_rate_schedule == "constant":
-            return settings.learning_rate * warmup
-        cosine = 0.5 * (1 + math.cos(math.pi * step / settings.num_steps))
-        return settings.learning_rate * warmup * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+        """Return the rate of step 0, 1, ...: the schedule ends with the last one."""
+        return scheduled_rate(
+            self.settings.learning_rate,
+            step=step + 1,
+            schedule=self.settings.learning_rate_schedule,
+            num_warmup_steps=self.settings.num_learning_rate_warmup_steps,
+            num_decay_steps=self.settings.num_steps,
+        )
 
     def save(self, root: Path, model_directory: Path, writer: Writer) -> Path:
         """Write a checkpoint of this step, a Hugging Face directory; return where it lies.

@@ -15,6 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
@@ -91,9 +92,14 @@ def _with_proximal(
 
 
 def learning_rate(settings: TrainerSettings, step: int) -> float:
-    """Return the rate of step 1, 2, ...: step / (W + 1) of it in a warm-up of W steps, then all."""
-    warmup = settings.num_learning_rate_warmup_steps
-    return settings.learning_rate * min(1.0, step / (warmup + 1))
+    """Return the rate of step 1, 2, ...: of settings alone, so that a replay finds it again."""
+    return scheduled_rate(
+        settings.learning_rate,
+        step=step,
+        schedule=settings.learning_rate_schedule,
+        num_warmup_steps=settings.num_learning_rate_warmup_steps,
+        num_decay_steps=settings.num_learning_rate_decay_steps,
+    )
 
 
 def compute_advantages(

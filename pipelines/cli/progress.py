@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from areal_flow.controller import speed
 from areal_flow.pass_rates import PASS_RATE
 from pipelines.cli.run_log import log
 
@@ -73,20 +74,21 @@ class Progress:
         """Show a step where that can be taken back."""
 
     def _values(self, row: dict[str, Any]) -> dict[str, str]:
-        seconds = max(1e-9, self._sum("seconds_step"))
-        left = int(max(0, self._num_steps - row["step"]) * seconds / len(self._rows))
-        generating = self._sum("seconds_generate") / (seconds * self._num_generators)
-        training = (self._sum("seconds_train") + self._sum("seconds_stage")) / seconds
+        totals = {column: max(1e-9, self._sum(column)) for column in speed.COLUMNS}
+        found = speed.speed_metrics(totals, num_generators=self._num_generators)
+        rate = {name.removeprefix(speed.AREA): value for name, value in found.items()}
+        steps_left = max(0, self._num_steps - row["step"])
+        left = int(steps_left * totals["seconds_step"] / len(self._rows))
         return {
             "step": f"{row['step']}/{self._num_steps}",
             "reward": f"{self._sum('reward_mean') / len(self._rows):.3f}",
             "pass": f"{fmean(row['metrics'][PASS_RATE] for row in self._rows):.3f}",
             "length": f"{row['completion_tokens_mean']:.1f}",
             "staleness": f"{row['staleness_mean']:.2f} (max {row['staleness_max']})",
-            "generated tok/s": f"{self._sum('num_generated_tokens') / seconds:,.0f}",
-            "trained tok/s": f"{self._sum('num_trained_tokens') / seconds:,.0f}",
-            "generators busy": f"{min(1.0, generating):.0%}",
-            "trainer busy": f"{min(1.0, training):.0%}",
+            "generated tok/s": f"{rate['generated_tokens_per_s']:,.0f}",
+            "trained tok/s": f"{rate['trained_tokens_per_s']:,.0f}",
+            "generators busy": f"{min(1.0, rate['generators_busy_fraction']):.0%}",
+            "trainer busy": f"{min(1.0, rate['trainer_busy_fraction']):.0%}",
             "left": f"{left // 60}:{left % 60:02d}",
         }
 

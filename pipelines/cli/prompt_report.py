@@ -16,6 +16,8 @@ _SHOWN_CHARACTERS = 1000
 def describe_prompts(prepared: Prepared, layout: RunLayout) -> str:
     """Return how many prompts there are, which rows were left out, and the first prompt."""
     lines = [f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"]
+    if prepared.num_repeated:
+        lines.append(f"  {prepared.num_repeated} rows that repeat a held-out prompt are left out")
     if bad_rows := prepared.bad_rows:
         lines.append(f"  {len(bad_rows)} bad rows skipped, listed in {layout.bad_rows}:")
         lines += [f"  {row}" for row in bad_rows[:_SHOWN_BAD_ROWS]]

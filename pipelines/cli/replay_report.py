@@ -122,7 +122,7 @@ def _step_table(found: dict[str, Any]) -> Table:
     for name in {**recorded, **replayed, **(changed or {})}:  # another algorithm has other metrics
         there, here = recorded.get(name), replayed.get(name)
         row = {"": name.replace("_", " "), "recorded": _value(there), "replayed": _value(here)}
-        row["equal?"] = None if there is here is None else "yes" if there == here else "NO"
+        row["equal?"] = None if there is None else "yes" if there == here else "NO"
         rows.append(row | ({"changed": _value(changed.get(name))} if changed else {}))
     return Table(rows)
 

@@ -115,8 +115,7 @@ def report_lineage(traced: Traced) -> Report:
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    named, breaks = found["registered"], found["chain_breaks"]
-    broken = f"broken before step {', '.join(map(str, breaks))}" if breaks else "unbroken"
+    named = found["registered"]
     forks = ", ".join(str(fork["step"]) for fork in found["forks"])
     forked = f"replayed to other weights, in another numeric environment: steps {forks}"
     environments = [
@@ -127,7 +126,8 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         *([("registered", f"models:/{named['name']}/{named['version']}")] if named else []),
         ("policy", f"version {found['version']} of run {found['run']}"),
         ("weights", found["weights_hash"]),
-        ("chain", f"from the genesis {found['genesis_hash']}, {broken}"),
+        ("chain", _chain(found)),
+        *(("forked from", _ancestor(parent)) for parent in found["forked_from"]),
         ("steps", str(found["num_steps"])),
         ("trajectories", f"{found['num_trajectories']:,}, of {found['num_prompts']:,} prompts"),
         (
@@ -147,6 +147,23 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("environment", _spans(environments, "text")),
         ("forks", forked if forks else "none"),
     ]
+
+
+def _chain(found: dict[str, Any]) -> str:
+    breaks = found["chain_breaks"]
+    broken = f"broken before step {', '.join(map(str, breaks))}" if breaks else "unbroken"
+    return f"from the genesis {found['genesis_hash']}, {broken}"
+
+
+def _ancestor(parent: dict[str, Any]) -> str:
+    """Return which step of which run a genesis is, and the chain to it if that run is there."""
+    ledger = parent["ledger"]
+    renamed = f", now {ledger['run']}" if ledger and ledger["run"] != parent["name"] else ""
+    chain = f"chain {_chain(ledger)}" if ledger else "that run is not there any more"
+    return (
+        f"step {parent['step']} of run {parent['name']}{renamed}, optimizer {parent['optimizer']}; "
+        f"weights {parent['weights_hash']}, {chain}"
+    )
 
 
 def _spans(records: Sequence[dict[str, Any]], name: str) -> str:

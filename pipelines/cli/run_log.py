@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from pipelines.cli.tables import PIPE_WIDTH, make_console, print_parts
+from pipelines.cli.tables import PIPE_WIDTH, make_console, rendered
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:WARNING|ERROR|CRITICAL) (.*)")
@@ -40,17 +40,14 @@ class _LogFile(logging.FileHandler):
 def say(*parts: RenderableType) -> None:
     """Log lines, facts and tables, and print them."""
     log(*parts)
-    console = make_console()
-    print_parts(console, *parts)
-    console.file.flush()
+    # `print` comes out above a live display, through which a console would write.
+    print(rendered(make_console(), *parts), end="", flush=True)
 
 
 def log(*parts: RenderableType) -> None:
     """Log lines, facts and tables without printing them; nothing where no log is kept."""
-    text = StringIO()
-    plain = Console(width=PIPE_WIDTH, file=text, color_system=None, markup=False, emoji=False)
-    print_parts(plain, *parts)
-    for line in text.getvalue().removesuffix("\n").split("\n"):
+    plain = Console(width=PIPE_WIDTH, file=StringIO(), color_system=None, markup=False, emoji=False)
+    for line in rendered(plain, *parts).removesuffix("\n").split("\n"):
         _said.info("%s", line)
 
 

@@ -124,17 +124,17 @@ def show(report: Report, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(report.data, default=plain))
     else:
-        print_parts(make_console(), *report.parts)
+        print(rendered(make_console(), *report.parts), end="")
     return report.code
 
 
-def print_parts(console: Console, *parts: RenderableType) -> None:
-    """Print lines, facts and tables; a line of text is left for the terminal to wrap."""
+def rendered(console: Console, *parts: RenderableType) -> str:
+    """Return lines, facts and tables as text; a line of it is left for the terminal to wrap."""
     with console.capture() as captured:
         for part in parts:
             soft_wrap = isinstance(part, str | Text)
             console.print(part, soft_wrap=soft_wrap, markup=False, highlight=False)
-    console.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
+    return "\n".join(line.rstrip(" ") for line in captured.get().split("\n"))
 
 
 def make_console() -> Console:

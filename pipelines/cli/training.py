@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -18,9 +17,9 @@ from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
+    from pipelines.forking import Fork
     from pipelines.jobs import Job
 
-DEFAULT_RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.toml"
 MAY_CHANGE = {"num_steps", "max_minutes"}
 
 
@@ -35,6 +34,13 @@ class Which:
     """The run to continue; only --num-steps and --max-minutes may change."""
     take_over: Flag = False
     """With --resume: even if its driver hangs."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class WhichTraining(Which):
+    """Which run to train."""
+
     accept_verifier: Flag = False
     """With --resume: even if the code that scores changed; nothing is compared across it."""
 
@@ -43,7 +49,9 @@ def train(
     recipe: Path | None = None,
     /,
     *,
-    which: Which | None = None,
+    which: WhichTraining | None = None,
+    from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
+    reset_optimizer: Flag = False,
     prompts: Path | None = None,
     skip_bad_rows: Flag = False,
     settings: Overrides | None = None,
@@ -53,9 +61,14 @@ def train(
 
     Args:
         recipe: A TOML recipe; the arithmetic one by default.
+        from_: Begin with the policy of another run, and its recipe with any setting over it; of
+            its newest checkpoint, or of a step.
+        reset_optimizer: With --from: without that run's optimizer state.
         prompts: JSONL or Parquet, instead of the recipe's.
         skip_bad_rows: Leave out and list rows that are wrong.
     """
+    if reset_optimizer and from_ is None:
+        raise ConfigError("--reset-optimizer goes with --from")
     from pipelines.jobs import TRAINING
 
     given = dict(settings or {})
@@ -63,7 +76,17 @@ def train(
         given |= {"prompts.source": "file", "prompts.path": str(prompts)}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
-    return _drive(TRAINING, recipe, which or Which(), given, folders)
+    if from_ is None:
+        return _drive(TRAINING, recipe, which or WhichTraining(), given, folders)
+    if recipe or (which and which.resume):
+        raise ConfigError(
+            "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
+            "with the settings given"
+        )
+    from pipelines.forking import find_fork
+
+    fork = find_fork(folders.runs, from_, reset_optimizer=reset_optimizer)
+    return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
 
 
 def sft(
@@ -85,17 +108,28 @@ def sft(
 
 
 def _drive(
-    job: Job, path: Path | None, which: Which, settings: dict[str, Any], folders: Given
+    job: Job,
+    path: Path | None,
+    which: Which,
+    settings: dict[str, Any],
+    folders: Given,
+    fork: Fork | None = None,
 ) -> int:
     from pipelines import jobs
 
     overrides = nest(settings)
+    accept_verifier = isinstance(which, WhichTraining) and which.accept_verifier
     if which.resume is None:
-        path = path or DEFAULT_RECIPE
-        recipe = load_recipe(path, overrides, spelling=OPTION)
-        name = which.name or f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-        layout = run_layout(folders.runs, name)
-        outcome = jobs.start(job, layout, recipe, began=folders.began)
+        if which.take_over or accept_verifier:
+            raise ConfigError("--take-over and --accept-verifier go with --resume")
+        path = path or jobs.DEFAULT_RECIPE
+        if fork is None:
+            stem, recipe = path.stem, load_recipe(path, overrides, spelling=OPTION)
+        else:
+            stem, recipe = fork.parent.name, fork.recipe(overrides, spelling=OPTION)
+        layout = run_layout(folders.runs, which.name or jobs.default_name(stem))
+        began = folders.began
+        outcome = jobs.start(job, layout, recipe, began=began, recipe_name=stem, fork=fork)
     else:
         layout = existing_run(folders.runs, which.resume)
         if path or which.name or set(overrides) - MAY_CHANGE:
@@ -109,7 +143,7 @@ def _drive(
             layout,
             recipe,
             take_over=which.take_over,
-            accept_verifier=which.accept_verifier,
+            accept_verifier=accept_verifier,
             began=folders.began,
         )
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]

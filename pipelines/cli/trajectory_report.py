@@ -177,6 +177,9 @@ def _reward(shown: ShownTrajectory) -> Text:
         text.append(f", answered {printable(extracted)!r}")
     if shown.answer is not None:
         text.append(f", expected {printable(shown.answer)[-40:]!r}")
+    if len(parts := shown.row["reward_parts"]) > 1:
+        listed = (f"{part['name']} {_short(part['reward'])}" for part in parts)
+        text.append(f"\nbefore weights: {', '.join(listed)}")
     if error := detail.get("error"):
         text.append(f"\n{printable(error)}", style="red")
     return text.append(f"  ({shown.row['verifier']})", style="dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,32 @@ from areal_flow.types import EvaluationTable
 from pipelines.report.svg import curves, histogram
 
 _FIXED = {"loss": "Loss", "grad_norm": "Gradient norm", "learning_rate": "Learning rate"}
+_TOGETHER = {
+    "Throughput": (
+        "Tokens that generators sampled, and tokens that the trainer gave a gradient, a second.",
+        {
+            "generated": "speed/generated_tokens_per_s",
+            "trained": "speed/trained_tokens_per_s",
+        },
+    ),
+    "Busy": (
+        "The share of the time in which generators and trainer worked.",
+        {
+            "generators": "speed/generators_busy_fraction",
+            "trainer": "speed/trainer_busy_fraction",
+        },
+    ),
+    "Percentiles of length": (
+        "Tokens that a tenth, a half and nine tenths of a step's completions have at most.",
+        {f"p{share}": f"rollout/completion_p{share}_tokens" for share in (90, 50, 10)},
+    ),
+}
+"""Charts of several metrics: what each means, and the metrics by what their lines are called."""
+_BY_NAME = {
+    "pass_rate/difficulty_": ("Pass rate by difficulty", "Of each step's batch."),
+    "reward/": ("Rewards before their weights", "Means over each step's batch."),
+}
+"""Charts of all metrics whose names begin alike; a line is called by the rest of its name."""
 _STALENESS = """
 SELECT policy_version - span.version AS staleness, sum(span.num_chosen)::BIGINT AS num_tokens
 FROM (
@@ -64,7 +90,7 @@ def make_charts(
     numbers = [row["step"] for row in steps]
     return [
         *_score_charts(steps, numbers, evaluations),
-        *_time_charts(steps, numbers, num_generators=recipe.cluster.num_generators),
+        _time_chart(steps, numbers, num_generators=recipe.cluster.num_generators),
         _staleness_chart(database, limit=recipe.controller.max_staleness),
         _length_chart(database, num_steps=len(steps)),
         *_metric_charts(steps, numbers),
@@ -96,9 +122,9 @@ def _score_charts(
     ]
 
 
-def _time_charts(
+def _time_chart(
     steps: Sequence[Mapping[str, Any]], numbers: Sequence[int], *, num_generators: int
-) -> list[Chart]:
+) -> Chart:
     generating = [row["seconds_generate"] / num_generators for row in steps]
     training = [row["seconds_read"] + row["seconds_train"] + row["seconds_stage"] for row in steps]
     lines = {
@@ -106,18 +132,8 @@ def _time_charts(
         "generating or training, the longer": [*map(max, generating, training)],
     }
     bound = "No schedule can be faster than the longer of generating and training."
-    counted = {"generated": "num_generated_tokens", "trained": "num_trained_tokens"}
-    throughput: dict[str, Sequence[float | None]] = {
-        name: [row[column] / max(1e-9, row["seconds_step"]) for row in steps]
-        for name, column in counted.items()
-    }
-    meaning = "Tokens that generators sampled, and tokens that the trainer gave a gradient."
-    return [
-        Chart(
-            "Time of a step, and its bound", bound, curves(lines, steps=numbers, label="seconds")
-        ),
-        Chart("Throughput", meaning, curves(throughput, steps=numbers, label="tokens a second")),
-    ]
+    drawn = curves(lines, steps=numbers, label="seconds")
+    return Chart("Time of a step, and its bound", bound, drawn)
 
 
 def _staleness_chart(database: Any, *, limit: int) -> Chart:
@@ -139,14 +155,30 @@ def _length_chart(database: Any, *, num_steps: int) -> Chart:
 
 
 def _metric_charts(steps: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> list[Chart]:
-    """Return a chart of each number that a step computes besides, where it changes at all."""
-    computed = {
-        name: name.replace("_", " ").capitalize()
-        for name in sorted(set(steps[0]).difference(STEPS.names, [PASS_RATE]))
-    }
-    series = {title: [row[name] for row in steps] for name, title in {**_FIXED, **computed}.items()}
-    return [
-        Chart(title, "", curves({title: values}, steps=numbers, label=""))
-        for title, values in series.items()
-        if len(set(values)) > 1
-    ]
+    """Return the charts of what steps computed: together what belongs together, then the rest.
+
+    Numbers that never change are left out.
+    """
+    metrics = set(steps[0]).difference(STEPS.names, [PASS_RATE])
+    drawn = {
+        title: (meaning, {_rest(name, area): name for name in _begin_with(area, metrics)})
+        for area, (title, meaning) in _BY_NAME.items()
+    } | _TOGETHER
+    alone = metrics.difference(*(lines.values() for _, lines in drawn.values()))
+    titles = {name: name.replace("_", " ").capitalize() for name in sorted(alone)}
+    drawn |= {title: ("", {title: name}) for name, title in {**_FIXED, **titles}.items()}
+    charts = []
+    for title, (meaning, named) in drawn.items():
+        lines = {label: [row.get(name) for row in steps] for label, name in named.items()}
+        if any(len(set(values)) > 1 for values in lines.values()):
+            charts.append(Chart(title, meaning, curves(lines, steps=numbers, label="")))
+    return charts
+
+
+def _rest(metric: str, area: str) -> str:
+    return metric.removeprefix(area).removesuffix("_mean")
+
+
+def _begin_with(area: str, metrics: Collection[str]) -> list[str]:
+    """Return the metrics of an area, numbers in their names ascending."""
+    return sorted((m for m in metrics if m.startswith(area)), key=lambda m: (len(m), m))

@@ -22,23 +22,12 @@ from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import tabulate
 from areal_flow.recovery.run_directory import observed_state
 from areal_flow.store.queries import Run
+from areal_flow.store.samples import compared_answers
 from pipelines.cli.tables import with_interval
 from pipelines.report.charts import HeldOut, make_charts
 from pipelines.report.events import find_events
 from pipelines.summary import summarise
 
-_HELD_OUT_SAMPLES = """
-SELECT first.difficulty, first.prompt, first.answer,
-       first.completion AS before, first.reward AS reward_before, first.passed AS passed_before,
-       last.completion AS after, last.reward AS reward_after, last.passed AS passed_after
-FROM evaluations AS first JOIN evaluations AS last USING (prompt_id, sample)
-WHERE sample = 0
-    AND (first.evaluation, first.policy_version) = ($first, $first_version)
-    AND (last.evaluation, last.policy_version) = ($last, $last_version)
-QUALIFY row_number() OVER (PARTITION BY first.difficulty ORDER BY hash(prompt_id)) <= 2
-    AND dense_rank() OVER (ORDER BY first.difficulty) <= 8
-ORDER BY first.difficulty, hash(prompt_id)
-"""
 _TRAINED_SAMPLES = """
 SELECT step, prompt, completion, reward, passed FROM trajectories
 WHERE trajectory_id IN (
@@ -86,7 +75,7 @@ def report_page(run: Run) -> str:
             figures=_figures(table, evaluations, num_generators=recipe.cluster.num_generators),
             charts=make_charts(recipe, database, steps, evaluations) if steps else [],
             evaluations=evaluations,
-            samples=_compared(database, evaluations),
+            samples=_samples(run),
             trained_samples=_rows(database, _TRAINED_SAMPLES, newest=len(steps)),
             events=find_events(layout, steps, database),
         )
@@ -110,19 +99,11 @@ def _rows(database: Any, query: str, **values: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _compared(database: Any, evaluations: Sequence[HeldOut]) -> list[dict[str, Any]]:
-    """Return answers of the first evaluation beside the last's, if another policy gave those."""
-    if len({each.version for each in _ends(evaluations)}) < 2:
+def _samples(run: Run) -> list[dict[str, Any]]:
+    """Return held-out answers before and after, if there are both."""
+    if not run.layout.evaluations.is_dir():
         return []
-    first, last = _ends(evaluations)
-    return _rows(
-        database,
-        _HELD_OUT_SAMPLES,
-        first=first.name,
-        first_version=first.version,
-        last=last.name,
-        last_version=last.version,
-    )
+    return compared_answers(run.evaluations("arrow"), pass_threshold=run.pass_threshold)
 
 
 def _evaluations(run: Run) -> list[HeldOut]:

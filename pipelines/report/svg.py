@@ -16,7 +16,11 @@ from matplotlib.ticker import MaxNLocator
 
 INK = "#333333"
 """Becomes `currentColor`: the page's own."""
-COLOURS = ("#3b7dd8", "#e0803a", "#4a9d6b", "#9467bd")
+COLOURS = (
+    *("#3b7dd8", "#e0803a", "#4a9d6b", "#9467bd"),
+    *("#c44e52", "#8c7a6b", "#d77fb3", "#5bb5c5"),
+)
+"""No chart has more lines than these."""
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 9,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
-from areal_flow.rewards.registry import REWARDS, load_reward
+from areal_flow.rewards.registry import REWARDS, function_reward, load_reward
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import Score
 
@@ -42,10 +43,18 @@ def shipped(directory: Path) -> Reward:
     return load_reward(name, directory).reward
 
 
+def judged_together(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    assert len(prompts) == len(completions)
+    return [
+        float(given == answer) for given, answer in zip(completions, columns["answer"], strict=True)
+    ]
+
+
 SUBJECTS: dict[str, Callable[[Path], Reward]] = {
     **{name: lambda path, name=name: load_reward(name, path).reward for name in REWARDS},
     "class": lambda _: CountingReward(),
     "async function": lambda _: FunctionReward(judged_in_time),
+    "batched function": lambda _: function_reward(judged_together, timeout_s=60),
     "shipped": shipped,
 }
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
+import tomllib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lance
+import pandas as pd
 import pyarrow as pa
 import pytest
 
+from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.inputs import Verifier, accept
+from areal_flow.recovery.lease import hold_lease
 from areal_flow.store.ledger import STEPS
 from areal_flow.testing import MemoryTracker
 from areal_flow.tracking import track
-from areal_flow.tracking.mlflow import MlflowTracker, registered_version
+from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import make_tracker, start_tracking, untrack
@@ -39,9 +46,14 @@ def layout(tmp_path: Path) -> RunLayout:
 def append_evaluation(layout: RunLayout, version: int, rewards: list[float | None]) -> None:
     answer = {
         "evaluation": "after",
+        "verifier": "numeric@0",
+        "difficulty": 2,
+        "prompt": "1 + 1 =",
+        "answer": "2",
+        "completion": f"of version {version}",
         "policy_version": version,
         "writer_epoch": 1,
-        "evaluated_at": BEGAN + timedelta(hours=1),
+        "evaluated_at": BEGAN + timedelta(hours=1, seconds=version),
     }
     answer |= {"num_output_tokens": 4, "sample": 0}
     rows = [
@@ -62,7 +74,12 @@ class Kept:
             self.parameters = sink.parameters
             self.versions = {path.name: dict(sink.tags[path]) for path in sink.versions}
             self.aliases = {alias: path.name for alias, path in sink.aliases.items()}
-            self.status, self.datasets = sink.status, sink.datasets
+            self.status, self.samples = sink.status, list(sink.samples)
+            found = sink.description
+            assert found is not None
+            assert found.prompts is not None
+            self.tags, self.text, self.recipe = found.tags, found.text, found.recipe
+            self.datasets = [found.prompts.content_hash]
             return
         from mlflow import MlflowClient
 
@@ -82,7 +99,13 @@ class Kept:
         aliases = client.get_registered_model(found[0].name).aliases if found else {}
         self.aliases = {alias: names[int(version)] for alias, version in aliases.items()}
         self.status = run.info.status
-        self.datasets = {int(d.dataset.digest[1:]) for d in run.inputs.dataset_inputs}
+        self.datasets = [given.dataset.digest for given in run.inputs.dataset_inputs]
+        self.tags, self.text = run.data.tags, run.data.tags["mlflow.note.content"]
+        self.recipe = Path(client.download_artifacts(sink.run_id, "recipe.toml")).read_text()
+        self.samples = []
+        for shown in json.loads(run.data.tags.get("mlflow.loggedArtifacts", "[]")):
+            path = client.download_artifacts(sink.run_id, shown["path"])
+            self.samples += pd.read_json(path, orient="split", dtype=False).to_dict("records")
 
 
 MakeSink = Callable[[], Tracker]
@@ -118,7 +141,7 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
         assert bounds == sorted(set(bounds))
     assert set(METRICS.values()) <= set(STEPS.names)
     held_out = {name for name in kept.metrics if name.startswith("held_out/")}
-    assert set(kept.metrics) == {*METRICS, *held_out}
+    assert set(kept.metrics) == {*METRICS, *held_out, "rollout/pass_rate"}
     assert kept.timestamps_ms[2] == int((BEGAN.timestamp() + 2) * 1000), "the row's, not a clock's"
     assert kept.parameters["seed"] == "3"
     assert kept.parameters["trainer.learning_rate"] == str(Recipe().trainer.learning_rate)
@@ -130,11 +153,82 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
         "trajectories_version": "12",
         "trajectories_watermark": "200",
         "trained_at": "2026-01-01T00:00:02+00:00",
+        "rollout_pass_rate": "0.500000",
         "held_out_pass_rate": "1.000000",
     }
     assert kept.aliases == dict.fromkeys(("r", "current", "best"), "00000002")
-    assert kept.datasets == {10, 12}
     assert kept.status == "FINISHED"
+
+
+def test_sink_says_what_the_run_is(make_sink: MakeSink, layout: RunLayout) -> None:
+    for step in (0, 2):
+        write_fake_checkpoint(layout, step, weights_hash=f"w{step}")
+    sink = make_sink()
+    Projection(layout, sink).deliver()
+    kept = Kept(sink)
+    expected = {"recipe": "sums", "model": "tiny", "verifier": "numeric@0"}
+    expected["host"] = socket.gethostname()
+    expected |= {"code_version": CODE_VERSION, "recipe_digest": Recipe(seed=3).digest()}
+    assert expected.items() <= kept.tags.items()
+    assert str(layout.root) in kept.text
+    assert tomllib.loads(kept.recipe)["seed"] == 3
+    assert len(kept.datasets) == 1, "one, whatever checkpoints there are"
+    with hold_lease(layout.writers) as writer:
+        accept(layout, Verifier("numeric@1"), writer)
+    Projection(layout, make_sink()).deliver()
+    assert Kept(sink).tags["verifier"] == "numeric@1"
+    assert Kept(sink).datasets == kept.datasets
+
+
+def test_sink_shows_answers_before_and_after_and_replaces_them(
+    make_sink: MakeSink, layout: RunLayout
+) -> None:
+    sink = make_sink()
+    projection = Projection(layout, sink)
+    append_evaluation(layout, 0, [0.25, 1.0])
+    projection.deliver()
+    assert Kept(sink).samples == [], "there is nothing to compare with yet"
+    for version in (2, 3):
+        append_evaluation(layout, version, [1.0, None])
+        projection.deliver()
+    first, second = Kept(sink).samples
+    expected = {"before": "of version 0", "after": "of version 3", "answer": "2", "difficulty": 2}
+    assert expected.items() <= first.items()
+    of_first = {"reward_before": 0.25, "passed_before": False, "passed_after": True}
+    if first["reward_before"] == 1:
+        first, second = second, first
+    assert of_first.items() <= first.items()
+    assert (second["passed_before"], second["passed_after"]) == (True, False)
+
+
+def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'own.db'}"
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    old, chosen = TrackingSettings(experiment="old"), TrackingSettings(experiment="chosen")
+    client.create_experiment("old")
+    client.create_experiment("chosen", tags={KIND_TAG: "genai_development"})
+    for settings in (TrackingSettings(), old, chosen):
+        sink = make_tracker(layout, settings, uri)
+        sink.begin()
+    kinds = {found.name: found.tags.get(KIND_TAG) for found in client.search_experiments()}
+    assert kinds["areal-flow"] == kinds["old"] == "custom_model_development"
+    assert kinds["chosen"] == "genai_development", "a user's own choice stays"
+
+
+def test_artifacts_lie_beside_the_database_and_go_with_the_run(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sink = make_tracker(layout, TrackingSettings(), f"sqlite:///{tmp_path / 'mlflow.db'}")
+    Projection(layout, sink).deliver()
+    recipes = [*(tmp_path / "mlflow-artifacts").rglob("recipe.toml")]
+    assert len(recipes) == 1
+    assert sink.remove() == 0
+    assert not recipes[0].exists()
+    assert [*(tmp_path / "elsewhere").iterdir()] == []
 
 
 def test_removed_run_is_new_to_its_sink(make_sink: MakeSink, layout: RunLayout) -> None:

@@ -13,6 +13,8 @@ import lance
 from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.parents import Parent, record_parent
+from areal_flow.recovery.run_directory import check_schema_version
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import create_dataset
 from areal_flow.store.ledger import STEPS
@@ -129,6 +131,16 @@ def other_fork(run: RunLayout) -> None:
     run.forks.write_text(json.dumps({"step": 2, "recorded": hashes, "replayed": hashes}))
 
 
+def name_a_parent(run: RunLayout, *, step: int, weights_hash: str) -> None:
+    """Say that a run was forked from itself, the only one that is there."""
+    record_parent(run, Parent(check_schema_version(run), run.name, step, weights_hash, "kept"))
+
+
+def name_another_parent(run: RunLayout) -> None:
+    genesis = lance.dataset(str(run.steps)).to_table(filter="step = 0")["weights_hash"][0].as_py()
+    name_a_parent(run, step=1, weights_hash=genesis)
+
+
 UNSCORED = edit_trained(lambda row: row.update(reward=None))
 DAMAGES: dict[str, tuple[str, Damage]] = {
     # the ledger alone
@@ -151,6 +163,11 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
     "another recipe": ("config-hash", edit_recipe("max_staleness = 2", "max_staleness = 1")),
     "a fork of another ledger": ("fork-recorded", other_fork),
+    "not the policy that was forked": (
+        "fork-genesis",
+        lambda run: name_a_parent(run, step=0, weights_hash="0"),
+    ),
+    "not the parent's step": ("fork-parent", name_another_parent),
     "a row breaks its schema": ("schema", edit_ledger(put(2, learning_rate=-1.0))),
     # the ledger and the log
     "a wrong reason": ("discard-reason", edit_ledger(discard_trained)),
@@ -179,7 +196,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
         edit_ledger(put(2, num_trained_tokens=2**63 - 1, num_masked_tokens=1)),
     ),
     "another mean reward": ("reward-mean", edit_ledger(add(2, "reward_mean", 0.5))),
-    "another pass rate": ("pass-rate", edit_ledger(put_metric(2, PASS_RATE, 2.0))),
+    "another pass rate": ("batch-metrics", edit_ledger(put_metric(2, PASS_RATE, 2.0))),
     "a version from the future": (
         "newer-version",
         edit_trained(lambda row: row["version_spans"][-1].update(version=3)),

@@ -99,9 +99,9 @@ def test_busy_port(tmp_path: Path) -> None:
 
 
 def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:
-    # On the two completions that it is tried with before a run it does not.
+    # On the right answer, with which it is tried before a run, it does not.
     (tmp_path / "broken.py").write_text(
-        "def verify(*, prompt, completion, answer):\n    return 1 / (completion in ('', answer))\n"
+        "def verify(*, prompt, completion, answer):\n    return 1 / (completion == answer)\n"
     )
     done = cli(
         "train", "--name", "v", *small_arguments(), "--prompts.num-held-out", "0",
@@ -110,7 +110,8 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert done.returncode == 1
     assert "groups in a row failed" in done.stderr
     assert "ZeroDivisionError: division by zero (at verify, broken.py, line 2)" in done.stderr
-    assert done.stderr.count("return 1 / (") == 1, done.stderr  # one reward worker, once
+    # Once as it is tried with an empty completion, and once by the one reward worker.
+    assert done.stderr.count("return 1 / (") == 2, done.stderr
     stored = areal_flow.open_run(tmp_path / "runs" / "v").trajectories()
     failed = stored[stored.reward.isna()]
     assert len(failed) > len(stored) // 2

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from time import sleep
 
 import pytest
 
+import areal_flow
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import tokenizer_of
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
-from tests.integration.runs import cli
+from tests.integration.runs import ENVIRONMENT, check_accounting, cli, started_cli
 from tests.policies import write_model_directory
 
 ROWS = [
@@ -59,6 +67,8 @@ message_template = "{message}"
 [tracking]
 enabled = false
 """
+FIRST = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+NEXT = "<|im_end|>\n<|im_start|>user\nThat is wrong. Try again.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +80,60 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (cwd / "mine.py").write_text(VERIFIER)
     (cwd / "chat.toml").write_text(RECIPE)
     return cwd
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> areal_flow.Run:
+    """A run of chats of two turns that was killed and resumed."""
+    layout = RunLayout(folder / "runs" / "chat")
+    with started_cli("train", "chat.toml", "--name", "chat", cwd=folder) as process:
+        while not list(layout.checkpoints.glob("0*")):
+            assert process.poll() is None, process.communicate()[0]
+            sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        said = process.communicate()[0]
+    assert "The first prompt by the chat template" in said
+    assert "".join(f"  {line}\n" for line in FIRST.splitlines()) in said
+    done = cli("train", "--resume", "chat", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_accounting(layout)
+    return areal_flow.open_run(layout.root)
+
+
+def test_rows_with_messages_are_asked_as_chats_and_judged_with_every_column(
+    run: areal_flow.Run, folder: Path
+) -> None:
+    stored = run.trajectories()
+    assert stored.reward.notna().all(), stored.reward_detail.iloc[0]
+    assert len(run.steps()) == 4
+    assert set(run.evaluations().answer) <= {str(n + 1) for n in range(40)}
+    shown = cli("trajectories", "chat", "--show", "1", cwd=folder)
+    assert f"  {FIRST.splitlines()[0]}\n  Be brief.<|im_end|>" in shown.stdout
+    found = json.loads(cli("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout)
+    assert found["prompt"].startswith(FIRST)
+    assert found["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
+    run: areal_flow.Run, folder: Path
+) -> None:
+    with run.database() as database:
+        turns = database.sql("SELECT output_tokens, loss_mask FROM trajectories").fetchall()
+    decode = tokenizer_of(run.layout.model).decode
+    asked_again = [tokens for tokens, mask in turns if not all(mask)]
+    assert asked_again
+    assert all(NEXT in decode(tokens, skip_special_tokens=False) for tokens in asked_again)
+    replayed = cli("replay", "chat", "--step", "3", cwd=folder)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def test_template_in_use_is_recorded_and_belongs_to_the_lineage(
+    run: areal_flow.Run, folder: Path
+) -> None:
+    record = json.loads(run.layout.chat_template.read_text())
+    assert record["template"] == CHATML
+    found = cli("lineage", "chat", cwd=folder)
+    assert f"chat template  {record['sha256']}" in found.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,3 +158,29 @@ def test_what_cannot_be_asked_is_refused_and_leaves_nothing_behind(
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "runs" / "refused").exists()
+
+
+SCRIPT = f"""
+import pandas as pd, areal_flow
+rows = pd.DataFrame({ROWS!r})
+{VERIFIER}
+run = areal_flow.train("chat.toml", prompts=rows, rewards=[likes_words], name="frame", num_steps=1,
+                       workflow={{"name": "single_turn"}})
+print(run.trajectories().reward.notna().all())
+"""
+
+
+def test_frame_of_messages_is_trained_from_python(folder: Path) -> None:
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "True"
+    check_accounting(RunLayout((folder / "runs" / "frame").resolve()))

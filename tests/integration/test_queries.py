@@ -325,4 +325,4 @@ def comparable(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_cookbook_has_its_questions() -> None:
-    assert len(questions()) == 11
+    assert len(questions()) == 12

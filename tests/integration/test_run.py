@@ -107,7 +107,8 @@ def test_mlflow_has_every_step(workspace: Path, layout: RunLayout) -> None:
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["controller.batch_size"] == "32"
-    assert run.inputs.dataset_inputs[0].dataset.source_type == "lance"
+    (prompts,) = run.inputs.dataset_inputs
+    assert prompts.dataset.name == "prompts"
 
 
 def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:

@@ -113,7 +113,7 @@ def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     run = areal_flow.open_run(layout.root)
     rows = run.trajectories("arrow").to_pylist()
     sizes = [sum(row["submission_index"] == index for row in rows) for index in range(16)]
-    assert 0 < min(sizes) < 4
+    assert any(0 < size < 4 for size in sizes)
     assert all(row["loss_mask"].count(False) >= 1 for row in rows)
     assert sum(run.steps("arrow")["num_failed_members"].to_pylist()) > 0
     answers = run.evaluations()

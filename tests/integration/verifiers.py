@@ -14,6 +14,14 @@ def reward_length(*, prompt: str, completion: str, answer: str) -> float:
     return len(completion) % 5 / 4
 
 
+def batched_digits(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+) -> list[float | None]:
+    """TRL's signature: the share of digits, and no reward for an empty completion."""
+    assert len(prompts) == len(completion_ids) == len(columns["answer"])
+    return [sum(map(str.isdigit, t)) / len(t) if t else None for t in completions]
+
+
 def numeric_that_raises_at_times(*, prompt: str, completion: str, answer: str) -> Score:
     """Fail on some completions, as a verifier of somebody's may."""
     if len(completion) % 7 == 6:

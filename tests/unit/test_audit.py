@@ -28,6 +28,7 @@ from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow, content_hashes
 from tests.rows import group_table, written_group
@@ -114,6 +115,32 @@ def trained_ages(row: dict[str, Any], *, policy_version: int, max_staleness: int
     chosen = np.array(row["loss_mask"], np.bool_)
     mask = trained_mask(spans, chosen, policy_version=policy_version, max_staleness=max_staleness)
     return [policy_version - v for v, trained in zip(versions, mask, strict=True) if trained]
+
+
+def test_metrics_of_a_batch_are_counted_again() -> None:
+    rng = random.Random(0)
+    rows = [
+        row
+        | {"difficulty": index % 3, "finish_reason": rng.choice(["stop", "length"])}
+        | {"output_tokens": [7] * (length := 1 + rng.randrange(9))}
+        | {"version_spans": [{"version": 0, "length": length}]}
+        | {"loss_mask": [True] * length, "behavior_logprobs": [-0.5] * length}
+        for index in range(6)
+        for row in group_table(index, rewards=rng.choices((0.0, 0.25, 1.0), k=3)).to_pylist()
+    ]
+    metrics = batch_metrics(rows, pass_threshold=0.5)
+    step = {"trajectory_ids": [row["trajectory_id"] for row in rows], "trajectory_watermark": 18}
+
+    def odd(metrics: dict[str, float]) -> list[Finding]:
+        ledger = [step_row(0), step_row(1, **step, metrics=[*metrics.items()])]
+        found = judged(ledger, rows, pass_threshold=0.5)
+        return [finding for finding in found if finding.rule == "batch-metrics"]
+
+    assert odd(metrics) == []
+    assert len(metrics) == 10
+    for name, value in metrics.items():
+        (finding,) = odd({**metrics, name: value + 0.125})
+        assert (finding.where, finding.expected) == ("step 1", f"{name} {value:.12g}, by the log")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -17,7 +17,7 @@ from areal_flow.algorithms.protocol import (
     MinibatchSize,
     PolicyLoss,
 )
-from areal_flow.config import TrainerSettings
+from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.trainer.backend import (
     BACKENDS,
     Minibatch,
@@ -62,7 +62,8 @@ def test_frozen_parameters_and_those_without_gradient_stay_as_they_are(num_ranks
     policy.model.embed_tokens.weight.requires_grad_(False)
     policy.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
-    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, weight_decay=0.5))
+    adamw = AdamWSettings(weight_decay=0.5)
+    backend = ReplicatedBackend(policy, TrainerSettings(learning_rate=1e-2, adamw=adamw))
     for step in (1, 2):
         how = replace(settings(), num_ranks=num_ranks)
         train_step(backend, make_sequences(seed=step), step=step, settings=how)
@@ -144,6 +145,26 @@ def test_entropy_reaches_the_loss_that_needs_it() -> None:
     )
 
 
+def test_entropy_is_watched_whatever_the_loss_needs() -> None:
+    """The same number, and the same update, with and without a gradient through it."""
+    found = []
+    for algorithm in (PPO(num_minibatches=1), Watching(num_minibatches=1), GSPO(num_minibatches=1)):
+        how = StepSettings(algorithm, temperature=0.7, seed=0)
+        backend = state()
+        numbers = train_step(backend, make_sequences(), step=1, settings=how)
+        found.append((numbers.metrics["entropy_mean"], backend.fingerprint()))
+    assert found[0] == found[1]
+    assert found[0][0] == found[2][0]
+
+
+class Watching(PPO):
+    """PPO without a bonus that is given the entropy with its gradient nevertheless."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        return True
+
+
 class DiscountedPPO(PPO):
     """An algorithm of a user: each token's advantage falls towards the end of its completion."""
 
@@ -178,5 +199,5 @@ def test_backend_makes_one_update_of_any_loss() -> None:
     numbers = backend.update(minibatch, how, SingleProcess())
     (after,) = backend.logprobs([micro], temperature=1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
-    assert numbers.metrics == {}
+    assert set(numbers.metrics) == {"entropy_mean"}
     assert float(after.mean()) > float(before.mean())

@@ -75,7 +75,7 @@ def test_completion_knows_commands_and_settings(shell: Any) -> None:
 def test_settings_reach_the_recipe_over_the_file(
     started: list[tuple[str, RunLayout, Recipe]], tmp_path: Path
 ) -> None:
-    (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nbeta1 = 0.5\n")
+    (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nadamw.beta1 = 0.5\n")
     arguments = [
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
         *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
@@ -88,7 +88,7 @@ def test_settings_reach_the_recipe_over_the_file(
     ((command, layout, recipe),) = started
     assert (command, layout.root) == ("train", (tmp_path / "runs" / "n").resolve())
     assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
-    assert (recipe.trainer.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
+    assert (recipe.trainer.adamw.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
     assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
@@ -114,7 +114,7 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["train", "a.toml", "b.toml"], "Unused Tokens: ['b.toml']"),
         (["train", "--trainer.lr", "1"], "Did you mean --trainer.learning-rate?"),
         (["train", "--stps", "1"], "Unknown option: --stps. Did you mean --num-steps or"),
-        (["train", "--wd=1"], "--wd. Did you mean --trainer.weight-decay?"),
+        (["train", "--wd=1"], "--wd. Did you mean --trainer.adamw.weight-decay?"),
         (["train", "--xyzzy", "1"], "Unknown option: --xyzzy. `areal-flow train --help` lists"),
         (["train", "--trainer.learning-rate", "much"], "  --trainer.learning-rate = 'much'"),
         (["train", "--trainer.learning-rate", "-1"], "  --trainer.learning-rate = -1"),
@@ -122,6 +122,8 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["train", "--algorithm.num-minibatches", "99"], "  --algorithm.num-minibatches (99) must"),
         (["train", "--schedule", "often"], 'Choose from: "async", "sync"'),
         (["train", "--num-steps"], "--num-steps"),
+        (["train", "--take-over"], "--accept-verifier go with --resume"),
+        (["sft", "--resume", "run", "--accept-verifier"], "Unknown option: --accept-verifier"),
         (["replay", "run"], "--step requires an argument"),
         (["replay", "run", "--step", "one"], '"one"'),
         (["runs", "--trainer.learning-rate", "1"], "Unknown option"),
@@ -194,9 +196,9 @@ def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixt
     ("given", "said"),
     [
         ("trainer.lr=1", "--set trainer.lr: there is no such setting. Did you mean trainer.learn"),
-        ("trainer.beta1=x", "--set trainer.beta1 = 'x': "),
+        ("trainer.adamw.beta1=x", "--set trainer.adamw.beta1 = 'x': "),
         ("num_steps=3", "--set num_steps: cannot change what a step computes"),
-        ("trainer.beta1", "--set trainer.beta1: expected SECTION.KEY=VALUE"),
+        ("trainer.adamw.beta1", "--set trainer.adamw.beta1: expected SECTION.KEY=VALUE"),
     ],
 )
 def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(

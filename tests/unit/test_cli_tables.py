@@ -18,16 +18,15 @@ from pipelines.cli.main import main
 from pipelines.cli.reports import report_runs
 from pipelines.cli.settings import all_settings
 from pipelines.cli.settings_report import report_settings
-from pipelines.cli.tables import Report, print_parts, short_time
+from pipelines.cli.tables import Report, rendered, short_time
 from tests.finished_runs import make_finished_run
 
 NAMES = ("arithmetic-20261122-062324", "short", "a" * 36)
 
 
 def printed(report: Report, *, width: int) -> list[str]:
-    file = StringIO()
-    print_parts(Console(file=file, width=width, color_system=None), *report.parts)
-    return file.getvalue().splitlines()
+    console = Console(file=StringIO(), width=width, color_system=None)
+    return rendered(console, *report.parts).splitlines()
 
 
 def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:

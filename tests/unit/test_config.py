@@ -62,10 +62,10 @@ def test_all_mistakes_are_listed_at_once() -> None:
 
 
 def test_settings_by_dotted_name_become_a_nested_table() -> None:
-    expected = {"trainer": {"learning_rate": 1e-5, "beta1": 0.5}, "seed": 3}
-    dotted = {"trainer.learning_rate": 1e-5, "trainer": {"beta1": 0.5}, "seed": 3}
+    expected = {"trainer": {"learning_rate": 1e-5, "adamw": {"beta1": 0.5}}, "seed": 3}
+    dotted = {"trainer.learning_rate": 1e-5, "trainer": {"adamw.beta1": 0.5}, "seed": 3}
     assert nest(dotted) == expected
-    texts = ["trainer.learning-rate=1e-5", "trainer.beta1=0.5", "seed=3"]
+    texts = ["trainer.learning-rate=1e-5", "trainer.adamw.beta1=0.5", "seed=3"]
     assert parse_overrides(texts) == expected
     assert parse_overrides(["prompts.template=a = {question}"]) == {
         "prompts": {"template": "a = {question}"}
@@ -137,11 +137,11 @@ def test_mistake_in_what_was_given_over_a_recipe_is_not_blamed_on_the_recipe(
 ) -> None:
     (tmp_path / "r.toml").write_text("num_steps = 7\n")
     with pytest.raises(ConfigError) as raised:
-        load_recipe(tmp_path / "r.toml", {"trainer": {"beta1": 2.0}}, spelling=OPTION)
+        load_recipe(tmp_path / "r.toml", {"trainer": {"adamw": {"beta1": 2.0}}}, spelling=OPTION)
     assert "r.toml" not in str(raised.value)
-    assert "  --trainer.beta1 = 2.0: " in str(raised.value)
+    assert "  --trainer.adamw.beta1 = 2.0: " in str(raised.value)
     (tmp_path / "r.toml").write_text("num_steps = -7\n")
     with pytest.raises(ConfigError, match=r"r\.toml: 2 setting") as raised:
-        load_recipe(tmp_path / "r.toml", {"trainer": {"beta1": 2.0}}, spelling=OPTION)
+        load_recipe(tmp_path / "r.toml", {"trainer": {"adamw": {"beta1": 2.0}}}, spelling=OPTION)
     assert "  num_steps = -7: " in str(raised.value)
-    assert "  --trainer.beta1 = 2.0: " in str(raised.value)
+    assert "  --trainer.adamw.beta1 = 2.0: " in str(raised.value)

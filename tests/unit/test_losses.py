@@ -119,7 +119,6 @@ def test_entropy_is_rewarded_by_its_coefficient() -> None:
     bare = PPO().loss(inputs()).losses_T
     with_bonus = algorithm.loss(replace(inputs(), entropy_T=entropy.expand(3)))
     assert torch.allclose(with_bonus.losses_T, bare - 0.5 * entropy)
-    assert with_bonus.metrics["entropy_mean"].value == pytest.approx(float(entropy))
 
 
 def test_gspo_takes_one_ratio_a_sequence() -> None:

@@ -14,6 +14,7 @@ from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
 from areal_flow.rewards import trial
+from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.preflight import check_devices
 
 BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
@@ -65,6 +66,7 @@ def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     rewards = [{"verifier": f"{__name__}:says_the_list"}]
     recipe = build_recipe({"rewards": rewards}, source="test")
     RunLayout(tmp_path).config.write_text(dump_recipe(recipe))
+    write_tiny_model(RunLayout(tmp_path).model, max_model_len=32)
     row = {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
     trial.main(tmp_path, tmp_path / "found.jsonl")

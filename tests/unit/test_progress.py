@@ -32,6 +32,7 @@ ROW: dict[str, Any] = {
     "num_trained_tokens": 90,
     "seconds_step": 2.0,
     "seconds_generate": 1.0,
+    "seconds_read": 0.3,
     "seconds_train": 1.0,
     "seconds_stage": 0.1,
 }
@@ -40,6 +41,17 @@ ROW: dict[str, Any] = {
 def on_terminal(file: StringIO) -> LiveProgress:
     console = Console(file=file, force_terminal=True, width=80, markup=False, highlight=False)
     return LiveProgress(4, 1, console=console)
+
+
+def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, terminal = StringIO(), StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    live = on_terminal(file)
+    live.step(ROW)
+    say("", "SIGINT: finishing this step")
+    live.close()
+    assert "SIGINT: finishing this step" in file.getvalue()
+    assert terminal.getvalue() == "", "a picture would be drawn over it"
 
 
 def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

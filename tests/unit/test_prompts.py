@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from datetime import date
 from pathlib import Path
@@ -79,6 +80,7 @@ def good(index: int) -> dict[str, Any]:
 def test_bad_line_17_is_named_or_skipped(
     tmp_path: Path, layout: RunLayout, bad: Any, expected: str
 ) -> None:
+    gc.collect()  # what other tests left cannot be finalised at the depth that deep JSON reaches
     path = write_rows(tmp_path / "p.jsonl", [*map(good, range(16)), bad, *map(good, range(20, 30))])
     with pytest.raises(PromptError) as raised:
         prepare_prompts(recipe(path), layout)
@@ -178,6 +180,14 @@ def test_missing_field_comes_with_the_setting_that_takes_the_one_that_is_there(
     assert advice in str(raised.value)
 
 
+def test_file_without_a_good_row_comes_with_the_settings_that_name_its_fields(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    rows = [{"word": "abc", "mirror": "cba"}] * 20
+    with pytest.raises(PromptError, match=r"no row is good: prompts\.question_field and"):
+        prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)), layout)
+
+
 def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> None:
     with pytest.raises(PromptError, match="found none"):
         prepare_prompts(recipe(tmp_path / "absent.jsonl"), layout)
@@ -206,7 +216,8 @@ def test_parquet_equals_jsonl(tmp_path: Path, layout: RunLayout) -> None:
 
 def test_held_out_prompts_are_never_trained_on(tmp_path: Path, layout: RunLayout) -> None:
     rows = [good(index % 12) for index in range(60)]
-    prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)), layout)
+    found = prepare_prompts(recipe(write_rows(tmp_path / "p.jsonl", rows)), layout)
+    assert found.num_train + found.num_held_out + found.num_repeated == 60
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
     train = PromptTable(layout.train_prompts, seed=0).rows()
     assert held

@@ -30,7 +30,7 @@ from areal_flow.store.queries import TableFormat, open_run
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.reports import bucketed
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import Report, Table, one_line, print_parts, printable, show
+from pipelines.cli.tables import Report, Table, one_line, printable, rendered, show
 from pipelines.cli.trajectory_report import listing, report_trajectory
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
@@ -177,9 +177,7 @@ def listed(**changes: Any) -> dict[str, Any]:
 def printed(*parts: Any, width: int, terminal: bool = True) -> list[str]:
     """Return the lines that a terminal or a pipe shows."""
     console = Console(width=width, file=StringIO(), force_terminal=terminal, color_system=None)
-    print_parts(console, *parts)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text.splitlines()
+    return rendered(console, *parts).splitlines()
 
 
 def listed_rows() -> list[dict[str, Any]]:
@@ -274,6 +272,7 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
         "verifier": "numeric@0",
         "prompt_id": "p",
         "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
+        "reward_parts": [],
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
     return ShownTrajectory(

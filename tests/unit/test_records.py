@@ -87,6 +87,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         provenance=PROVENANCE,
         seconds_wait=0.25,
         seconds_step=2.5,
+        num_generators=2,
     )
     expected = {
         "step": 4,
@@ -119,6 +120,8 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         "seconds_step": 2.5,
     }
     assert {name: row[name] for name in expected} == expected
+    assert row["metrics"]["speed/generated_tokens_per_s"] == 36
+    assert row["metrics"]["speed/generators_busy_fraction"] == 0.3
     assert datetime.now(UTC) - row["committed_at"] < timedelta(minutes=1)
 
 

@@ -10,75 +10,17 @@ import pytest
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
-from areal_flow.config import build_recipe, dump_recipe
-from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import (
-    Provenance,
-    batch_digest,
-    genesis_row,
-    step_row,
-)
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.models.policy import load_policy
 from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
-from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.replay import replay_step
-from areal_flow.recovery.run_directory import write_identity
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
-from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import LogHead, StepRequest
-from areal_flow.weights.channel import HashingWriter
-from tests.policies import write_model_directory
-from tests.rows import written_group
-
-WRITER = Writer(Path("nobody"), 1)
-PROVENANCE = Provenance(1, "", "")
+from areal_flow.store.ledger import Ledger
+from tests.recorded_runs import WRITER, make_recorded_run
 
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    """A run of two steps with a checkpoint of step 0."""
-    layout = RunLayout(tmp_path / "r")
-    write_model_directory(layout.model)
-    recipe = build_recipe({"algorithm": {"advantage": "rloo", "num_minibatches": 2}}, source="")
-    write_identity(layout)
-    layout.config.write_text(dump_recipe(recipe))
-    create_ledger(layout.steps)
-    create_trajectories(layout.trajectories)
-    written = [written_group(layout.trajectories, index) for index in range(4)]
-    TrajectoryCommitter(layout.trajectories, WRITER).commit(written)
-    ledger = Ledger(layout.steps, WRITER)
-    read = TrainingRows(layout.trajectories, layout.writers)
-    rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
-    rank.adopt(load_policy(layout.model))
-    hashes, environment = rank.genesis()
-    ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))
-    layout.checkpoints.mkdir()
-    rank.snapshot(weights_hash=hashes.weights_hash, next_submission_index=0)
-    rank.write_snapshot(0, WRITER)
-    for step in (1, 2):
-        groups = written[2 * step - 2 : 2 * step]
-        ids = tuple(t.trajectory_id for group in groups for t in group.trajectories)
-        digest = batch_digest(step - 1, ids)
-        request = StepRequest(step, hashes.weights_hash, step - 1, ids, digest, 2)
-        result = rank.step(request)
-        hashes = result.hashes
-        ledger.append(
-            step_row(
-                request,
-                result,
-                entries=StepEntries(),
-                log_head=LogHead(8, 0),
-                next_submission_index=0,
-                num_waiting_tokens=0,
-                provenance=PROVENANCE,
-                seconds_wait=0.0,
-                seconds_step=0.0,
-            )
-        )
-    return layout
+    return make_recorded_run(tmp_path / "r")
 
 
 def unweighted(inputs: LossInputs) -> PolicyLoss:
@@ -102,6 +44,21 @@ def test_step_is_replayed_with_its_own_loss_another_one_and_another_algorithm(
     assert other.changed is not None
     assert "sequence_ratio_max" in other.changed.metrics.metrics
     assert other.changes["algorithm.name"] == ("decoupled_ppo", "gspo")
+
+
+def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path) -> None:
+    trainer = {"learning_rate": 1e-3, "learning_rate_schedule": "linear"}
+    layout = make_recorded_run(tmp_path / "falling", num_steps=1, trainer=trainer)
+    layout.config.write_text(
+        layout.config.read_text().replace("num_steps = 1\n", "num_steps = 9\n", 1)
+    )
+    found = replay_step(layout, step=2)
+    rates = [
+        compared.recorded.metrics.learning_rate for compared in (*found.before, found.compared)
+    ]
+    assert rates == pytest.approx([1e-3, 3e-5])
+    assert found.before[0].equal
+    assert found.compared.equal
 
 
 def test_hash_of_the_optimizer_stands_in_the_checkpoint_alone(layout: RunLayout) -> None:

@@ -30,7 +30,11 @@ def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
     scores, speed = ("Mean reward", "Pass rate"), ("Time of a step", "Throughput")
     for title in (*scores, *speed, "Staleness", "Length", "Loss", "Zeal"):
         assert f"<h3>{title}" in page
-    assert "Rollout/pass rate" not in page
+    for title in ("Pass rate by difficulty", "Throughput"):
+        assert page.count(f"<h3>{title}") == 1
+    assert page.index(">2</text>") < page.index(">10</text>"), "difficulties ascend"
+    for shown_elsewhere in ("Rollout/pass rate", "Pass rate/difficulty", "Speed/"):
+        assert shown_elsewhere not in page
     assert '<span class="bad">reward 0<' in page
     assert '<span class="good">reward 1, passes<' in page
     assert "groups given up: 7" in page

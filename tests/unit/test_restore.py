@@ -68,6 +68,7 @@ class Rows:
                     provenance=PROVENANCE,
                     seconds_wait=0.0,
                     seconds_step=0.0,
+                    num_generators=2,
                 )
             )
 

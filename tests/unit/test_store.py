@@ -78,6 +78,7 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         provenance=PROVENANCE,
         seconds_wait=0.1,
         seconds_step=0.5,
+        num_generators=2,
     )
 
 

@@ -8,7 +8,7 @@ CREATE TABLE log (
     trajectory_id VARCHAR, group_id VARCHAR, submission_index BIGINT, member INTEGER,
     branch INTEGER, seed BIGINT, reward DOUBLE, commit_order BIGINT, num_tokens BIGINT,
     finite BOOLEAN, spans STRUCT("version" INTEGER, length INTEGER, num_chosen BIGINT)[],
-    verifier VARCHAR, writer_epoch INTEGER,
+    verifier VARCHAR, writer_epoch INTEGER, difficulty INTEGER, truncated BOOLEAN,
     other_content VARCHAR[], -- its content_hash and the hash of what was found, if they differ
     other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
 );
@@ -44,3 +44,7 @@ CREATE TABLE checkpoints (
 CREATE TABLE published (
     place VARCHAR, step BIGINT, recorded_hash VARCHAR, tensors_hash VARCHAR
 );
+
+-- What the run was forked from, and the weights hash that the parent's ledger has of that step, null
+-- if nobody can say; no row for a run that began by itself.
+CREATE TABLE parents (name VARCHAR, step BIGINT, weights_hash VARCHAR, ledger_hash VARCHAR);

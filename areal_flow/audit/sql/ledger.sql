@@ -27,6 +27,16 @@ WHERE trajectory_ids <> list_sort(trajectory_ids);
 SELECT place, 'no trajectories and no parent', 'some' FROM ledger
 WHERE step = 0 AND (len(trajectory_ids) > 0 OR parent_hash <> '');
 
+-- rule fork-genesis: parent
+SELECT steps.place, 'weights_hash ' || parents.weights_hash || ', of step ' || parents.step
+       || ' of run ' || parents.name || ', by run.json', steps.weights_hash
+FROM steps, parents WHERE steps.step = 0 AND steps.weights_hash <> parents.weights_hash;
+
+-- rule fork-parent: parent
+SELECT 'run.json', 'weights_hash ' || ledger_hash || ', by the ledger of run ' || name || ', step '
+       || step, weights_hash
+FROM parents WHERE ledger_hash <> weights_hash;
+
 -- rule watermark-order: ledger
 SELECT place, 'trajectory_watermark of at least ' || before, trajectory_watermark
 FROM (SELECT *, lag(trajectory_watermark) OVER (ORDER BY step) AS before FROM steps)
@@ -96,7 +106,7 @@ FROM consumed GROUP BY trajectory_id HAVING count(DISTINCT status) > 1;
 -- rule checkpoint-beyond-ledger: checkpoint
 SELECT 'checkpoint ' || step, 'a step of the ledger, 0 to ' || head, 'a later one'
 FROM files, (SELECT coalesce(max(step), -1) AS head FROM steps)
-WHERE kind = 'checkpoint' AND step > head;
+WHERE kind = 'checkpoint' AND step > head AND NOT (step = 0 AND EXISTS (FROM parents));
 
 -- rule weights-beyond-ledger: weights
 SELECT 'weights ' || step, 'a step of the ledger, 0 to ' || head, 'a later one'

@@ -44,9 +44,9 @@ FROM recounted WHERE log_waiting_tokens <> num_waiting_tokens;
 SELECT place, log_reward_mean || ', by the log', reward_mean
 FROM recounted WHERE differs(log_reward_mean, reward_mean);
 
--- rule pass-rate: both
-SELECT place, log_pass_rate || ', by the log', metrics['rollout/pass_rate']
-FROM recounted WHERE EXISTS (FROM recipe) AND differs(log_pass_rate, metrics['rollout/pass_rate']);
+-- rule batch-metrics: both
+SELECT place, printf('%s %.12g, by the log', name, value), printf('%.12g', metrics[name])
+FROM batch_metrics JOIN steps USING (step) WHERE differs(value, metrics[name]);
 
 -- rule staleness-counts: both
 WITH facts AS (

@@ -10,6 +10,33 @@ CREATE VIEW consumed_trajectories AS
 SELECT *, place || ', ' || trajectory_id AS row_place
 FROM placed JOIN trajectories USING (trajectory_id);
 
+-- Of the metrics of each step those that its batch makes, by name.
+CREATE VIEW batch_metrics AS
+WITH batch AS (
+    SELECT *, passes(reward, pass_threshold) AS passed
+    FROM consumed_trajectories, recipe WHERE status = 'trained'
+),
+of_steps AS (
+    SELECT step, avg(passed::INT) AS "rollout/pass_rate",
+           coalesce(stddev_samp(reward), 0) AS "rollout/reward_std",
+           avg(truncated::INT) AS "rollout/truncated_fraction",
+           quantile_cont(num_tokens, 0.1) AS "rollout/completion_p10_tokens",
+           quantile_cont(num_tokens, 0.5) AS "rollout/completion_p50_tokens",
+           quantile_cont(num_tokens, 0.9) AS "rollout/completion_p90_tokens"
+    FROM batch GROUP BY step
+),
+of_groups AS (
+    SELECT step, count(DISTINCT reward) = 1 AS is_flat FROM batch GROUP BY step, submission_index
+)
+SELECT step, name, value
+FROM (UNPIVOT of_steps ON COLUMNS(* EXCLUDE step) INTO NAME name VALUE value)
+UNION ALL
+SELECT step, 'rollout/zero_variance_groups_fraction', avg(is_flat::INT)
+FROM of_groups GROUP BY step
+UNION ALL
+SELECT step, 'pass_rate/difficulty_' || difficulty, avg(passed::INT)
+FROM batch GROUP BY step, difficulty;
+
 CREATE TABLE recounted AS
 WITH so_far AS (
     SELECT commit_order, sum(num_tokens) OVER earlier AS num_tokens,
@@ -19,7 +46,6 @@ WITH so_far AS (
 trained AS (
     SELECT step, count(*) AS num_known, sum(num_tokens) AS num_tokens,
            avg(coalesce(reward, 'NaN')) AS reward_mean,
-           avg(passes(reward, pass_threshold)::INT) AS pass_rate,
            sum(trained_tokens(spans, policy_version, max_staleness)) AS num_trained_tokens,
            sum(staleness_sum(spans, policy_version, max_staleness)) AS staleness_sum,
            max(staleness_max(spans, policy_version, max_staleness)) AS staleness_max
@@ -39,7 +65,6 @@ SELECT steps.*,
        log_committed_tokens - sum(log_step_tokens + log_discarded_tokens) OVER by_step
            AS log_waiting_tokens,
        trained.reward_mean AS log_reward_mean,
-       trained.pass_rate AS log_pass_rate,
        coalesce(trained.num_known = len(trajectory_ids), false)
            AND EXISTS (FROM recipe) AS can_be_masked_again,
        trained.num_trained_tokens AS log_num_trained_tokens,

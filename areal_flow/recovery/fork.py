@@ -1,0 +1,89 @@
+"""Makes the first checkpoint of a run from a recorded step of another one, its parent.
+
+The step is loaded from its checkpoint, or replayed from the nearest one before it. Nothing is
+written into the parent, which may be running meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.errors import RunError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_hashes
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.parents import Parent, record_parent
+from areal_flow.recovery.replay import LocalTrainer, threads_kept
+from areal_flow.recovery.replay_settings import on_device, on_this_machine
+from areal_flow.recovery.restore import LedgerReplay
+from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.trainer.checkpoint import Snapshot, write_checkpoint
+
+
+async def write_version_0(
+    layout: RunLayout,
+    recipe: Recipe,
+    writer: Writer,
+    *,
+    parent: RunLayout,
+    step: int | None,
+    fresh_optimizer: str,
+    on_replayed: Callable[[int, int], None],
+) -> None:
+    """Write checkpoint 0 of a new run, and note in its run.json which step it was.
+
+    Args:
+        layout: the new run.
+        recipe: its own.
+        step: the parent's; that of its newest usable checkpoint by default.
+        fresh_optimizer: why the optimizer's state is left out; empty: it is taken along.
+        on_replayed: called before each replayed step with its number and the last one's.
+
+    Raises:
+        RunError: the parent has no usable checkpoint up to the step, or its replay made other
+            weights.
+        StorageError: the disk refused.
+    """
+    checkpoints = checkpoint_hashes(parent.checkpoints)
+    wanted = on_this_machine(load_recipe(parent.config))
+    if step is None or step in checkpoints:
+        wanted = on_device(wanted, "cpu")  # only copied: the run's own workers need the GPUs
+    local = LocalTrainer(parent, wanted)
+    last = local.ledger.head if step is None else step
+    with threads_kept():
+        reached = await local.begin(checkpoints, at_most=last)
+        if reached is None:
+            raise RunError(
+                f"run {parent.name} has no usable checkpoint up to step {last}: expected one that "
+                "can be read and holds the weights of its ledger row, found checkpoints of steps "
+                f"{', '.join(map(str, checkpoints)) or 'none'}"
+            )
+        if step is not None:
+            await _replay(reached, parent, step=step, on_replayed=on_replayed)
+    saved = local.rank.backend.save()
+    if fresh_optimizer:
+        saved = replace(saved, optimizer={})
+    weights_hash = reached.hashes.weights_hash
+    snapshot = Snapshot(saved, CheckpointState(0, weights_hash, 0, recipe.digest()))
+    write_checkpoint(layout.checkpoints, parent.model, snapshot, writer)
+    run_id, optimizer = check_schema_version(parent), fresh_optimizer or "kept"
+    record_parent(layout, Parent(run_id, parent.name, reached.step, weights_hash, optimizer))
+
+
+async def _replay(
+    reached: LedgerReplay, parent: RunLayout, *, step: int, on_replayed: Callable[[int, int], None]
+) -> None:
+    """Train the ledger's rows up to a step again, to the same weights."""
+    while reached.step < step:
+        on_replayed(reached.step + 1, step)
+        compared = await reached.advance()
+        if compared.forked:
+            raise RunError(
+                f"step {compared.step} of run {parent.name} was replayed to weights "
+                f"{compared.replayed.hashes.weights_hash}, its ledger has "
+                f"{compared.recorded.hashes.weights_hash}: expected the same; fork from a step "
+                "with a checkpoint, "
+                f"{', '.join(map(str, checkpoint_hashes(parent.checkpoints)))}"
+            )

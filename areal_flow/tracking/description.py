@@ -1,0 +1,92 @@
+"""What a run is, in the words of its own files: what a sink shows beside the numbers."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.inputs import read_inputs
+from areal_flow.recovery.lease import Lease, newest_lease
+from areal_flow.recovery.run_directory import recipe_name_of
+from areal_flow.settings import flatten
+
+
+@dataclass(frozen=True, slots=True)
+class InputPrompts:
+    """The prompts that a run is trained on."""
+
+    path: Path
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """What a run is made of and where; the newest driver's host and code."""
+
+    parameters: Mapping[str, Any]
+    """The recipe, by dotted name."""
+    recipe: str
+    """The recipe as TOML."""
+    tags: Mapping[str, str]
+    """To find runs by; none is empty."""
+    text: str
+    """Markdown, for a reader."""
+    commit: str = ""
+    """Of the code, where it is a clone's; a changed one's ends in `-dirty`."""
+    prompts: InputPrompts | None = None
+
+
+def describe_run(layout: RunLayout) -> RunDescription:
+    """Return the description of a run, from its directory alone."""
+    toml, recipe = layout.config.read_text(), load_recipe(layout.config)
+    lease = newest_lease(layout.writers) or Lease(0, 0, "", "")
+    verifier, prompts = "", None
+    if layout.inputs.is_file():
+        inputs = read_inputs(layout)
+        verifier = inputs.verifier
+        known = inputs.files.get(layout.train_prompts.relative_to(layout.root).as_posix())
+        prompts = InputPrompts(layout.train_prompts, known) if known else None
+    tags = {
+        "recipe": recipe_name_of(layout),
+        "recipe_digest": recipe.digest(),
+        "model": recipe.model,
+        "algorithm": recipe.algorithm.name,
+        "verifier": verifier,
+        "code_version": lease.code,
+        "host": lease.host,
+    }
+    return RunDescription(
+        flatten(tomllib.loads(toml)),
+        toml,
+        {name: value for name, value in tags.items() if value},
+        _text(layout, recipe),
+        lease.commit,
+        prompts,
+    )
+
+
+def _text(layout: RunLayout, recipe: Recipe) -> str:
+    rewards = ", ".join(
+        f"`{reward.verifier}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
+        for reward in recipe.rewards
+    )
+    controller = recipe.controller
+    return "\n".join(
+        [
+            f"**{layout.name}** trains `{recipe.model}` with `{recipe.algorithm.name}`, "
+            f"{'asynchronously' if recipe.schedule == 'async' else 'synchronously'}.",
+            "",
+            f"- {recipe.num_steps} steps of {controller.batch_size} completions, "
+            f"{controller.group_size} a prompt; staleness up to {controller.max_staleness}",
+            f"- rewards: {rewards}; a completion passes above {recipe.pass_threshold:g}",
+            f"- run directory: `{layout.root}`",
+            "",
+            f"`areal-flow report {layout.name}` draws it; `areal-flow trajectories {layout.name}` "
+            "shows what the policy wrote.",
+        ]
+    )

@@ -1,0 +1,68 @@
+"""Runs whose steps a trainer rank computed in this process, so that they can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import build_recipe
+from areal_flow.controller.accounting import StepEntries
+from areal_flow.controller.records import Provenance, batch_digest, genesis_row, step_row
+from areal_flow.layout import RunLayout
+from areal_flow.models.policy import load_policy
+from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import create_run
+from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.types import LogHead, StepRequest
+from areal_flow.weights.channel import HashingWriter
+from tests.policies import write_model_directory
+from tests.rows import written_group
+
+WRITER = Writer(Path("nobody"), 1)
+PROVENANCE = Provenance(1, "", "")
+
+
+def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
+    """Make a run of two steps with a checkpoint of step 0."""
+    layout = RunLayout(root)
+    algorithm = {"advantage": "rloo", "num_minibatches": 2}
+    recipe = build_recipe({"algorithm": algorithm, **settings}, source="")
+    create_run(layout, recipe)
+    write_model_directory(layout.model)
+    create_ledger(layout.steps)
+    create_trajectories(layout.trajectories)
+    written = [written_group(layout.trajectories, index) for index in range(4)]
+    TrajectoryCommitter(layout.trajectories, WRITER).commit(written)
+    ledger = Ledger(layout.steps, WRITER)
+    read = TrainingRows(layout.trajectories, layout.writers)
+    rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
+    rank.adopt(load_policy(layout.model))
+    hashes, environment = rank.genesis()
+    ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))
+    layout.checkpoints.mkdir()
+    rank.snapshot(weights_hash=hashes.weights_hash, next_submission_index=0)
+    rank.write_snapshot(0, WRITER)
+    for step in (1, 2):
+        groups = written[2 * step - 2 : 2 * step]
+        ids = tuple(t.trajectory_id for group in groups for t in group.trajectories)
+        digest = batch_digest(step - 1, ids)
+        request = StepRequest(step, hashes.weights_hash, step - 1, ids, digest, 2)
+        result = rank.step(request)
+        hashes = result.hashes
+        ledger.append(
+            step_row(
+                request,
+                result,
+                entries=StepEntries(),
+                log_head=LogHead(8, 0),
+                next_submission_index=0,
+                num_waiting_tokens=0,
+                provenance=PROVENANCE,
+                seconds_wait=0.0,
+                seconds_step=0.0,
+                num_generators=2,
+            )
+        )
+    return layout

@@ -1,0 +1,289 @@
+"""A run that is forked from a step of another one, all without a cluster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lance
+import pytest
+from safetensors.torch import load_file
+
+import areal_flow
+import pipelines.api
+from areal_flow.audit.run import check_run
+from areal_flow.config import Recipe, build_recipe, load_recipe
+from areal_flow.controller.records import genesis_row
+from areal_flow.errors import ConfigError, RunError
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import copy_model_description
+from areal_flow.recovery.checkpoints import (
+    RNG_STATE,
+    checkpoint_path,
+    list_checkpoints,
+    read_checkpoint_state,
+)
+from areal_flow.recovery.parents import Parent, read_parent, record_parent
+from areal_flow.recovery.run_directory import check_schema_version, create_run
+from areal_flow.store.ledger import Ledger, LedgerReader, create_ledger
+from areal_flow.store.queries import Run
+from areal_flow.store.trajectories import create_trajectories
+from areal_flow.types import PolicyHashes
+from pipelines.forking import Fork, describe_parent, find_fork
+from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> RunLayout:
+    return make_recorded_run(tmp_path / "parent")
+
+
+def forked(
+    parent: RunLayout, step: int | None, name: str = "child", *, reset: bool = False, **over: Any
+) -> RunLayout:
+    """Make a run as far as its fork does."""
+    fork = Fork(parent, step, reset)
+    layout, recipe = RunLayout(parent.root.parent / name), fork.recipe(over)
+    create_run(layout, recipe)
+    fork.begin(layout, recipe, WRITER)
+    return layout
+
+
+def recorded_hash(layout: RunLayout, step: int) -> str:
+    return str(
+        LedgerReader(layout.steps, layout.writers).rows(["weights_hash"])[step]["weights_hash"]
+    )
+
+
+def begun(layout: RunLayout, weights_hash: str) -> RunLayout:
+    """Write the logs of a fork that has made its version 0."""
+    copy_model_description(checkpoint_path(layout.checkpoints, 0), layout.model)
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    hashes = PolicyHashes(weights_hash, served_hash=weights_hash)
+    row = genesis_row(hashes, provenance=PROVENANCE, numeric_environment="{}")
+    Ledger(layout.steps, WRITER).append(row)
+    return layout
+
+
+def optimizer_of(layout: RunLayout) -> set[str]:
+    path = checkpoint_path(layout.checkpoints, 0) / "optimizer.safetensors"
+    return set(load_file(path)) - {RNG_STATE}
+
+
+def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
+    found = [layout.root, *layout.root.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
+    parent: RunLayout, step: int
+) -> None:
+    before = listing(parent)
+    child = forked(parent, step)
+    assert listing(parent) == before
+    expected = recorded_hash(parent, step)
+    (checkpoint,) = list_checkpoints(child.checkpoints)
+    state = read_checkpoint_state(checkpoint_path(child.checkpoints, checkpoint))
+    assert (state.step, state.weights_hash, state.next_submission_index) == (0, expected, 0)
+    assert bool(optimizer_of(child)) == (step > 0)
+    identity = check_schema_version(parent)
+    assert read_parent(child) == Parent(identity, "parent", step, expected, "kept")
+    assert check_schema_version(child) != identity
+    assert describe_parent(child) == [
+        f"Forked from step {step} of run parent: its weights; optimizer kept"
+    ]
+    assert describe_parent(parent) == []
+
+
+def test_newest_usable_checkpoint_is_forked_by_default(parent: RunLayout) -> None:
+    child = forked(parent, None)
+    found = read_parent(child)
+    assert found is not None
+    assert found.step == 0
+
+
+@pytest.mark.parametrize(
+    ("reset", "trainer", "why"),
+    [
+        (True, {}, "fresh, as asked for"),
+        (False, {"adamw": {"beta2": 0.9}}, "fresh, since trainer.adamw.beta2 changed"),
+        (False, {"learning_rate": 1e-5, "adamw": {"weight_decay": 0.1}}, "kept"),
+    ],
+)
+def test_optimizer_goes_along_where_its_state_means_something(
+    parent: RunLayout, reset: bool, trainer: dict[str, Any], why: str
+) -> None:
+    child = forked(parent, 2, reset=reset, trainer=trainer)
+    found = read_parent(child)
+    assert found is not None
+    assert found.optimizer == why
+    assert bool(optimizer_of(child)) == (why == "kept")
+
+
+def test_recipe_is_the_parents_with_settings_over_it_and_no_fine_tuning(parent: RunLayout) -> None:
+    fork = Fork(parent, 0)
+    recipe = fork.recipe(
+        {"seed": 7, "algorithm": {"name": "gspo"}, "controller": {"group_size": 8}}
+    )
+    assert (recipe.seed, recipe.algorithm.name, recipe.controller.group_size) == (7, "gspo", 8)
+    assert fork.recipe({}) == load_recipe(parent.config)
+    child = RunLayout(parent.root.parent / "child")
+    create_run(child, recipe)
+    begins = fork.begin(child, recipe, WRITER)
+    assert begins.model == str(checkpoint_path(child.checkpoints, 0))
+    assert (begins.sft.num_steps, begins.sft.path) == (0, None)
+    state = read_checkpoint_state(Path(begins.model))
+    assert state.config_hash == begins.digest()
+
+
+def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
+    tmp_path: Path,
+) -> None:
+    for given, expected in ((0, 12), (50, 50)):
+        parent = RunLayout(tmp_path / str(given))
+        trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
+        create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
+        recipe = Fork(parent, None).recipe({"num_steps": 12, "trainer": {"adamw": {"beta1": 0.8}}})
+        assert recipe.trainer.num_learning_rate_decay_steps == expected
+        assert recipe.trainer.learning_rate_schedule == "linear"
+        assert recipe.trainer.adamw.beta1 == 0.8
+
+
+@pytest.mark.parametrize("over", [{"model": "tiny"}, {"sft": {"num_steps": 3}}])
+def test_model_and_fine_tuning_cannot_change(parent: RunLayout, over: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="keeps the model of run parent and is not fine-tuned"):
+        Fork(parent, 0).recipe(over)
+    with pytest.raises(ConfigError, match="there is no such setting"):
+        Fork(parent, 0).recipe({"trainer": {"lr": 1}})
+
+
+def test_run_or_step_that_is_not_there_is_named(parent: RunLayout, tmp_path: Path) -> None:
+    assert find_fork(tmp_path, "parent@2", reset_optimizer=False) == Fork(parent, 2)
+    by_directory = find_fork(Path("elsewhere"), str(parent.root), reset_optimizer=True)
+    assert by_directory == Fork(parent, None, True)
+    for reference, said in (
+        ("parent@3", "run parent has no step 3: expected a step from 0 to 2"),
+        ("nobody@1", "expected a run named 'nobody' in .*, found: parent"),
+        ("parent@new", "expected a run named 'parent@new'"),
+    ):
+        with pytest.raises(RunError, match=said):
+            find_fork(tmp_path, reference, reset_optimizer=False)
+
+
+def test_python_forks_by_name_and_step_or_by_run(
+    parent: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[RunLayout, Recipe, Fork]] = []
+
+    def start(_: Any, layout: RunLayout, recipe: Recipe, *, fork: Fork, **__: Any) -> None:
+        create_run(layout, recipe)
+        started.append((layout, recipe, fork))
+
+    monkeypatch.setattr(pipelines.api, "start", start)
+    runs = parent.root.parent
+    areal_flow.train(source="parent@1", runs=runs, num_steps=7, reset_optimizer=True)
+    areal_flow.train(source=Run(parent.root), runs=runs, name="named", prompts="p.jsonl")
+    (layout, recipe, fork), (_, on_rows, whole) = started
+    assert layout.name.startswith("parent-")
+    assert (recipe.num_steps, recipe.algorithm.advantage) == (7, "rloo")
+    assert (fork, whole) == (Fork(parent, 1, True), Fork(parent, None))
+    assert (on_rows.prompts.source, on_rows.prompts.path) == ("file", Path("p.jsonl"))
+    with pytest.raises(ConfigError, match="expected a recipe or a source, found both"):
+        areal_flow.train("r.toml", source="parent", runs=runs)
+
+
+def test_run_without_a_policy_is_refused(parent: RunLayout, tmp_path: Path) -> None:
+    unprepared = RunLayout(tmp_path / "young")
+    create_run(unprepared, load_recipe(parent.config))
+    with pytest.raises(RunError, match="run young has no ledger"):
+        find_fork(tmp_path, "young", reset_optimizer=False)
+    create_ledger(unprepared.steps)
+    with pytest.raises(RunError, match=r"run young has no policy yet.*--resume young"):
+        find_fork(tmp_path, "young", reset_optimizer=False)
+
+
+def test_damaged_checkpoint_is_not_taken_and_left_where_it_is(parent: RunLayout) -> None:
+    weights = checkpoint_path(parent.checkpoints, 0) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0xFF
+    weights.write_bytes(content)
+    before = listing(parent)
+    for step in (None, 0, 2):
+        with pytest.raises(RunError, match=r"no usable checkpoint up to step . *: expected one"):
+            forked(parent, step, f"child-{step}")
+    assert listing(parent) == before
+
+
+def test_replay_that_makes_other_weights_is_refused(parent: RunLayout) -> None:
+    lance.dataset(str(parent.steps)).update({"weights_hash": "'other'"}, where="step = 1")
+    with pytest.raises(RunError, match=r"step 1 of run parent was replayed to weights \w+, its"):
+        forked(parent, 2)
+
+
+def test_shipped_rewards_of_the_parent_go_along(parent: RunLayout) -> None:
+    parent.rewards.mkdir()
+    (parent.rewards / "mine@1.py").write_text("def mine(): ...")
+    assert (forked(parent, 0).rewards / "mine@1.py").read_text() == "def mine(): ..."
+
+
+def test_lineage_follows_the_link_back_while_the_parents_are_there(parent: RunLayout) -> None:
+    child = begun(forked(parent, 2), recorded_hash(parent, 2))
+    grandchild = Run(begun(forked(child, 0, "grandchild"), recorded_hash(child, 0)).root)
+    nearest, last = grandchild.lineage(0).forked_from
+    assert (nearest["name"], nearest["step"]) == ("child", 0)
+    assert (last["name"], last["step"]) == ("parent", 2)
+    assert last["ledger"] == {
+        "run": "parent",
+        "genesis_hash": recorded_hash(parent, 0),
+        "weights_hash": recorded_hash(parent, 2),
+        "chain_breaks": [],
+    }
+    checks = grandchild.lineage(0).hash_checks({})
+    assert [check.holds for check in checks] == [True, True]
+    parent.root.rename(parent.root.with_name("renamed"))
+    assert grandchild.lineage(0).forked_from[1]["ledger"]["run"] == "renamed"
+    shutil.rmtree(child.root)
+    (nearest,) = grandchild.lineage(0).forked_from
+    assert nearest["ledger"] is None
+
+
+def findings(layout: RunLayout) -> dict[str, str]:
+    rules = ("fork-genesis", "fork-parent", "parent-not-compared", "checkpoint-beyond-ledger")
+    return {f.rule: f.severity for f in check_run(layout).findings if f.rule in rules}
+
+
+def test_check_compares_the_genesis_with_the_parents_step(parent: RunLayout) -> None:
+    child = forked(parent, 2)
+    assert check_run(child).clean, "it is still being prepared"
+    found = read_parent(child)
+    assert found is not None
+    begun(child, found.weights_hash)
+    assert findings(child) == {}
+    record_parent(child, Parent(found.run_id, "parent", 1, found.weights_hash, "kept"))
+    assert findings(child) == {"fork-parent": "error"}
+    record_parent(child, Parent(found.run_id, "parent", 1, recorded_hash(parent, 1), "kept"))
+    assert findings(child) == {"fork-genesis": "error"}
+    record_parent(child, Parent(found.run_id, "parent", 9, found.weights_hash, "kept"))
+    assert findings(child) == {"parent-not-compared": "note"}
+    record_parent(child, Parent("another", "parent", 2, found.weights_hash, "kept"))
+    assert findings(child) == {"parent-not-compared": "note"}
+
+
+def test_first_checkpoint_of_a_fork_may_precede_its_row(parent: RunLayout) -> None:
+    child = forked(parent, 2)
+    create_ledger(child.steps)
+    assert findings(child) == {}
+    checkpoint = checkpoint_path(child.checkpoints, 0)
+    checkpoint.rename(checkpoint_path(child.checkpoints, 1))
+    assert findings(child) == {"checkpoint-beyond-ledger": "error"}
+
+
+def test_run_json_keeps_the_identity_beside_the_parent(parent: RunLayout) -> None:
+    child = forked(parent, 1)
+    written = json.loads(child.identity.read_text())
+    assert set(written) == {"schema_version", "run_id", "recipe", "forked_from"}
+    assert set(written["forked_from"]) == {"run_id", "name", "step", "weights_hash", "optimizer"}

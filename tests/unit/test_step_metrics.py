@@ -1,0 +1,131 @@
+"""What a step's rows and times say of it: golden numbers, and what a replay compares of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_flow.algorithms import logprobs
+from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
+from areal_flow.controller.speed import COLUMNS, speed_metrics
+from areal_flow.recovery.restore import ComparedStep
+from areal_flow.tracking.projection import METRICS
+from areal_flow.trainer.batch_metrics import batch_metrics, labels
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
+
+
+def row(group: int, reward: float, num_tokens: int, **columns: Any) -> dict[str, Any]:
+    return {
+        "submission_index": group,
+        "difficulty": 2 + group // 2,
+        "reward": reward,
+        "reward_parts": [],
+        "finish_reason": "stop",
+        "output_tokens": [7] * num_tokens,
+        **columns,
+    }
+
+
+ROWS = [
+    row(0, 1.0, 1),
+    row(0, 1.0, 2),
+    row(1, 0.0, 3),
+    row(1, 0.75, 4),
+    row(2, 0.0, 10, finish_reason="length"),
+    row(2, 0.0, 10, finish_reason="length"),
+]
+
+
+def test_batch_is_described_by_its_rows() -> None:
+    assert batch_metrics(ROWS, pass_threshold=0.5) == pytest.approx(
+        {
+            "rollout/pass_rate": 3 / 6,
+            "pass_rate/difficulty_2": 3 / 4,
+            "pass_rate/difficulty_3": 0.0,
+            "rollout/reward_std": 0.510310363,
+            "rollout/zero_variance_groups_fraction": 2 / 3,
+            "rollout/truncated_fraction": 2 / 6,
+            "rollout/completion_p10_tokens": 1.5,
+            "rollout/completion_p50_tokens": 3.5,
+            "rollout/completion_p90_tokens": 10.0,
+        }
+    )
+
+
+def test_page_of_metrics_names_each() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    names = {
+        *METRICS,
+        *batch_metrics([row(0, 1.0, 1, difficulty="N")], pass_threshold=0.5),
+        *speed_metrics(dict.fromkeys(COLUMNS, 1.0), num_generators=1),
+        "train/entropy_mean",
+    }
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_several_rewards_each_have_their_mean() -> None:
+    def parts(*rewards: float | None) -> dict[str, Any]:
+        named = zip(("numeric", "shipped:brief@1f0c2a9b77d3"), rewards, strict=False)
+        return {"reward_parts": [{"name": n, "reward": r} for n, r in named]}
+
+    rows = [row(0, 1.0, 1, **parts(1.0, 0.5)), row(0, 0.0, 1, **parts(0.0, None))]
+    found = batch_metrics(rows, pass_threshold=0.5)
+    assert found["reward/numeric_mean"] == 0.5
+    assert found["reward/brief_mean"] == 0.5, "where it gave one"
+    rows = [row(0, 1.0, 1, **parts(1.0, None))]
+    named = {n for n in batch_metrics(rows, pass_threshold=0.5) if n.startswith("reward/")}
+    assert named == {"reward/numeric_mean"}
+    alone = batch_metrics([row(0, 1.0, 1, **parts(1.0))], pass_threshold=0.5)
+    assert not [name for name in alone if name.startswith("reward/")]
+
+
+def test_verifiers_are_called_by_their_functions_unless_two_are_alike() -> None:
+    given = ["numeric", "own.graders:judge", "shipped:f@1f0c2a9b77d3", "shipped:f@2ed01f903528"]
+    expected = ["numeric", "judge", "shipped-f-1f0c2a9b77d3", "shipped-f-2ed01f903528"]
+    assert labels(given) == dict(zip(given, expected, strict=True))
+
+
+def test_batch_of_one_has_no_deviation() -> None:
+    assert batch_metrics(ROWS[:1], pass_threshold=0.5)["rollout/reward_std"] == 0
+
+
+def test_speed_is_by_time_and_by_generator() -> None:
+    totals = dict(zip(COLUMNS, (4.0, 6.0, 0.5, 1.0, 0.5, 100, 80), strict=True))
+    assert speed_metrics(totals, num_generators=2) == {
+        "speed/generated_tokens_per_s": 25.0,
+        "speed/trained_tokens_per_s": 20.0,
+        "speed/generators_busy_fraction": 0.75,
+        "speed/trainer_busy_fraction": 0.5,
+    }
+    assert speed_metrics({**totals, "seconds_step": 0.0}, num_generators=2) == {}
+
+
+def result(**metrics: float) -> StepResult:
+    found = replace(
+        NOTHING_TRAINED, metrics={name.replace("_", "/", 1): metrics[name] for name in metrics}
+    )
+    return StepResult(1, PolicyHashes("w", "s"), found, '{"device": "cpu"}')
+
+
+def test_replay_compares_what_rows_say_and_no_times() -> None:
+    recorded = result(rollout_reward_std=0.5, speed_trainer_busy_fraction=0.5)
+    assert ComparedStep(recorded, result(rollout_reward_std=0.5)).equal
+    other = ComparedStep(recorded, result(rollout_reward_std=0.25))
+    assert other.differences == {"rollout/reward_std": (0.5, 0.25)}
+    assert ComparedStep(recorded, result()).differences == {"rollout/reward_std": (0.5, None)}
+    assert ComparedStep(result(), recorded).equal, "an older version did not know this metric"
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_entropy_in_parts_is_that_of_the_whole(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_NUMBERS", 33)  # three rows
+    logits_TV = torch.randn(num_rows, 11, dtype=torch.bfloat16, requires_grad=True)
+    found_T = detached_entropies(logits_TV, temperature=0.7)
+    assert not found_T.requires_grad
+    torch.testing.assert_close(found_T, next_token_entropies(logits_TV.detach(), temperature=0.7))

@@ -119,10 +119,9 @@ class TrainerRank:
     def _compute(self, request: StepRequest) -> StepResult:
         self._refuse_unless_at(request.parent_hash, purpose=f"step {request.step}")
         began = perf_counter()
+        rows = self.read_rows(request.trajectory_ids)
         sequences = sequences_from_rows(
-            self.read_rows(request.trajectory_ids),
-            policy_version=request.policy_version,
-            max_staleness=request.max_staleness,
+            rows, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
         read = perf_counter()
         # From here until its weights are staged this rank stands nowhere: an error must not leave
@@ -139,6 +138,7 @@ class TrainerRank:
         hashes = self._stand_at(request.step)
         metrics = self._metrics(
             request,
+            rows,
             sequences,
             numbers,
             seconds_read=read - began,
@@ -213,6 +213,7 @@ class TrainerRank:
     def _metrics(
         self,
         request: StepRequest,
+        rows: Sequence[Mapping[str, Any]],
         sequences: Sequence[TrainingSequence],
         numbers: UpdateNumbers,
         **seconds: float,

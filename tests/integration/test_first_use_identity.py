@@ -18,6 +18,8 @@ from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import hold_lease
 from tests.integration.runs import cli, started_cli
 
+pytestmark = pytest.mark.walk
+
 GRADER = '''"""A grader of the user's own."""
 
 

@@ -2,6 +2,7 @@
 
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
 nox -s tests [-- ARGS]     unit, contract and integration tests
+nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
 nox -s bench               benchmarks, as tables and JSON
@@ -41,8 +42,14 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests; arguments go to pytest."""
-    run(session, "python", "-m", "pytest", *session.posargs)
+    """Run the tests, without the walks; arguments go to pytest."""
+    run(session, "python", "-m", "pytest", "-m", "not walk", *session.posargs)
+
+
+@nox.session
+def walks(session: nox.Session) -> None:
+    """Type what users type, many commands in a row, the quickstart's too; twelve minutes."""
+    run(session, "python", "-m", "pytest", "-m", "walk", *session.posargs)
 
 
 @nox.session

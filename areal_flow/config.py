@@ -95,7 +95,8 @@ class SftSettings(Settings):
     num_learning_rate_warmup_steps: int = Field(30, ge=0)
     """Steps of linear warm-up."""
     learning_rate_schedule: RateSchedule = "cosine"
-    """After the warm-up: constant, or a line or a cosine down to 3% of the peak."""
+    """Times the warm-up: constant, or a line or a cosine from the first step to the last, down to
+    3% of the peak."""
     shuffle: bool = True
     """Another order every epoch, drawn from the seed; false: the file's own, a curriculum."""
     checkpoint_every_steps: int = Field(500, ge=1)

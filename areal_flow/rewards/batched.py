@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from areal_flow.rewards.calls import call_in_thread, call_on_loop
-from areal_flow.rewards.protocol import RewardInput, judged
+from areal_flow.rewards.protocol import FunctionReward, RewardInput, judged
 from areal_flow.types import Score
 
 
@@ -24,28 +24,17 @@ def is_batched(function: Callable[..., Any]) -> bool:
     return "completions" in names and "completion" not in names
 
 
-class BatchedFunctionReward:
+class BatchedFunctionReward(FunctionReward):
     """Calls a function once for many completions, in a thread or, if it is `async`, on the loop.
 
-    One that raises, or returns another number of rewards, has failed on all of them.
+    It may take `timeout_s` over each completion of a call. One that raises, or returns another
+    number of rewards, has failed on all of them.
     """
-
-    def __init__(self, function: Callable[..., Any], *, timeout_s: float = 60.0) -> None:
-        """Take a function, and how long it may take over each completion of a call."""
-        self.function = function
-        self.timeout_s = timeout_s
-        parameters = inspect.signature(function).parameters.values()
-        self._names = {parameter.name for parameter in parameters}
-        self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def open(self) -> None: ...
-
-    def close(self) -> None: ...
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         if not inputs:
             return []
-        call = partial(self.function, **self._arguments(inputs))
+        call = partial(self.function, **self._batch_arguments(inputs))
         limit_s = self.timeout_s * len(inputs)
         try:
             if inspect.iscoroutinefunction(self.function):
@@ -57,7 +46,7 @@ class BatchedFunctionReward:
             return [judged(error)] * len(inputs)
         return [Score(None, "no_reward") if r is None else judged(r) for r in rewards]
 
-    def _arguments(self, inputs: Sequence[RewardInput]) -> dict[str, list[Any]]:
+    def _batch_arguments(self, inputs: Sequence[RewardInput]) -> dict[str, list[Any]]:
         names = dict.fromkeys(name for given in inputs for name in given.metadata)
         columns = {name: [given.metadata.get(name) for given in inputs] for name in names}
         columns |= {

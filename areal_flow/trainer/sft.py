@@ -110,13 +110,15 @@ class SftTrainer:
         return found.losses[0]
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of step 0, 1, ...: the schedule ends with the last one."""
+        """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""
+        settings = self.settings
+        warmup = min(1.0, (step + 1) / max(1, settings.num_learning_rate_warmup_steps))
         return scheduled_rate(
-            self.settings.learning_rate,
+            settings.learning_rate * warmup,
             step=step + 1,
-            schedule=self.settings.learning_rate_schedule,
-            num_warmup_steps=self.settings.num_learning_rate_warmup_steps,
-            num_decay_steps=self.settings.num_steps,
+            schedule=settings.learning_rate_schedule,
+            num_warmup_steps=0,
+            num_decay_steps=settings.num_steps,
         )
 
     def save(self, root: Path, model_directory: Path, writer: Writer) -> Path:

@@ -130,6 +130,30 @@ def cli(
     )
 
 
+def done(folder: Path, *command: str, code: int = 0) -> str:
+    """Return what a command printed, once it ended as it should."""
+    ended = cli(*command, cwd=folder)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == code, said
+    return said
+
+
+def run_script(text: str, *, cwd: Path, timeout: float) -> str:
+    """Run a user's Python script; return what it printed, once it ended well."""
+    (cwd / "script.py").write_text(text)
+    ended = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 @contextmanager
 def started_cli(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Start `areal-flow` in a process group of its own; kill what is left of it at the end."""

@@ -17,6 +17,8 @@ import pytest
 
 from tests.integration.runs import ENVIRONMENT
 
+pytestmark = pytest.mark.walk
+
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 READERS_FOLDER = "/home/you/sorting"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from time import sleep
 
@@ -16,7 +14,7 @@ import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
-from tests.integration.runs import ENVIRONMENT, check_accounting, cli, started_cli
+from tests.integration.runs import check_accounting, cli, run_script, started_cli
 from tests.policies import write_model_directory
 
 ROWS = [
@@ -171,16 +169,5 @@ print(run.trajectories().reward.notna().all())
 
 
 def test_frame_of_messages_is_trained_from_python(folder: Path) -> None:
-    (folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "True"
+    assert run_script(SCRIPT, cwd=folder, timeout=240).strip().splitlines()[-1] == "True"
     check_accounting(RunLayout((folder / "runs" / "frame").resolve()))

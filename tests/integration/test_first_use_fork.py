@@ -14,7 +14,7 @@ import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import hold_lease
-from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
+from tests.integration.runs import check_accounting, cli, done, small_arguments, started_cli
 
 NUM_STEPS = 3
 
@@ -28,14 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     falling = (*rate, "--trainer.learning-rate-schedule", "cosine")
     done(cwd, "train", "--name", "parent", *given, *falling)
     return cwd
-
-
-def done(folder: Path, *command: str, code: int = 0) -> str:
-    """Return what a command printed, once it ended as it should."""
-    ended = cli(*command, cwd=folder)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == code, said
-    return said
 
 
 def run(folder: Path, name: str) -> RunLayout:

@@ -16,7 +16,9 @@ import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import hold_lease
-from tests.integration.runs import cli, started_cli
+from tests.integration.runs import done, started_cli
+
+pytestmark = pytest.mark.walk
 
 GRADER = '''"""A grader of the user's own."""
 
@@ -65,14 +67,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def arguments() -> list[str]:
     named = ((f"--{name.replace('_', '-')}", str(value)) for name, value in SETTINGS.items())
     return [argument for pair in named for argument in pair]
-
-
-def done(folder: Path, *command: str, code: int = 0) -> str:
-    """Return what a command printed, once it ended as it should."""
-    ended = cli(*command, cwd=folder)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == code, said
-    return said
 
 
 def test_run_that_was_killed_in_its_warm_start_goes_on(folder: Path, run: RunLayout) -> None:

@@ -21,6 +21,8 @@ from tests.integration.runs import (
     step_reached,
 )
 
+pytestmark = pytest.mark.walk
+
 LENGTHS = '[{verifier = "tests.integration.verifiers:reward_length"}]'
 """It gives 0, 0.25, 0.5, 0.75 or 1."""
 

@@ -15,6 +15,8 @@ from areal_flow.layout import RunLayout
 from pipelines.cli.run_log import logged_warnings
 from tests.integration.runs import ENVIRONMENT, check_accounting, cli, small_arguments, started_cli
 
+pytestmark = pytest.mark.walk
+
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ?")
 
 

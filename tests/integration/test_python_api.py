@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pandas as pd
 
 import areal_flow
 from areal_flow.layout import RunLayout
-from tests.integration.runs import ENVIRONMENT, SMALL, check_accounting
+from tests.integration.runs import SMALL, check_accounting, run_script
 
 SETTINGS: dict[str, Any] = {
     **{key: SMALL[key] for key in ("generation", "controller", "trainer", "tracking")},
@@ -32,18 +30,7 @@ print(len(run.steps()) - 1, run.trajectories().reward.min() > 0.25)
 
 
 def test_five_lines_from_import_to_a_trained_policy(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "2 True"
+    assert run_script(SCRIPT, cwd=tmp_path, timeout=120).strip().splitlines()[-1] == "2 True"
     layout = RunLayout((tmp_path / "runs" / "five").resolve())
     check_accounting(layout)
     (source,) = layout.rewards.glob("brevity*.py")

@@ -158,7 +158,7 @@ class Training:
             read_inputs(layout).verifier,
         )
         self.channel = DirectoryWriter(weights)
-        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights))
+        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights), cluster.pool)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)

@@ -6,7 +6,7 @@ Appended once, never changed. The first commit of a trajectory id wins.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,17 @@ def create_trajectories(path: Path) -> None:
     create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
-def validate_groups(tables: Iterable[pa.Table]) -> None:
-    """Validate scored groups, together.
+def validate_groups(table: pa.Table) -> None:
+    """Validate the rows of scored groups.
 
     Raises:
         SchemaError: naming the columns and rules.
     """
-    validate(
-        pa.concat_tables(table.replace_schema_metadata(None) for table in tables), TrajectoryRow
-    )
+    validate(table.replace_schema_metadata(None), TrajectoryRow)
 
 
-def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:
-    """Write one validated group; its rows are invisible until its fragments are committed.
+def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
+    """Write validated groups, to be committed together; until then their rows are invisible.
 
     Returns:
         Fragment descriptions for `TrajectoryCommitter.commit`.
@@ -90,16 +88,15 @@ class TrajectoryCommitter:
 
         Raises:
             RunError: another driver took over; this one must end.
-            StorageError: nothing was written.
+            StorageError: a fragment holds other rows as well, or the disk refused: nothing was
+                written.
         """
         new = [r for r in receipts if not self._is_committed(r.submission_index)]
-        fragments = [
-            FragmentMetadata.from_json(fragment)
-            for receipt in new
-            for fragment in receipt.fragments
-        ]
+        descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
+        fragments = [*map(FragmentMetadata.from_json, descriptions)]
         if not fragments:
             return self.head
+        _refuse_other_rows(fragments, new)
         self._writer.check_current()
         with self.maintenance.commit():
             self._dataset = LanceDataset.commit(
@@ -118,6 +115,19 @@ class TrajectoryCommitter:
         """Remember a group: a byte each, since a long run has millions."""
         self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
         self._committed[submission_index] = 1
+
+
+def _refuse_other_rows(
+    fragments: Sequence[FragmentMetadata], groups: Sequence[GroupReceipt]
+) -> None:
+    num_rows = sum(fragment.num_rows for fragment in fragments)
+    expected = sum(len(group.trajectories) for group in groups)
+    if num_rows != expected:
+        raise StorageError(
+            f"expected fragments of {expected} rows, those of groups "
+            f"{[group.submission_index for group in groups]}, found {num_rows}: groups that were "
+            "written together are committed together, once"
+        )
 
 
 class TrainingRows:

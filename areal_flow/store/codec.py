@@ -156,16 +156,16 @@ def array_rows(table: pa.Table) -> list[dict[str, Any]]:
     return [
         dict(zip(table.column_names, row, strict=True))
         for batch in table.to_batches()
-        for row in zip(*map(_values_of_rows, batch.columns), strict=True)
+        for row in zip(*map(_values_of_rows, table.column_names, batch.columns), strict=True)
     ]
 
 
-def _values_of_rows(column: pa.Array) -> Iterable[Any]:
-    if not pa.types.is_list(column.type):
-        return column.to_pylist()  # type: ignore[no-any-return]
-    if pa.types.is_struct(column.type.value_type):
+def _values_of_rows(name: str, column: pa.Array) -> Iterable[Any]:
+    if name == "version_spans":
         return (tuple(map(VersionSpan._make, spans.tolist())) for spans in row_arrays(column))
-    return row_arrays(column)
+    if name in _TOKEN_COLUMNS:
+        return row_arrays(column)
+    return column.to_pylist()  # type: ignore[no-any-return]
 
 
 def member_errors(table: pa.Table) -> tuple[str, ...]:

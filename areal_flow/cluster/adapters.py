@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +33,9 @@ LISTEN_EVERY_S = 0.5
 
 SECONDS_A_TASK = 0.25
 """How long a task may score and write groups: they are committed, and seen, when it ends."""
+
+LINGER_S = 0.15
+"""How long a group that was rolled out waits for others, to be scored and written with them."""
 
 MAX_RESTORATIONS = 3
 """How often the trainer may be lost over one request."""
@@ -79,10 +82,10 @@ class DaskRollouts:
             resources={"generator": 1},
         )
         try:
-            with suppress(FuturesCancelledError):  # `result_of` says so in our words
+            with self._ready.another_comes(), suppress(FuturesCancelledError):
                 await wait(rolled_out)
             if rolled_out.status != "finished":
-                await result_of(rolled_out)
+                await result_of(rolled_out)  # which says in our words what became of it
             yield rolled_out
         except asyncio.CancelledError:
             await self._client.cancel([rolled_out])
@@ -92,8 +95,9 @@ class DaskRollouts:
 class ReadyGroups:
     """Has groups that were rolled out scored and written, a task for all that are ready together.
 
-    There are as many such tasks at a time as reward workers. Each takes as many groups as the last
-    one would have scored within `SECONDS_A_TASK`: many of quick verdicts, one of slow ones.
+    A group waits a moment for others, unless none is on its way. There are as many tasks at a time
+    as reward workers. Each takes as many groups as the last one would have scored within
+    `SECONDS_A_TASK`: many of quick verdicts, one of slow ones.
     """
 
     def __init__(self, client: Client, pool: WorkerPool) -> None:
@@ -101,7 +105,18 @@ class ReadyGroups:
         self._pool = pool
         self._waiting: list[_Rollout] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next_start: asyncio.TimerHandle | None = None
+        self._num_coming = 0
         self._num_together = 1.0
+
+    @contextmanager
+    def another_comes(self) -> Iterator[None]:
+        """Note that a group is being rolled out, while it is."""
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
     async def receipt(self, rolled_out: Future, episode: Episode) -> GroupReceipt:
         """Return the receipt of a group once it is written.
@@ -111,9 +126,17 @@ class ReadyGroups:
         """
         loop = asyncio.get_running_loop()
         receipt: asyncio.Future[GroupReceipt] = loop.create_future()
-        self._waiting.append(_Rollout(rolled_out, episode, receipt))
-        loop.call_soon(self._start)  # after all that this turn of the loop makes ready
+        self._waiting.append(_Rollout(rolled_out, episode, receipt, loop.time()))
+        self._start_soon()
         return await receipt
+
+    def _start_soon(self) -> None:
+        """Start when the oldest group has waited long enough, or at once if no other will come."""
+        if self._next_start:
+            self._next_start.cancel()
+        if self._waiting:
+            waits_until = self._waiting[0].ready_at + LINGER_S if self._num_coming else 0.0
+            self._next_start = asyncio.get_running_loop().call_at(waits_until, self._start)
 
     def _start(self) -> None:
         """Start a task a free worker, each with its share of what is ready."""
@@ -128,7 +151,7 @@ class ReadyGroups:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._start()
+        self._start_soon()
 
     async def _score_and_write(self, batch: Sequence[_Rollout]) -> None:
         clock = asyncio.get_running_loop().time
@@ -164,6 +187,7 @@ class _Rollout:
     table: Future
     episode: Episode
     receipt: asyncio.Future[GroupReceipt]
+    ready_at: float
 
 
 class DaskTrainer:

@@ -105,6 +105,7 @@ def _write(
     from areal_flow.store.trajectories import validate_groups, write_groups
 
     rows = pa.concat_tables(table.replace_schema_metadata(None) for table in tables)
+    rows = rows.combine_chunks()  # what follows looks at every chunk of every column
     scored = scored_table(rows, [*chain.from_iterable(scores)], verifier=verifier)
     try:
         validate_groups(scored)

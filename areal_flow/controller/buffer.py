@@ -5,6 +5,8 @@ Oldest submission first among the groups that are complete; nothing waits for a 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.config import Recipe
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt
@@ -41,27 +43,28 @@ class Buffer:
         if not self._keeps_group([t.reward for t in scored if t.reward is not None]):
             return discards + [_discard(t, "group_filter") for t in scored]
         self._groups[group.submission_index] = scored
-        return discards + self.evict(policy_version=policy_version)
+        return discards + self._evict_from(group.submission_index, policy_version)
 
     def evict(self, *, policy_version: int) -> list[Discard]:
         """Drop every trajectory whose tokens are all too old to train `policy_version`."""
-        discards: list[Discard] = []
-        for index, group in list(self._groups.items()):
-            fresh = tuple(
-                t
-                for t in group
-                if fresh_enough(
-                    t.newest_version,
-                    policy_version=policy_version,
-                    max_staleness=self.max_staleness,
-                )
+        evicted = (self._evict_from(index, policy_version) for index in list(self._groups))
+        return [*chain.from_iterable(evicted)]
+
+    def _evict_from(self, index: int, policy_version: int) -> list[Discard]:
+        fresh: list[TrajectoryReceipt] = []
+        stale: list[TrajectoryReceipt] = []
+        for trajectory in self._groups[index]:
+            is_fresh = fresh_enough(
+                trajectory.newest_version,
+                policy_version=policy_version,
+                max_staleness=self.max_staleness,
             )
-            discards += [_discard(t, "stale") for t in group if t not in fresh]
-            if fresh:
-                self._groups[index] = fresh
-            else:
-                del self._groups[index]
-        return discards
+            (fresh if is_fresh else stale).append(trajectory)
+        if fresh:
+            self._groups[index] = tuple(fresh)
+        else:
+            del self._groups[index]
+        return [_discard(trajectory, "stale") for trajectory in stale]
 
     def take(self) -> Batch | None:
         """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.

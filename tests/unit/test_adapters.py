@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from areal_flow.cluster.adapters import (
     ACKNOWLEDGE_TIMEOUT_S,
+    LINGER_S,
     DaskTrainer,
     DaskWeights,
     ReadyGroups,
@@ -208,6 +210,22 @@ def test_groups_that_are_ready_together_share_a_task_and_each_hears_of_its_own()
         *("g!", "invalid", "i!"),
     ]
     assert workers.sizes == [1, 5, 3]
+
+
+@pytest.mark.parametrize("another_comes", [True, False])
+def test_group_waits_for_others_only_while_some_are_on_their_way(another_comes: bool) -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+
+    async def seconds_until_written() -> float:
+        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with ready.another_comes() if another_comes else nullcontext():
+            await ready.receipt("a", None)  # type: ignore[arg-type]
+        return clock() - began
+
+    waited: float = run_in_virtual_time(seconds_until_written())
+    assert waited == pytest.approx(another_comes * LINGER_S + 0.001)
 
 
 def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:

@@ -107,6 +107,8 @@ class FakeWork:
         receipts = map(TrajectoryReceipt, ids, spans, [1.0] * len(ids), ["stop"] * len(ids))
         return GroupReceipt(index, fragments, tuple(receipts))
 
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
+
     async def step(self, request: StepRequest) -> StepResult:
         await asyncio.sleep(STEP_S)
         trained = sum(self._num_tokens.pop(identifier) for identifier in request.trajectory_ids)

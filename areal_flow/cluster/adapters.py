@@ -205,6 +205,9 @@ class DaskTrainer:
     async def step(self, request: StepRequest) -> StepResult:
         return await self._persist(lambda: self._replicas.step(request))
 
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        await self._replicas.read_ahead(trajectory_ids)
+
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
         state = (weights_hash, next_submission_index)

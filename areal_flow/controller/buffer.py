@@ -66,16 +66,27 @@ class Buffer:
             del self._groups[index]
         return [_discard(trajectory, "stale") for trajectory in stale]
 
-    def take(self) -> Batch | None:
-        """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.
+    def next_batch(self) -> Batch | None:
+        """Return the oldest `groups_per_step` groups, or None while there are fewer.
 
         The order of the batch depends on submissions only, never on who finished first.
         """
+        oldest = self._oldest()
+        members = [t for index in oldest for t in self._groups[index]]
+        return tuple(sorted(members, key=lambda t: t.trajectory_id)) or None
+
+    def take(self) -> Batch | None:
+        """Remove and return the next batch, or None while there is none."""
+        batch = self.next_batch()
+        for index in self._oldest():
+            del self._groups[index]
+        return batch
+
+    def _oldest(self) -> list[int]:
+        """Return the submission indices of the next batch, none while it is not complete."""
         if len(self._groups) < self.groups_per_step:
-            return None
-        oldest = sorted(self._groups)[: self.groups_per_step]
-        members = [t for index in oldest for t in self._groups.pop(index)]
-        return tuple(sorted(members, key=lambda t: t.trajectory_id))
+            return []
+        return sorted(self._groups)[: self.groups_per_step]
 
 
 def _discard(trajectory: TrajectoryReceipt, reason: str) -> Discard:

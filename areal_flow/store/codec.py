@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -162,10 +163,17 @@ def array_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 def _values_of_rows(name: str, column: pa.Array) -> Iterable[Any]:
     if name == "version_spans":
-        return (tuple(map(VersionSpan._make, spans.tolist())) for spans in row_arrays(column))
+        return _spans_of_rows(column)
     if name in _TOKEN_COLUMNS:
         return row_arrays(column)
     return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _spans_of_rows(column: pa.ListArray) -> Iterator[tuple[VersionSpan, ...]]:
+    spans = list(map(VersionSpan, *(field.to_pylist() for field in column.flatten().flatten())))
+    offsets = column.offsets.to_numpy()
+    for begin, end in pairwise((offsets - offsets[0]).tolist()):
+        yield tuple(spans[begin:end])
 
 
 def member_errors(table: pa.Table) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Appended once, never changed. The first commit of a trajectory id wins.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance import LanceDataset, LanceOperation
-from lance.fragment import FragmentMetadata, write_fragments
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
@@ -34,6 +34,8 @@ from schemas.content import CONTENT_COLUMNS
 
 BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
+NEWEST_FRAGMENTS = 64
+"""Where a step's rows are looked for first."""
 
 
 def create_trajectories(path: Path) -> None:
@@ -160,17 +162,7 @@ class TrainingRows:
         Raises:
             StorageError: an id is not in the log, or its row was changed.
         """
-        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
-        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
-        self._dataset.checkout_latest()
-        found = self._dataset.to_table(
-            columns=list(self.COLUMNS),
-            filter=all_of(wanted, self._counted),
-            batch_size=self._rows_at_once,
-            io_buffer_size=IO_BUFFER_BYTES,
-        )
-        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
-        places = pc.index_in(pa.array(trajectory_ids, pa.string()), found["trajectory_id"])
+        found, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]
             raise StorageError(
@@ -186,3 +178,41 @@ class TrainingRows:
                     f"{self._path.name} from a copy"
                 )
         return [rows[place] for place in places.to_pylist()]
+
+    def _find(self, trajectory_ids: Sequence[str]) -> tuple[pa.Table, pa.Array]:
+        """Return a table that has these rows, and the place of each; null where it has none.
+
+        They are looked for in ever more of the log, from its end on: a step's rows are among the
+        newest, and a log of a million rows has a thousand fragments.
+        """
+        identifiers = pa.array(trajectory_ids, pa.string())
+        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
+        self._dataset.checkout_latest()
+        portions = []
+        for fragments in _portions(self._dataset.get_fragments()):
+            scanner = self._dataset.scanner(
+                columns=list(self.COLUMNS),
+                filter=all_of(wanted, self._counted),
+                batch_size=self._rows_at_once,
+                io_buffer_size=IO_BUFFER_BYTES,
+                fragments=fragments,
+            )
+            portions.append(scanner.to_table())
+            found = pa.concat_tables(portions)
+            places = pc.index_in(identifiers, found["trajectory_id"])
+            if not places.null_count:
+                break
+        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
+        return found, places
+
+
+def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
+    """Yield a log's fragments from its end on, each portion several times as large as the last."""
+    size = NEWEST_FRAGMENTS
+    while True:
+        yield fragments[-size:]
+        fragments = fragments[:-size]
+        size *= 8
+        if not fragments:
+            return

@@ -25,6 +25,7 @@ from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import write_identity
+from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
@@ -146,7 +147,12 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Pa
     assert [row["reward"] for row in found] == [1.0, 0.0]
 
 
-def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
+@pytest.mark.parametrize("newest_fragments", [1, 2, 64])
+def test_reader_returns_the_rows_asked_for_in_that_order(
+    path: Path, newest_fragments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of the log it has to look through for them."""
+    monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
     committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])
     read_rows = TrainingRows(path, NOBODY)

@@ -32,7 +32,8 @@ class Buffer:
     def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
         """Take in a committed group; return the members that will never be trained.
 
-        When all of them come back, the group is not kept and its slot is free.
+        When all of them come back, the group is not kept and its slot is free. Other groups are not
+        looked at: what they may still train changes with the policy, see `evict`.
         """
         assert group.submission_index not in self._groups, "a group was committed twice"
         unscored = [t for t in group.trajectories if t.reward is None]
@@ -40,28 +41,34 @@ class Buffer:
         scored = tuple(t for t in group.trajectories if t.reward is not None)
         if not self._keeps_group([t.reward for t in scored if t.reward is not None]):
             return discards + [_discard(t, "group_filter") for t in scored]
-        self._groups[group.submission_index] = scored
-        return discards + self.evict(policy_version=policy_version)
+        return discards + self._keep_fresh(
+            group.submission_index, scored, policy_version=policy_version
+        )
 
     def evict(self, *, policy_version: int) -> list[Discard]:
         """Drop every trajectory whose tokens are all too old to train `policy_version`."""
-        discards: list[Discard] = []
-        for index, group in list(self._groups.items()):
-            fresh = tuple(
-                t
-                for t in group
-                if fresh_enough(
-                    t.newest_version,
-                    policy_version=policy_version,
-                    max_staleness=self.max_staleness,
-                )
-            )
-            discards += [_discard(t, "stale") for t in group if t not in fresh]
-            if fresh:
-                self._groups[index] = fresh
-            else:
-                del self._groups[index]
-        return discards
+        return [
+            discard
+            for index, group in list(self._groups.items())
+            for discard in self._keep_fresh(index, group, policy_version=policy_version)
+        ]
+
+    def _keep_fresh(self, index: int, group: Batch, *, policy_version: int) -> list[Discard]:
+        """Keep what may still train of one group, which is forgotten if nothing may."""
+        stale = [t for t in group if not self._is_fresh(t, policy_version)]
+        fresh = tuple(t for t in group if self._is_fresh(t, policy_version)) if stale else group
+        if fresh:
+            self._groups[index] = fresh
+        else:
+            self._groups.pop(index, None)
+        return [_discard(t, "stale") for t in stale]
+
+    def _is_fresh(self, trajectory: TrajectoryReceipt, policy_version: int) -> bool:
+        return fresh_enough(
+            trajectory.newest_version,
+            policy_version=policy_version,
+            max_staleness=self.max_staleness,
+        )
 
     def take(self) -> Batch | None:
         """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.

@@ -34,7 +34,8 @@ class Buffer:
     def add(self, group: GroupReceipt, *, policy_version: int) -> list[Discard]:
         """Take in a committed group; return the members that will never be trained.
 
-        When all of them come back, the group is not kept and its slot is free.
+        When all of them come back, the group is not kept and its slot is free. Other groups are not
+        looked at: what they may still train changes with the policy, see `evict`.
         """
         assert group.submission_index not in self._groups, "a group was committed twice"
         unscored = [t for t in group.trajectories if t.reward is None]

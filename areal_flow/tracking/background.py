@@ -3,7 +3,8 @@
 | who        | waits for                                 | unblocked by               |
 |------------|-------------------------------------------|----------------------------|
 | the driver | nothing; an answer before it prunes, 2 s  | the thread                 |
-| the thread | something new, or a sink that was away    | `wake`, or a retry's timer |
+| the thread | its pause, then something new             | a timer, then `wake`       |
+| the thread | its pause, while its sink is away         | a timer                    |
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from areal_flow.tracking.protocol import Tracker
 
 logger = logging.getLogger(__name__)
 
-RETRY_EVERY_S = 5.0
+DELIVER_EVERY_S = 5.0
+"""The pause after each delivery, or attempt: several steps cost little more than one."""
 COMPLAIN_EVERY_S = 60.0
 ANSWER_TIMEOUT_S = 2.0
 
@@ -43,6 +45,7 @@ class RunTracking:
         self._complained_at = -COMPLAIN_EVERY_S
         self._wake, self._closing = threading.Event(), threading.Event()
         self._asked, self._answered = threading.Event(), threading.Event()
+        self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
         if sink is not None:
             self._thread = threading.Thread(
@@ -61,7 +64,7 @@ class RunTracking:
         return self._sink.alias if self._sink else None
 
     def wake(self) -> None:
-        """Have delivered what was committed; returns at once."""
+        """Have delivered what was committed, within `DELIVER_EVERY_S`; returns at once."""
         self._wake.set()
 
     def protected(self) -> frozenset[Path]:
@@ -69,7 +72,7 @@ class RunTracking:
         if not self._away:
             self._answered.clear()
             self._asked.set()
-            self._wake.set()
+            self._end_pause()
             self._answered.wait(ANSWER_TIMEOUT_S)
         return self._protected
 
@@ -81,17 +84,22 @@ class RunTracking:
         """
         self._status = status
         self._closing.set()
-        self._wake.set()
+        self._end_pause()
         if self._thread:
             self._thread.join(timeout_s)
+
+    def _end_pause(self) -> None:
+        self._hurry.set()
+        self._wake.set()
 
     def _run(self, sink: Tracker) -> None:
         projection = Projection(self._layout, sink)
         while True:
+            self._hurry.clear()
+            self._wake.clear()
             closing = self._closing.is_set()
             if closing and self._status is None:
                 return
-            self._wake.clear()
             try:
                 projection.deliver()
                 if self._asked.is_set():
@@ -105,9 +113,8 @@ class RunTracking:
                 self._complain(error, at_once=closing)
             if closing:
                 return
-            if self._away:
-                self._closing.wait(RETRY_EVERY_S)
-            else:
+            self._hurry.wait(DELIVER_EVERY_S)
+            if not self._away:
                 self._wake.wait()
 
     def _answer(self, sink: Tracker) -> None:

@@ -13,6 +13,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.testing import MemoryTracker
 from areal_flow.tracking import background
 from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.projection import Projection
 from areal_flow.tracking.registry import start_tracking
 from tests.checkpoints import write_fake_checkpoint
 from tests.tracked_runs import append_steps, make_run
@@ -30,7 +31,10 @@ def wait_until(happened: Callable[[], bool]) -> None:
         sleep(0.02)
 
 
-def test_thread_delivers_each_step_when_it_is_woken(layout: RunLayout) -> None:
+def test_thread_delivers_each_step_when_it_is_woken(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "DELIVER_EVERY_S", 0.05)
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
     for step in (4, 5):
@@ -41,10 +45,34 @@ def test_thread_delivers_each_step_when_it_is_woken(layout: RunLayout) -> None:
     assert sink.status == "FINISHED"
 
 
+def test_steps_that_follow_quickly_are_delivered_together_and_the_end_waits_for_no_pause(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliveries = []
+
+    class CountingProjection(Projection):
+        def deliver(self) -> int:
+            deliveries.append(super().deliver())
+            return deliveries[-1]
+
+    monkeypatch.setattr(background, "Projection", CountingProjection)
+    sink = MemoryTracker()
+    tracking = RunTracking(layout, sink)
+    wait_until(lambda: len(deliveries) == 1)
+    for step in (4, 5, 6):
+        append_steps(layout, step)
+        tracking.wake()
+    began = monotonic()
+    tracking.close("FINISHED")
+    assert monotonic() - began < background.DELIVER_EVERY_S
+    assert deliveries == [3, 3]
+    assert sink.status == "FINISHED"
+
+
 def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(background, "DELIVER_EVERY_S", 0.05)
     sink = MemoryTracker()
     sink.away = True
     tracking = RunTracking(layout, sink)

@@ -63,6 +63,15 @@ def test_stale_work_is_evicted_and_counted() -> None:
     assert buffer.num_waiting_tokens == 0
 
 
+def test_a_group_that_comes_in_is_looked_at_alone() -> None:
+    buffer = make_buffer(groups_per_step=2, max_staleness=1)
+    buffer.add(group(0, version=0), policy_version=0)
+    assert buffer.add(group(1, version=5), policy_version=5) == []
+    assert len(buffer.evict(policy_version=5)) == 2
+    assert ids(buffer.take()) == []
+    assert len(buffer) == 1
+
+
 def test_unscored_members_are_discarded_and_the_group_goes_on() -> None:
     buffer = make_buffer(groups_per_step=1, max_staleness=1)
     discards = buffer.add(group(0, rewards=(None, 1.0, 0.0)), policy_version=0)

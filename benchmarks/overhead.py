@@ -170,8 +170,8 @@ def processor_s(driver: int) -> dict[str, float]:
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return the role of a worker, which its command line names."""
-    return next((role for role in ROLES[1:] if f'"{role}-' in " ".join(process.cmdline())), "other")
+    """Return the role of a worker, which is an argument of its program."""
+    return next((role for role in ROLES if role in process.cmdline()), "other")
 
 
 def known(samples: list[dict[str, float]], role: str) -> tuple[list[float], list[float]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import dask
@@ -73,7 +74,8 @@ async def launch_cluster(
                 async with Client(within, asynchronous=True, security=security) as client:
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
-                    yield RunningCluster(client, pool, scheduler.address, dashboard)
+                    with _quick_garbage_collections():
+                        yield RunningCluster(client, pool, scheduler.address, dashboard)
             finally:
                 await pool.stop()
 
@@ -98,6 +100,17 @@ async def _listening_scheduler(settings: ClusterSettings, security: Security) ->
             f"({error.__cause__ or error}); use an address of this machine, and certificates and "
             "a key that belong together"
         ) from error
+
+
+@contextmanager
+def _quick_garbage_collections() -> Iterator[None]:
+    """Have collections leave out what is there by now, mostly modules: it took them a tenth of
+    the scheduler's time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _quieten_dask() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from areal_flow.cluster.launch import launch_cluster
@@ -13,3 +14,11 @@ async def test_client_and_scheduler_of_a_process_use_no_socket(tmp_path: Path) -
     async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
         assert cluster.client.scheduler.address.startswith("inproc://")
         assert cluster.scheduler.startswith("tcp://127.0.0.1:")
+
+
+async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(
+    tmp_path: Path,
+) -> None:
+    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)):
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

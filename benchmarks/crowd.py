@@ -90,12 +90,14 @@ class CrowdLauncher:
         self._scheduler = scheduler
         self._num_processes = min(MAX_PROCESSES, settings.num_generators)
         self._homes: dict[str, str] = {}
+        self._opening = asyncio.Lock()
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         number = len(self._homes) % self._num_processes if placement.role == "generator" else 0
         home = self._homes[placement.name] = f"{placement.role}-{number}"
-        if home not in self._crowd.processes:
-            self._crowd.processes[home] = await self._open()
+        async with self._opening:
+            if home not in self._crowd.processes:
+                self._crowd.processes[home] = await self._open()
         described = {
             "name": placement.name,
             "nthreads": placement.num_threads,

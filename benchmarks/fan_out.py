@@ -31,6 +31,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from areal_flow.cluster import pool
 from areal_flow.cluster.adapters import DaskRollouts, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import (
@@ -223,6 +224,7 @@ async def _measure(
     num_running = min(groups_in_flight(recipe) * num_generators, recipe.groups_per_step)
     crowd = Crowd(kind, num_running / offered)
     register(crowd)
+    pool.START_TIMEOUT_S = 600.0  # 512 workers on two cores
     create_run(layout, recipe)
     prepare_run(layout, recipe)
     workers = [worker for worker in place_workers(recipe) if worker.role != "trainer"]

@@ -56,7 +56,7 @@ class SignsOfLife:
 
 
 class Silence(NamedTuple):
-    """For how long a worker has not been heard, and whether it hangs."""
+    """For how long a worker's heartbeat has been overdue, and whether the worker hangs."""
 
     silent_s: float
     is_hung: bool
@@ -85,7 +85,9 @@ class FailureDetector:
         self._looked_at: float | None = None
         self._workers: dict[str, _Observed] = {}
 
-    def observe(self, signs: Mapping[str, SignsOfLife], *, now: float) -> dict[str, Silence]:
+    def observe(
+        self, signs: Mapping[str, SignsOfLife], *, now: float, heartbeat_s: float = 0.0
+    ) -> dict[str, Silence]:
         """Take in one look at all workers; return the silence of each.
 
         A worker that is missing from a look is forgotten. So is one that hangs, since it is
@@ -94,18 +96,20 @@ class FailureDetector:
         Args:
             signs: by worker.
             now: of a clock that never goes back, in seconds.
+            heartbeat_s: the time between two heartbeats, which is longer the more workers there
+                are: nobody is silent in between.
         """
         if self._looked_at is not None:
             self._awake_s += min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
         observed = {worker: self._updated(worker, seen) for worker, seen in signs.items()}
-        found = {worker: self._silence(known) for worker, known in observed.items()}
+        found = {worker: self._silence(known, heartbeat_s) for worker, known in observed.items()}
         self._workers = {w: known for w, known in observed.items() if not found[w].is_hung}
         return found
 
-    def _silence(self, observed: _Observed) -> Silence:
-        silent_s = self._awake_s - observed.heard_awake_s
-        idle_s = self._awake_s - observed.worked_awake_s
+    def _silence(self, observed: _Observed, heartbeat_s: float) -> Silence:
+        silent_s = max(0.0, self._awake_s - observed.heard_awake_s - heartbeat_s)
+        idle_s = max(0.0, self._awake_s - observed.worked_awake_s - heartbeat_s)
         is_hung = min(silent_s, idle_s) > self._silent_after_s or silent_s > self._lost_after_s
         return Silence(silent_s, is_hung)
 
@@ -139,7 +143,8 @@ def _look(pool: WorkerPool, detector: FailureDetector) -> None:
         if record.is_wanted and (record.address or pool.pid(record))
     }
     signs = {key: _signs(pool, record) for key, record in watched.items()}
-    for key, silence in detector.observe(signs, now=monotonic()).items():
+    found = detector.observe(signs, now=monotonic(), heartbeat_s=pool.heartbeat_s)
+    for key, silence in found.items():
         record = watched[key]
         record.silence_s = silence.silent_s
         if silence.is_hung:

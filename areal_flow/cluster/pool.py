@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import dask
 from distributed import SchedulerPlugin
+from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
@@ -121,6 +122,11 @@ class WorkerPool(SchedulerPlugin):
     def pid(self, record: WorkerRecord) -> int | None:
         """Return the number of a worker's process, if this machine runs it for the driver."""
         return self._launcher.pid(record.name) if record.is_ours else None
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The time between two heartbeats of a worker, as Dask has it."""
+        return float(heartbeat_interval(len(self.scheduler.workers)))
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Note that the scheduler has registered a process."""

@@ -46,7 +46,7 @@ class WorkerRecord:
     """The address of the nanny of one that joined from elsewhere, if it has one."""
     joined_at: float = 0.0
     silence_s: float = 0.0
-    """For how long it has not been heard, as of the latest look."""
+    """For how long its heartbeat has been overdue, as of the latest look."""
     deaths: list[Death] = field(default_factory=list)
     is_leaving: bool = False
     is_quarantined: bool = False

@@ -11,9 +11,11 @@ class Looks:
     def __init__(self) -> None:
         self._detector = FailureDetector(silent_after_s=10.0, lost_after_s=60.0)
 
-    def look(self, now: float, **workers: tuple[float, float | None]) -> None:
+    def look(
+        self, now: float, *, heartbeat_s: float = 0.0, **workers: tuple[float, float | None]
+    ) -> None:
         signs = {name: SignsOfLife(*seen) for name, seen in workers.items()}
-        self._found = self._detector.observe(signs, now=now)
+        self._found = self._detector.observe(signs, now=now, heartbeat_s=heartbeat_s)
 
     def hung(self) -> list[str]:
         return [name for name, silence in self._found.items() if silence.is_hung]
@@ -77,3 +79,15 @@ def test_worker_that_was_replaced_begins_anew() -> None:
     looks.look(13)
     looks.look(14, worker=(0.0, 1.0))
     assert looks.silence_s("worker") == 0
+
+
+def test_worker_among_so_many_that_it_is_seldom_heard_is_not_silent_in_between() -> None:
+    looks = Looks()
+    for second in range(60):
+        looks.look(second, heartbeat_s=12.0, seldom=(second // 12, None))
+        assert (looks.hung(), looks.silence_s("seldom")) == ([], 0)
+    for second in range(60, 71):  # last heard at 48
+        looks.look(second, heartbeat_s=12.0, seldom=(4, None))
+        assert looks.hung() == []
+    looks.look(71, heartbeat_s=12.0, seldom=(4, None))
+    assert looks.hung() == ["seldom"]

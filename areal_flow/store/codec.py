@@ -154,8 +154,9 @@ def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
 
 def array_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return the rows, their tokens as arrays that lie in the table, and their spans."""
+    names = table.column_names  # made anew whenever it is asked for
     return [
-        dict(zip(table.column_names, row, strict=True))
+        dict(zip(names, row, strict=True))
         for batch in table.to_batches()
         for row in zip(*map(_values_of_rows, table.column_names, batch.columns), strict=True)
     ]

@@ -100,6 +100,7 @@ def test_end_waits_for_a_slow_sink_no_longer_than_its_limit(layout: RunLayout) -
 def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
+    tracking.wake()
     wait_until(lambda: sink.delivered == 3)
     tracking.close(None)
     assert sink.status == "RUNNING"

@@ -104,9 +104,7 @@ def _parse_line(line: bytes) -> Row:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
     try:
-        row = json.loads(
-            line, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
-        )
+        row = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
@@ -123,3 +121,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
     if len(row) != len(pairs):
         raise ValueError("a key appears twice")
     return row
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+"""`json.loads` would make one a line, which takes as long as to parse it."""

@@ -126,5 +126,5 @@ def curriculum(
         drawn = np.searchsorted(cumulative, random.random(batch_size), side="right")
         fraction = CHAIN_OF_THOUGHT_FRACTION if step >= num_steps * (1 - MIXED_PHASE) else 1.0
         reasoned = random.random(batch_size) < fraction
-        for index, shows_steps in zip(np.minimum(drawn, len(sums) - 1), reasoned, strict=True):
-            yield row_of(int(index), bool(shows_steps))
+        chosen = np.minimum(drawn, len(sums) - 1)
+        yield from map(row_of, chosen.tolist(), reasoned.tolist())

@@ -12,38 +12,50 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
-from areal_flow.cluster.launchers.child import start_process
+from areal_flow.cluster.launchers.child import environment_of, start_process
 from areal_flow.cluster.placement import THIS_MACHINE, WORKER_PROGRAM, WorkerPlacement
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A process that waits to be told its options: any worker's of this role and environment."""
+
+    role: str
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes]
+
+
 class StandbyWorkers:
-    """Processes by the placement that each was started for."""
+    """Processes that were started for placements on this machine."""
 
     def __init__(self, placements: Iterable[WorkerPlacement] = ()) -> None:
-        self._waiting: list[tuple[WorkerPlacement, subprocess.Popen[bytes]]] = []
+        self._waiting: list[Waiting] = []
         for placement in placements:
             if placement.host != THIS_MACHINE:
                 continue
+            command = [sys.executable, *WORKER_PROGRAM, placement.role, str(os.getpid())]
             with suppress(OSError):  # its launcher will say so
-                self._waiting.append((placement, start_process(_command(placement), placement)))
+                process = start_process(command, placement)
+                self._waiting.append(Waiting(placement.role, environment_of(placement), process))
 
     def take(self, placement: WorkerPlacement, options: str) -> subprocess.Popen[bytes] | None:
-        """Return the process for this placement, told these options, if it still runs."""
-        for started in self._waiting:
-            known, process = started
-            if known == placement:
-                self._waiting.remove(started)
-                assert process.stdin is not None
+        """Return a process as this placement needs it, told these options, if one still runs."""
+        role, environment = placement.role, environment_of(placement)
+        for found in [*self._waiting]:
+            if (found.role, found.environment) == (role, environment):
+                self._waiting.remove(found)
+                assert found.process.stdin is not None
                 with suppress(OSError):
-                    process.stdin.write(f"{options}\n".encode())
-                    return process
+                    found.process.stdin.write(f"{options}\n".encode())
+                    return found.process
         return None
 
     def close(self) -> None:
         """Kill those that nobody took."""
-        for _, process in self._waiting:
-            with process:
+        for waiting in self._waiting:
+            with waiting.process as process:
                 process.kill()
 
 
@@ -55,7 +67,3 @@ def standing_by(placements: Iterable[WorkerPlacement]) -> Iterator[StandbyWorker
         yield standby
     finally:
         standby.close()
-
-
-def _command(placement: WorkerPlacement) -> list[str]:
-    return [sys.executable, *WORKER_PROGRAM, placement.role, str(os.getpid())]

@@ -17,24 +17,19 @@ LAST_OUTPUT_S = 0.1
 """How long to wait for what a process wrote last, once it has ended."""
 
 
-def environment_of(placement: WorkerPlacement) -> dict[str, str]:
-    """Return the variables that a worker's process has beside the driver's."""
-    paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
-    return PROCESS_ENVIRONMENT | placement.environment | paths
-
-
 def start_process(command: Sequence[str], placement: WorkerPlacement) -> subprocess.Popen[bytes]:
     """Start a program in the environment of a worker; its standard input is a pipe.
 
     Raises:
         OSError: it cannot be started.
     """
+    paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
-        env=os.environ | environment_of(placement),
+        env=os.environ | PROCESS_ENVIRONMENT | placement.environment | paths,
         process_group=0,  # no Ctrl-C at a terminal reaches it
     )
 

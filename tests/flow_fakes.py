@@ -133,7 +133,6 @@ class FakeCluster:
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """`Trainer.read_ahead`."""
-        assert self.training
         self.named_ahead.append(tuple(trajectory_ids))
 
     async def publish(self, version: int) -> None:

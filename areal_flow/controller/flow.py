@@ -276,7 +276,6 @@ class Flow:
         self._hint_is_due = True
         self._read_ahead()
         result = await self.backends.trainer.step(request)
-        self._hint_is_due = False
         metrics = result.metrics
         self.accounting.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
@@ -302,9 +301,10 @@ class Flow:
         release = self._release_when_served(request.step)
         self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)
+        self._hint_is_due = False
 
     def _read_ahead(self) -> None:
-        """Name the next batch to a trainer that computes a step: once, when there is one.
+        """Name the next batch to the trainer while a step is made: once, when there is one.
 
         It may still become another: older groups are committed, groups become too old.
         """

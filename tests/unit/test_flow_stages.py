@@ -106,7 +106,7 @@ def ids_of(index: int) -> tuple[str, ...]:
 
 
 def test_next_batch_is_named_once_while_a_step_runs() -> None:
-    """At once where it is complete already, else when it is; not between two steps."""
+    """At once where it is complete already, else when it is; not once its step could begin."""
     parts = Parts()
 
     async def scenario() -> None:

@@ -149,7 +149,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupReceipt:
-    """A written, not yet committed group: its fragments and its members' receipts."""
+    """A written, not yet committed group: its members' receipts, and the fragments that it lies in,
+    which it may share with groups that are committed together with it."""
 
     submission_index: int
     fragments: tuple[str, ...]

@@ -163,7 +163,7 @@ class Driver:
         self.flow = Flow(
             recipe,
             FlowBackends(
-                DaskRollouts(cluster.client, channel),
+                DaskRollouts(cluster.client, channel, cluster.pool),
                 self._logs,
                 trainer,
                 DaskWeights(cluster.client, channel, cluster.pool),

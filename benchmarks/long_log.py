@@ -43,7 +43,7 @@ from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_group
+from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import (
     NOTHING_TRAINED,
     Completion,
@@ -103,9 +103,11 @@ class FakeWork:
         self.payload_bytes += table.nbytes
         self._num_tokens |= dict(zip(ids, lengths, strict=True))
         loop = asyncio.get_running_loop()
-        fragments = await loop.run_in_executor(self._writer, write_group, self._path, table)
+        fragments = await loop.run_in_executor(self._writer, write_groups, self._path, table)
         receipts = map(TrajectoryReceipt, ids, spans, [1.0] * len(ids), ["stop"] * len(ids))
         return GroupReceipt(index, fragments, tuple(receipts))
+
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
 
     async def step(self, request: StepRequest) -> StepResult:
         await asyncio.sleep(STEP_S)

@@ -47,7 +47,7 @@ from areal_flow.store.trajectories import (
     TrajectoryCommitter,
     create_trajectories,
     validate_groups,
-    write_group,
+    write_groups,
 )
 from areal_flow.trainer.backend import Minibatch, StepSettings, UpdateNumbers
 from areal_flow.trainer.sequences import MicroBatch, sequences_from_rows
@@ -165,9 +165,9 @@ def score_and_write(path: Path, sent: pa.Buffer) -> tuple[GroupReceipt, Seconds,
         scores = [Score(float(member % 2), "right") for member in range(len(table))]
         scored = scored_table(table, scores, verifier="fake@0")
     with watch.time("validation"):
-        validate_groups([scored])
+        validate_groups(scored)
     with watch.time("fragment"):
-        fragments = write_group(path, scored)
+        fragments = write_groups(path, scored)
     index = scored["submission_index"][0].as_py()
     receipt = GroupReceipt(index, fragments, receipts(scored))
     return receipt, dict(watch), len(sent) + memory.peak_bytes()

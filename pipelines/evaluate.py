@@ -104,7 +104,11 @@ async def _answer(
         progress.phase(said)
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
         answers = answer_held_out(
-            counted(DaskRollouts(cluster.client, reader).answer, progress, total=len(prompts)),
+            counted(
+                DaskRollouts(cluster.client, reader, cluster.pool).answer,
+                progress,
+                total=len(prompts),
+            ),
             prompts,
             settings=recipe.evaluation,
             name="evaluate",

@@ -14,10 +14,13 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
+from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
@@ -27,10 +30,10 @@ from areal_flow.recovery.run_directory import State, create_run, hold_run, leave
 from pipelines.cli.run_log import log, log_kept, say
 from pipelines.forking import Fork, describe_parent
 from pipelines.models import newest_checkpoint
-from pipelines.preflight import check_devices, try_verifiers
-from pipelines.sft import prepare_sft_run, run_sft
+from pipelines.preflight import check_devices, found_verifier, try_verifiers
+from pipelines.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.stop_signals import Outcome, wait_for
-from pipelines.train import found_verifier, prepare_run, run_training
+from pipelines.train import prepare_run, run_training
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "arithmetic.toml"
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
@@ -51,6 +54,8 @@ class Job:
     prepare: Callable[[RunLayout, Recipe], str]
     """Writes what a new run needs; returns what there is to say of it."""
     drive: Callable[..., Coroutine[Any, Any, Outcome]]
+    workers: Callable[[Recipe], list[WorkerPlacement]]
+    """What `drive` starts."""
     prepared: Callable[[RunLayout], Path]
     """The last thing that a preparation writes."""
     verifier: Callable[[RunLayout, Recipe], Verifier]
@@ -86,6 +91,7 @@ TRAINING = Job(
     "train",
     _prepare_training,
     run_training,
+    place_workers,
     lambda layout: layout.steps,
     found_verifier,
     _draw_report,
@@ -94,6 +100,7 @@ SFT = Job(
     "sft",
     prepare_sft_run,
     run_sft,
+    sft_workers,
     lambda layout: layout.sft_rows,
     lambda *_: Verifier(),
     _say_what_next,
@@ -127,7 +134,7 @@ def start(
     """
     check_devices(recipe)
     create_run(layout, recipe, recipe_name=recipe_name)
-    with hold_run(layout) as writer:
+    with hold_run(layout) as writer, standing_by(job.workers(recipe)) as standby:
         try:
             recipe = fill(layout, recipe)
             if fork is not None:
@@ -139,7 +146,7 @@ def start(
             raise
         with log_kept(layout.log):
             say(f"Run {layout.name} in {layout.root}: {prepared}")
-            return _drive(job, layout, recipe, writer, resume=False, began=began)
+            return _drive(job, layout, recipe, writer, standby, resume=False, began=began)
 
 
 def resume(
@@ -171,21 +178,31 @@ def resume(
     check_devices(recipe)
     verifier = job.verifier(layout, recipe)
     notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
-    with hold_run(layout, take_over=take_over) as writer, log_kept(layout.log):
+    with (
+        hold_run(layout, take_over=take_over) as writer,
+        standing_by(job.workers(recipe)) as standby,
+        log_kept(layout.log),
+    ):
         accept(layout, verifier, writer)
         log("")
         say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
-        return _drive(job, layout, recipe, writer, resume=True, began=began)
+        return _drive(job, layout, recipe, writer, standby, resume=True, began=began)
 
 
 def _drive(
-    job: Job, layout: RunLayout, recipe: Recipe, writer: Writer, *, resume: bool, began: float
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    writer: Writer,
+    standby: StandbyWorkers,
+    *,
+    resume: bool,
+    began: float,
 ) -> Outcome:
     state: State = "failed"
+    drive = partial(job.drive, layout, recipe, writer=writer, standby=standby)
     try:
-        outcome = wait_for(
-            lambda: job.drive(layout, recipe, writer=writer, resume=resume, began=began)
-        )
+        outcome = wait_for(lambda: drive(resume=resume, began=began))
         state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):

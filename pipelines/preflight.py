@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.cluster.launch import check_cluster
-from areal_flow.cluster.launchers.local import import_paths
+from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.inputs import Verifier
+from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import is_foreign
 
 START_TIMEOUT_S = 120.0
@@ -83,6 +85,16 @@ def _cuda_found() -> dict[str, Any]:
         raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
+    """Return the identity of the rewards as their code is now.
+
+    Raises:
+        RewardError: one of them cannot be loaded.
+    """
+    rewards = WeightedRewards(recipe.rewards, layout.rewards)
+    return Verifier(rewards.identity, rewards.files)
 
 
 def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:

@@ -9,7 +9,8 @@ import logging
 from pathlib import Path
 
 from areal_flow.cluster.launch import launch_cluster
-from areal_flow.cluster.placement import place_workers, trainer_name
+from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.trainer_tasks import sft_checkpoint, sft_chunk
 from areal_flow.cluster.worker_context import WorkerContext
@@ -66,15 +67,27 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
     return f"{num_rows} rows to learn from"
 
 
-async def run_sft(layout: RunLayout, recipe: Recipe, *, writer: Writer, **_: object) -> Outcome:
+def sft_workers(recipe: Recipe) -> list[WorkerPlacement]:
+    """Return the one trainer that supervised fine-tuning needs."""
+    return [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
+
+
+async def run_sft(
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    writer: Writer,
+    standby: StandbyWorkers | None = None,
+    **_: object,
+) -> Outcome:
     """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
     progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
-    workers = [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
+    workers = sft_workers(recipe)
     context = WorkerContext(layout.root, writer.writer_epoch)
     try:
         progress.phase(f"Starting {len(workers)} worker")
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, context) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 replicas = TrainerReplicas(
                     cluster.client, num_ranks=1, replace=cluster.pool.replace

@@ -17,6 +17,7 @@ from typing import Any
 from areal_flow.cluster import generator_tasks, trainer_tasks
 from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
+from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
@@ -37,11 +38,10 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.inputs import Verifier, read_inputs, record_inputs
+from areal_flow.recovery.inputs import read_inputs, record_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.recovery.run_directory import read_state
-from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.committed import (
     CommittedLogs,
     append_evaluation,
@@ -61,6 +61,7 @@ from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
 from pipelines.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
+from pipelines.preflight import found_verifier
 from pipelines.sft import first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
@@ -88,23 +89,20 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     return describe_prompts(prepared, layout)
 
 
-def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    """Return the identity of the rewards as their code is now.
-
-    Raises:
-        RewardError: one of them cannot be loaded.
-    """
-    rewards = WeightedRewards(recipe.rewards, layout.rewards)
-    return Verifier(rewards.identity, rewards.files)
-
-
 async def run_training(
-    layout: RunLayout, recipe: Recipe, *, writer: Writer, resume: bool, began: float
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    writer: Writer,
+    standby: StandbyWorkers | None = None,
+    resume: bool,
+    began: float,
 ) -> Outcome:
     """Start the cluster, go through the stages, and summarise a run that is finished.
 
     Args:
         writer: this driver's right to write the run.
+        standby: processes that were started for its workers before.
         resume: whether the run has a past.
         began: `monotonic()` when the program began, for the summary and `max_minutes`.
     """
@@ -120,7 +118,7 @@ async def run_training(
         workers = place_workers(recipe)
         progress.phase(f"Starting {len(workers)} workers")
         with StopSignals() as signals:
-            async with launch_cluster(workers, recipe.cluster, context) as cluster:
+            async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
                 progress.phase(f"Dask dashboard: {cluster.dashboard}")
                 run = Training(layout, recipe, writer, cluster, progress, tracking, signals, began)
                 with reachable(layout, cluster):
@@ -158,7 +156,7 @@ class Training:
             read_inputs(layout).verifier,
         )
         self.channel = DirectoryWriter(weights)
-        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights))
+        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights), cluster.pool)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
@@ -186,7 +184,7 @@ class Training:
         begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
         start, _ = await asyncio.gather(
             self.restore() if resume and begun else self.begin(),
-            self._on_generators(generator_tasks.import_engine),
+            self._import_beside(),
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
@@ -224,6 +222,11 @@ class Training:
         if self.recipe.cluster.num_trainers > 1:
             await self.trainer.restore()  # only the leader has version 0 so far
         return self._plan()
+
+    async def _import_beside(self) -> None:
+        """Have generators import their engine, then the sink its client; the trainer is first."""
+        await self._on_generators(generator_tasks.import_engine)
+        self.tracking.wake()
 
     async def restore(self) -> InitialState:
         """Bring the trainer to the ledger's head, and find what is to be done again."""

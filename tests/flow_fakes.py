@@ -68,6 +68,7 @@ class FakeCluster:
     training: bool = False
     on_event: Callable[[], None] = lambda: None
     requests: list[StepRequest] = field(default_factory=list)
+    named_ahead: list[tuple[str, ...]] = field(default_factory=list)
     spans: dict[str, tuple[VersionSpan, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,6 +130,11 @@ class FakeCluster:
             seconds_train=self.train_s,
         )
         return StepResult(request.step, PolicyHashes(digest, digest), metrics, "{}")
+
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        """`Trainer.read_ahead`."""
+        assert self.training
+        self.named_ahead.append(tuple(trajectory_ids))
 
     async def publish(self, version: int) -> None:
         """`WeightsPublisher.publish`."""

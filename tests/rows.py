@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from areal_flow.controller.records import group_seeds
 from areal_flow.store.codec import receipts, rollout_table, scored_table
-from areal_flow.store.trajectories import write_group
+from areal_flow.store.trajectories import write_groups
 from areal_flow.types import (
     Completion,
     EngineStats,
@@ -60,7 +60,7 @@ def group_table(
 def written_group(path: Path, index: int, **arguments: object) -> GroupReceipt:
     """Write a group's fragments, uncommitted."""
     table = group_table(index, **arguments)  # type: ignore[arg-type]
-    return GroupReceipt(index, write_group(path, table), receipts(table))
+    return GroupReceipt(index, write_groups(path, table), receipts(table))
 
 
 def is_chain_of_thought(completion: str) -> bool:

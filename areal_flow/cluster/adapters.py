@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -30,22 +31,28 @@ ACKNOWLEDGE_TIMEOUT_S = 30.0
 
 LISTEN_EVERY_S = 0.5
 
+SECONDS_A_TASK = 0.25
+"""How long a task may score and write groups: they are committed, and seen, when it ends."""
+
+LINGER_S = 0.15
+"""How long a group that was rolled out waits for others, to be scored and written with them."""
+
 MAX_RESTORATIONS = 3
 """How often the trainer may be lost over one request."""
 
 
 class DaskRollouts:
-    """Runs episodes as graphs: rollout -> score -> write, the last shared by ready groups."""
+    """Runs episodes as tasks: a rollout each, then one to score and write all that are ready."""
 
-    def __init__(self, client: Client, weights: WeightsReader) -> None:
+    def __init__(self, client: Client, weights: WeightsReader, pool: WorkerPool) -> None:
         self._client = client
         self._weights = weights
-        self._writes = SharedWrites(client)
+        self._ready = ReadyGroups(client, pool)
 
     async def run(self, episode: Episode) -> GroupReceipt:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
-        async with self._scored((episode,), suffix) as scored:
-            return await self._writes.write(scored)
+        async with self._rolled_out((episode,), suffix) as rolled_out:
+            return await self._ready.receipt(rolled_out, episode)
 
     async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         """Return some groups' scored rows, which become no part of the log.
@@ -56,12 +63,17 @@ class DaskRollouts:
         Raises:
             ArealFlowError: they could not be rolled out or scored.
         """
-        async with self._scored(tuple(episodes), f"{name}-{episodes[0].group_id}") as scored:
-            return await result_of(scored)
+        episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
+        async with self._rolled_out(episodes, suffix) as rolled_out:
+            return await run_task(
+                self._client, reward_tasks.score, rolled_out, episodes, resource="reward"
+            )
 
     @asynccontextmanager
-    async def _scored(self, episodes: tuple[Episode, ...], suffix: str) -> AsyncIterator[Future]:
-        """Roll out and score; what is still going on when the block is cancelled, is cancelled."""
+    async def _rolled_out(
+        self, episodes: tuple[Episode, ...], suffix: str
+    ) -> AsyncIterator[Future]:
+        """Roll out some groups; what is cancelled before they are there, is cancelled for all."""
         rolled_out = self._client.submit(
             generator_tasks.rollout,
             episodes,
@@ -69,60 +81,113 @@ class DaskRollouts:
             key=f"rollout-{suffix}",
             resources={"generator": 1},
         )
-        scored = self._client.submit(
-            reward_tasks.score,
-            rolled_out,
-            episodes,
-            key=f"score-{suffix}",
-            resources={"reward": 1},
-        )
         try:
-            with suppress(FuturesCancelledError):  # `result_of` says so in our words
-                await wait(scored)
-            if scored.status != "finished":
-                await result_of(scored)
-            yield scored
+            with self._ready.another_comes(), suppress(FuturesCancelledError):
+                await wait(rolled_out)
+            if rolled_out.status != "finished":
+                await result_of(rolled_out)  # which says in our words what became of it
+            yield rolled_out
         except asyncio.CancelledError:
-            await self._client.cancel([rolled_out, scored])
+            await self._client.cancel([rolled_out])
             raise
 
 
-class SharedWrites:
-    """Writes scored groups: one task at a time, for all that are ready when it starts."""
+class ReadyGroups:
+    """Has groups that were rolled out scored and written, a task for all that are ready together.
 
-    def __init__(self, client: Client) -> None:
+    A group waits a moment for others, unless none is on its way. There are as many tasks at a time
+    as reward workers. Each takes as many groups as the last one would have scored within
+    `SECONDS_A_TASK`: many of quick verdicts, one of slow ones.
+    """
+
+    def __init__(self, client: Client, pool: WorkerPool) -> None:
         self._client = client
-        self._ready: list[tuple[Future, asyncio.Future[GroupReceipt]]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._pool = pool
+        self._waiting: list[_Rollout] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_start: asyncio.TimerHandle | None = None
+        self._num_coming = 0
+        self._num_together = 1.0
 
-    async def write(self, scored: Future) -> GroupReceipt:
-        """Return the receipt of one scored group once it is written.
+    @contextmanager
+    def another_comes(self) -> Iterator[None]:
+        """Note that a group is being rolled out, while it is."""
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
+
+    async def receipt(self, rolled_out: Future, episode: Episode) -> GroupReceipt:
+        """Return the receipt of a group once it is written.
 
         Raises:
-            ArealFlowError: its batch could not be written.
+            ArealFlowError: it could not be scored or written.
         """
-        receipt: asyncio.Future[GroupReceipt] = asyncio.get_running_loop().create_future()
-        self._ready.append((scored, receipt))
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_ready())
+        loop = asyncio.get_running_loop()
+        receipt: asyncio.Future[GroupReceipt] = loop.create_future()
+        self._waiting.append(_Rollout(rolled_out, episode, receipt, loop.time()))
+        self._start_soon()
         return await receipt
 
-    async def _write_ready(self) -> None:
-        while self._ready:
-            batch, self._ready = self._ready, []
-            tables = [scored for scored, _ in batch]
-            groups: Sequence[GroupReceipt | ArealFlowError]
-            try:
-                groups = await run_task(self._client, reward_tasks.write, tables, resource="reward")
-            except ArealFlowError as error:
-                groups = [error] * len(batch)
-            for (_, receipt), written_group in zip(batch, groups, strict=True):
-                if receipt.done():
-                    continue
-                if isinstance(written_group, ArealFlowError):
-                    receipt.set_exception(written_group)
-                else:
-                    receipt.set_result(written_group)
+    def _start_soon(self) -> None:
+        """Start when the oldest group has waited long enough, or at once if no other will come."""
+        if self._next_start:
+            self._next_start.cancel()
+        if self._waiting:
+            waits_until = self._waiting[0].ready_at + LINGER_S if self._num_coming else 0.0
+            self._next_start = asyncio.get_running_loop().call_at(waits_until, self._start)
+
+    def _start(self) -> None:
+        """Start a task a free worker, each with its share of what is ready."""
+        num_workers = max(1, len(self._pool.registry.present("reward")))
+        while self._waiting and (free := num_workers - len(self._tasks)) > 0:
+            share = -(-len(self._waiting) // free)
+            num_taken = min(share, max(1, int(self._num_together)))
+            batch, self._waiting = self._waiting[:num_taken], self._waiting[num_taken:]
+            task = asyncio.create_task(self._score_and_write(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._start_soon()
+
+    async def _score_and_write(self, batch: Sequence[_Rollout]) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        groups = await self._receipts(batch)
+        self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, clock() - began)
+        for rollout, group in zip(batch, groups, strict=True):
+            if rollout.receipt.done():  # its episode was cancelled
+                continue
+            if isinstance(group, ArealFlowError):
+                rollout.receipt.set_exception(group)
+            else:
+                rollout.receipt.set_result(group)
+
+    async def _receipts(self, batch: Sequence[_Rollout]) -> list[GroupReceipt | ArealFlowError]:
+        """Return what became of each group; one that fails a task fails no other than itself."""
+        tables = [rollout.table for rollout in batch]
+        episodes = [rollout.episode for rollout in batch]
+        try:
+            return await run_task(  # type: ignore[no-any-return]
+                self._client, reward_tasks.score_and_write, tables, episodes, resource="reward"
+            )
+        except ArealFlowError as error:
+            if len(batch) == 1:
+                return [error]
+            return [(await self._receipts([rollout]))[0] for rollout in batch]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rollout:
+    """A group that was rolled out, and who waits for its receipt."""
+
+    table: Future
+    episode: Episode
+    receipt: asyncio.Future[GroupReceipt]
+    ready_at: float
 
 
 class DaskTrainer:
@@ -139,6 +204,9 @@ class DaskTrainer:
 
     async def step(self, request: StepRequest) -> StepResult:
         return await self._persist(lambda: self._replicas.step(request))
+
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        await self._replicas.read_ahead(trajectory_ids)
 
     async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""

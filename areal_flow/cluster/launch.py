@@ -15,6 +15,7 @@ from distributed import Client, Scheduler, Security
 from areal_flow.cluster.control import serve_pool
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
+from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.settings import ClusterSettings
@@ -50,9 +51,15 @@ def check_cluster(recipe: Recipe) -> None:
 
 @asynccontextmanager
 async def launch_cluster(
-    placements: Sequence[WorkerPlacement], settings: ClusterSettings, context: WorkerContext
+    placements: Sequence[WorkerPlacement],
+    settings: ClusterSettings,
+    context: WorkerContext,
+    standby: StandbyWorkers | None = None,
 ) -> AsyncIterator[RunningCluster]:
     """Start one process a placement, wait for all, and end them all on the way out.
+
+    Args:
+        standby: processes that were started for these placements before.
 
     Raises:
         ConfigError: the dashboard's port is taken, a certificate is missing, or the launcher is
@@ -64,7 +71,7 @@ async def launch_cluster(
     _quieten_dask()
     with dask.config.set(DASK_SETTINGS):
         async with await _listening_scheduler(settings, security) as scheduler:
-            launcher = make_launcher(scheduler.address, settings)
+            launcher = make_launcher(scheduler.address, settings, standby)
             pool = WorkerPool(scheduler, launcher, machines_of(settings))
             serve_pool(pool)
             try:

@@ -13,6 +13,9 @@ from areal_flow.errors import ConfigError
 
 ROLES = ("generator", "reward", "trainer")
 
+WORKER_PROGRAM = ("-m", "areal_flow.cluster.worker_process")
+"""What Python runs as a worker; its options and the number of its parent process follow."""
+
 CONTROL_THREADS = 4
 """Threads beyond a worker's slots, so that control tasks never queue behind rollouts."""
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -28,6 +30,7 @@ from areal_flow.recovery.inputs import check_verifier
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.store.codec import (
+    RolloutNotes,
     array_rows,
     member_errors,
     receipts,
@@ -42,18 +45,26 @@ MID_EPISODE_PRIORITY = 10
 
 async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
     """Score the rows of some groups, those that have no score yet."""
-    given = rollout_notes(table).scores
-    prompts = {episode.submission_index: episode.prompt for episode in episodes}
-    rows = array_rows(table.select(["submission_index", "output_tokens"]))
-    unscored = [
-        (prompts[row["submission_index"]], row["output_tokens"])
-        for row, known in zip(rows, given, strict=True)
-        if known is None
+    scores, verifier = await _scores(table, episodes), await _verifier()
+    return scored_table(table, scores, verifier=verifier)
+
+
+async def score_and_write(
+    tables: Sequence[pa.Table], episodes: Sequence[Episode]
+) -> list[GroupReceipt | SchemaError]:
+    """Score groups one by one, and write them together beside the log; the driver commits them.
+
+    Args:
+        tables: the rows of each group.
+
+    Returns:
+        Of each group its receipt, or why it is not valid.
+    """
+    scores = [
+        await _scores(table, [episode]) for table, episode in zip(tables, episodes, strict=True)
     ]
-    context = worker_context()
-    judged = iter(await _judge(context, unscored))
-    scores = [known or next(judged) for known in given]
-    return scored_table(table, scores, verifier=(await _rewards(context)).identity)
+    path, verifier = worker_context().layout.trajectories, await _verifier()
+    return await asyncio.to_thread(_write, path, tables, scores, verifier)
 
 
 async def score_completions(prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
@@ -70,22 +81,6 @@ def call_tool(path: str, arguments: tuple[Any, ...]) -> Any:
     return import_function(path, setting="a tool", error=ArealFlowError)(*arguments)
 
 
-def write(tables: list[pa.Table]) -> list[GroupReceipt | SchemaError]:
-    """Write scored groups beside the log; the driver will commit them.
-
-    Validation costs about the same for one group or fifty, so groups that are ready together are
-    validated together, and one by one only when that fails. Each is a fragment of its own, because
-    each is committed once or not at all.
-    """
-    from areal_flow.store.trajectories import validate_groups
-
-    try:
-        validate_groups(tables)
-    except SchemaError as error:
-        return [error] if len(tables) == 1 else [write([table])[0] for table in tables]
-    return [_write(table) for table in tables]
-
-
 async def on_reward_worker(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a task for an episode; one that kills its worker again and again fails the member only.
 
@@ -100,18 +95,60 @@ async def on_reward_worker(function: Callable[..., Any], *arguments: Any) -> Any
         raise RewardError(str(error)) from error
 
 
-def _write(table: pa.Table) -> GroupReceipt:
-    from areal_flow.store.trajectories import write_group
+def _write(
+    path: Path, tables: Sequence[pa.Table], scores: Sequence[Sequence[Score]], verifier: str
+) -> list[GroupReceipt | SchemaError]:
+    """Write groups in one fragment, to be committed together: one costs as much as fifty.
 
-    fragments = write_group(worker_context().layout.trajectories, table)
-    notes = rollout_notes(table)
+    If they are not valid as a whole, each that is valid is written in a fragment of its own.
+    """
+    from areal_flow.store.trajectories import validate_groups, write_groups
+
+    rows = pa.concat_tables(table.replace_schema_metadata(None) for table in tables)
+    rows = rows.combine_chunks()  # what follows looks at every chunk of every column
+    scored = scored_table(rows, [*chain.from_iterable(scores)], verifier=verifier)
+    try:
+        validate_groups(scored)
+    except SchemaError as error:
+        if len(tables) == 1:
+            return [error]
+        each = zip(tables, scores, strict=True)
+        return [_write(path, [table], [known], verifier)[0] for table, known in each]
+    fragments = write_groups(path, scored)
+    begins = accumulate(map(len, tables), initial=0)
+    groups = (scored.slice(begin, len(table)) for begin, table in zip(begins, tables, strict=False))
+    return [
+        _receipt(group, rollout_notes(table), fragments)
+        for group, table in zip(groups, tables, strict=True)
+    ]
+
+
+def _receipt(group: pa.Table, notes: RolloutNotes, fragments: tuple[str, ...]) -> GroupReceipt:
     return GroupReceipt(
-        submission_index=table["submission_index"][0].as_py(),
+        submission_index=group["submission_index"][0].as_py(),
         fragments=fragments,
-        trajectories=receipts(table),
+        trajectories=receipts(group),
         engine_stats=notes.engine_stats,
-        member_errors=(*notes.errors, *member_errors(table)),
+        member_errors=(*notes.errors, *member_errors(group)),
     )
+
+
+async def _scores(table: pa.Table, episodes: Sequence[Episode]) -> list[Score]:
+    """Return the scores of some groups' rows: what a workflow gave, else what the rewards say."""
+    given = rollout_notes(table).scores
+    prompts = {episode.submission_index: episode.prompt for episode in episodes}
+    rows = array_rows(table.select(["submission_index", "output_tokens"]))
+    unscored = [
+        (prompts[row["submission_index"]], row["output_tokens"])
+        for row, known in zip(rows, given, strict=True)
+        if known is None
+    ]
+    judged = iter(await _judge(worker_context(), unscored))
+    return [known or next(judged) for known in given]
+
+
+async def _verifier() -> str:
+    return (await _rewards(worker_context())).identity
 
 
 async def _judge(

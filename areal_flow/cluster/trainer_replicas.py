@@ -59,6 +59,15 @@ class TrainerReplicas:
         _require_equal([result.hashes for result in found], of=f"step {request.step}")
         return found[0]  # type: ignore[no-any-return]
 
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        """Have every rank read rows beside its step; one that cannot reads them when it must."""
+        arguments = (tuple(trajectory_ids),)
+        asked = (
+            self._ask(rank, trainer_tasks.read_ahead, arguments, num_slots=0)
+            for rank in range(self._num_ranks)
+        )
+        await asyncio.gather(*asked, return_exceptions=True)
+
     async def lead(self, function: Callable[..., Any], *arguments: Any, num_slots: int = 1) -> Any:
         """Run a function on the leader: what one process does for all.
 

@@ -5,6 +5,7 @@ Torch is imported where it is used, since the driver imports this module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from distributed import get_worker
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.rows_ahead import RowsAhead
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 from areal_flow.weights.directory import DirectoryWriter
 
@@ -28,6 +30,11 @@ SFT_CHUNK_S = 2.0
 def train_step(request: StepRequest) -> StepResult:
     """Compute one step."""
     return _rank().step(request)
+
+
+def read_ahead(trajectory_ids: Sequence[str]) -> None:
+    """Read what this rank will likely train next, while it trains."""
+    _rows(worker_context()).read_ahead(trajectory_ids)
 
 
 def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
@@ -110,19 +117,27 @@ def sft_checkpoint() -> None:
 
 def _rank() -> TrainerRank:
     """Return this worker's trainer rank; it holds no policy until it is given one."""
-    from areal_flow.store.trajectories import TrainingRows
     from areal_flow.trainer.rank import TrainerRank
 
     context = worker_context()
-    layout = context.layout
+    layout, rows = context.layout, _rows(context)
     return context.ensure(
         TrainerRank,
         lambda: TrainerRank(
             layout,
             context.recipe,
             channel=DirectoryWriter(layout.weights_of(context.writer_epoch)),
-            read_rows=TrainingRows(layout.trajectories, layout.writers),
+            read_rows=rows,
         ),
+    )
+
+
+def _rows(context: WorkerContext) -> RowsAhead:
+    from areal_flow.store.trajectories import TrainingRows
+
+    layout = context.layout
+    return context.ensure(
+        RowsAhead, lambda: RowsAhead(TrainingRows(layout.trajectories, layout.writers))
     )
 
 

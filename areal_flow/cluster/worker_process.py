@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import Any
 
 import dask
@@ -18,7 +19,7 @@ from distributed import Security, Worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from areal_flow.cluster.placement import WorkerPlacement
+from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
 
@@ -38,10 +39,22 @@ CLOSE_TIMEOUT_S = 4.0
 PR_SET_PDEATHSIG = 1
 
 
-def worker_arguments(
-    placement: WorkerPlacement, scheduler: str, network: NetworkSettings
-) -> list[str]:
-    """Return what Python starts a worker with; the number of the parent process follows."""
+IMPORTS = {
+    "trainer": (
+        "areal_flow.cluster.trainer_tasks",
+        "areal_flow.store.trajectories",
+        "areal_flow.trainer.rank",
+        "areal_flow.trainer.sft",
+    )
+}
+"""What a process that stands by imports beside this module, by role.
+
+A run waits for its trainer first. The others leave the cores to it and to the driver.
+"""
+
+
+def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkSettings) -> str:
+    """Return what a worker is told, as one line of JSON."""
     options = {
         "name": placement.name,
         "scheduler": scheduler,
@@ -49,7 +62,7 @@ def worker_arguments(
         "resources": placement.resources,
         "network": network.model_dump_json(exclude_none=True),
     }
-    return ["-m", "areal_flow.cluster.worker_process", json.dumps(options)]
+    return json.dumps(options)
 
 
 def connection_security(network: NetworkSettings) -> Security:
@@ -75,8 +88,17 @@ def connection_security(network: NetworkSettings) -> Security:
 
 
 def main(options: str, parent: str) -> None:
-    """Run a worker until it is asked to end or its scheduler is gone."""
+    """Run a worker until it is asked to end or its scheduler is gone.
+
+    Args:
+        options: see `worker_options`; or a role, whose options come on the standard input.
+        parent: the number of the process that started this one.
+    """
     end_with_parent(int(parent))
+    if options in ROLES:
+        for module in IMPORTS.get(options, ()):
+            import_module(module)
+        options = sys.stdin.readline()
     asyncio.run(_work(**json.loads(options)))
 
 

@@ -5,6 +5,8 @@ Oldest submission first among the groups that are complete; nothing waits for a 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.config import Recipe
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt
@@ -41,45 +43,51 @@ class Buffer:
         scored = tuple(t for t in group.trajectories if t.reward is not None)
         if not self._keeps_group([t.reward for t in scored if t.reward is not None]):
             return discards + [_discard(t, "group_filter") for t in scored]
-        return discards + self._keep_fresh(
-            group.submission_index, scored, policy_version=policy_version
-        )
+        self._groups[group.submission_index] = scored
+        return discards + self._evict_from(group.submission_index, policy_version)
 
     def evict(self, *, policy_version: int) -> list[Discard]:
         """Drop every trajectory whose tokens are all too old to train `policy_version`."""
-        return [
-            discard
-            for index, group in list(self._groups.items())
-            for discard in self._keep_fresh(index, group, policy_version=policy_version)
-        ]
+        evicted = (self._evict_from(index, policy_version) for index in list(self._groups))
+        return [*chain.from_iterable(evicted)]
 
-    def _keep_fresh(self, index: int, group: Batch, *, policy_version: int) -> list[Discard]:
-        """Keep what may still train of one group, which is forgotten if nothing may."""
-        stale = [t for t in group if not self._is_fresh(t, policy_version)]
-        fresh = tuple(t for t in group if self._is_fresh(t, policy_version)) if stale else group
+    def _evict_from(self, index: int, policy_version: int) -> list[Discard]:
+        fresh: list[TrajectoryReceipt] = []
+        stale: list[TrajectoryReceipt] = []
+        for trajectory in self._groups[index]:
+            is_fresh = fresh_enough(
+                trajectory.newest_version,
+                policy_version=policy_version,
+                max_staleness=self.max_staleness,
+            )
+            (fresh if is_fresh else stale).append(trajectory)
         if fresh:
-            self._groups[index] = fresh
+            self._groups[index] = tuple(fresh)
         else:
-            self._groups.pop(index, None)
-        return [_discard(t, "stale") for t in stale]
+            del self._groups[index]
+        return [_discard(trajectory, "stale") for trajectory in stale]
 
-    def _is_fresh(self, trajectory: TrajectoryReceipt, policy_version: int) -> bool:
-        return fresh_enough(
-            trajectory.newest_version,
-            policy_version=policy_version,
-            max_staleness=self.max_staleness,
-        )
-
-    def take(self) -> Batch | None:
-        """Remove and return the oldest `groups_per_step` groups, or None while there are fewer.
+    def next_batch(self) -> Batch | None:
+        """Return the oldest `groups_per_step` groups, or None while there are fewer.
 
         The order of the batch depends on submissions only, never on who finished first.
         """
+        oldest = self._oldest()
+        members = [t for index in oldest for t in self._groups[index]]
+        return tuple(sorted(members, key=lambda t: t.trajectory_id)) or None
+
+    def take(self) -> Batch | None:
+        """Remove and return the next batch, or None while there is none."""
+        batch = self.next_batch()
+        for index in self._oldest():
+            del self._groups[index]
+        return batch
+
+    def _oldest(self) -> list[int]:
+        """Return the submission indices of the next batch, none while it is not complete."""
         if len(self._groups) < self.groups_per_step:
-            return None
-        oldest = sorted(self._groups)[: self.groups_per_step]
-        members = [t for index in oldest for t in self._groups.pop(index)]
-        return tuple(sorted(members, key=lambda t: t.trajectory_id))
+            return []
+        return sorted(self._groups)[: self.groups_per_step]
 
 
 def _discard(trajectory: TrajectoryReceipt, reason: str) -> Discard:

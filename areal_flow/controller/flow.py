@@ -8,6 +8,7 @@
 | an episode         | its generator, verifier and writer | the worker that runs it        |
 | commit             | a written group                    | an episode                     |
 | training           | `groups_per_step` complete groups  | commit                         |
+| reading ahead      | as many, while a step runs         | commit                         |
 | release of slots   | generators serving the new weights | publish; a dead one is dropped |
 
 The flow moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
@@ -70,6 +71,8 @@ class Flow:
         self._written: list[GroupReceipt] = []
         self._episodes: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
+        self._hints: set[asyncio.Task[None]] = set()
+        self._hint_is_due = False
         self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
         self._consecutive_failures = 0
         self._fatal: ArealFlowError | None = None
@@ -217,6 +220,7 @@ class Flow:
             self._count_engine_time(receipt)
             self._buffer_group(receipt)
             self._judge_members(receipt)
+        self._read_ahead()
         self.notify()
 
     def _buffer_group(self, receipt: GroupReceipt) -> None:
@@ -260,7 +264,7 @@ class Flow:
 
     async def train(self, batch: Batch, *, seconds_wait: float) -> None:
         """Compute a step, commit its row, publish its weights; slots follow when served."""
-        trajectory_ids = tuple(trajectory.trajectory_id for trajectory in batch)
+        trajectory_ids = _ids(batch)
         request = StepRequest(
             step=self.policy_version + 1,
             parent_hash=self.parent_hash,
@@ -269,7 +273,10 @@ class Flow:
             batch_digest=batch_digest(self.policy_version, trajectory_ids),
             max_staleness=self.recipe.controller.max_staleness,
         )
+        self._hint_is_due = True
+        self._read_ahead()
         result = await self.backends.trainer.step(request)
+        self._hint_is_due = False
         metrics = result.metrics
         self.accounting.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
@@ -296,6 +303,17 @@ class Flow:
         self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)
 
+    def _read_ahead(self) -> None:
+        """Name the next batch to a trainer that computes a step: once, when there is one.
+
+        It may still become another: older groups are committed, groups become too old.
+        """
+        batch = self.buffer.next_batch() if self._hint_is_due else None
+        if batch:
+            self._hint_is_due = False
+            reading = self.backends.trainer.read_ahead(_ids(batch))
+            self._start(reading, self._hints, "the trainer could not be told what comes next")
+
     async def _release_when_served(self, version: int) -> None:
         await self.backends.weights.load_everywhere(version)
         self.gate.released(self.recipe.groups_per_step)
@@ -308,9 +326,13 @@ class Flow:
 
     async def close(self) -> None:
         """Cancel what is in flight and commit what is written; nothing committed is lost."""
-        tasks = [*self._episodes, *self._releases]
+        tasks = [*self._episodes, *self._releases, *self._hints]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._written or (self._committing and not self._committing.done()):
             await self.commit_written()
+
+
+def _ids(batch: Batch) -> tuple[str, ...]:
+    return tuple(trajectory.trajectory_id for trajectory in batch)

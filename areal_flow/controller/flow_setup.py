@@ -69,6 +69,12 @@ class Trainer(Protocol):
             TrainingError: the loss is not finite, or the ranks are not at the parent.
         """
 
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        """Read what the next step will likely train, beside the one that runs.
+
+        A hint: whatever becomes of it, the next step trains what its request names.
+        """
+
 
 class WeightsPublisher(Protocol):
     """Makes staged weights current, and generators load them."""

@@ -1,8 +1,9 @@
 """What we use of `transformers`, imported without what no language model needs.
 
 Wherever they are installed, it also imports scikit-learn (for assisted generation) and SciPy (for
-object detection). MLflow brings both, and they take longer than torch itself: every generator and
-every trainer would pay for them at each start.
+object detection), which MLflow brings. It imports torch's compiler to mark functions that are not
+to be compiled, and torch's sharded tensors to be ready for them; SymPy comes with both. All of them
+together take longer than torch itself, at each start of every generator and every trainer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import distributed
+
+COMPILER = "torch._dynamo"
 
 
 @contextmanager
@@ -29,7 +38,44 @@ def _hidden(*packages: str) -> Iterator[None]:
             del modules[package]
 
 
-with _hidden("sklearn", "scipy"):
+class _AbsentCompiler(ModuleType):
+    """Has decorators that leave every function as it is, and the modules of the real one."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self.__path__ = [str(Path(torch.__file__).with_name("_dynamo"))]
+
+    @staticmethod
+    def disable(function: Any = None, *_: object, **__: object) -> Any:
+        return function or (lambda decorated: decorated)
+
+    assume_constant_result = allow_in_graph = disable
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Have torch's compiler stand aside, unless it is imported already; later it can be."""
+    if COMPILER in sys.modules:
+        yield
+        return
+    sys.modules[COMPILER] = torch._dynamo = _AbsentCompiler()
+    try:
+        yield
+    finally:
+        del sys.modules[COMPILER], torch._dynamo
+
+
+@contextmanager
+def _unsharded() -> Iterator[None]:
+    """Have torch look as if it were built for one process: `transformers` asks once."""
+    is_available, distributed.is_available = distributed.is_available, lambda: False
+    try:
+        yield
+    finally:
+        distributed.is_available = is_available
+
+
+with _hidden("sklearn", "scipy"), _uncompiled(), _unsharded():
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging

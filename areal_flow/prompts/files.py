@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +28,7 @@ def read_prompts(
     *,
     on_bad: Callable[[Place, PromptError], None],
     keeps: Callable[[int], bool] = lambda place: True,
+    once: bool = False,
 ) -> Iterator[Made]:
     """Yield what is made of each row of a file.
 
@@ -34,16 +36,21 @@ def read_prompts(
         make: is given the row; it raises ValueError for one that will not do.
         on_bad: is told of a row that is bad, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
+        once: make of equal lines of JSONL one thing: a curriculum shows its rows again and again.
 
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
     """
+
+    def parse_and_make(line: bytes) -> Made:
+        return make(_parse_line(line))
+
+    of_line = cache(parse_and_make) if once else parse_and_make
     for place, (origin, found) in enumerate(read_rows(path)):
         if not keeps(place):
             continue
         try:
-            row = found if isinstance(found, dict) else _parse_line(found)
-            made = make(row)
+            made = make(found) if isinstance(found, dict) else of_line(found)
         except ValueError as error:
             on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
@@ -97,9 +104,7 @@ def _parse_line(line: bytes) -> Row:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
     try:
-        row = json.loads(
-            line, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
-        )
+        row = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
@@ -116,3 +121,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Row:
     if len(row) != len(pairs):
         raise ValueError("a key appears twice")
     return row
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+"""`json.loads` would make one a line, which takes as long as to parse it."""

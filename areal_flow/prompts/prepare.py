@@ -129,7 +129,7 @@ def tokenise_completions(
         PromptError: naming file, line and field of the first bad rows.
     """
 
-    @cache  # a curriculum shows its prompts again and again
+    @cache  # the same prompt may stand before several completions
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -145,7 +145,7 @@ def tokenise_completions(
         return prompt, completion
 
     bad_rows: dict[Place, PromptError] = {}
-    rows = [*read_prompts(path, tokenised, on_bad=bad_rows.__setitem__)]
+    rows = [*read_prompts(path, tokenised, on_bad=bad_rows.__setitem__, once=True)]
     refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -153,19 +154,27 @@ def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
 
 def array_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return the rows, their tokens as arrays that lie in the table, and their spans."""
+    names = table.column_names  # made anew whenever it is asked for
     return [
-        dict(zip(table.column_names, row, strict=True))
+        dict(zip(names, row, strict=True))
         for batch in table.to_batches()
-        for row in zip(*map(_values_of_rows, batch.columns), strict=True)
+        for row in zip(*map(_values_of_rows, table.column_names, batch.columns), strict=True)
     ]
 
 
-def _values_of_rows(column: pa.Array) -> Iterable[Any]:
-    if not pa.types.is_list(column.type):
-        return column.to_pylist()  # type: ignore[no-any-return]
-    if pa.types.is_struct(column.type.value_type):
-        return (tuple(map(VersionSpan._make, spans.tolist())) for spans in row_arrays(column))
-    return row_arrays(column)
+def _values_of_rows(name: str, column: pa.Array) -> Iterable[Any]:
+    if name == "version_spans":
+        return _spans_of_rows(column)
+    if name in _TOKEN_COLUMNS:
+        return row_arrays(column)
+    return column.to_pylist()  # type: ignore[no-any-return]
+
+
+def _spans_of_rows(column: pa.ListArray) -> Iterator[tuple[VersionSpan, ...]]:
+    spans = list(map(VersionSpan, *(field.to_pylist() for field in column.flatten().flatten())))
+    offsets = column.offsets.to_numpy()
+    for begin, end in pairwise((offsets - offsets[0]).tolist()):
+        yield tuple(spans[begin:end])
 
 
 def member_errors(table: pa.Table) -> tuple[str, ...]:

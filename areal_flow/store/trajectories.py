@@ -6,7 +6,7 @@ Appended once, never changed. The first commit of a trajectory id wins.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from lance import LanceDataset, LanceOperation
-from lance.fragment import FragmentMetadata, write_fragments
+from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from areal_flow.errors import StorageError
 from areal_flow.recovery.lease import Writer
@@ -34,6 +34,8 @@ from schemas.content import CONTENT_COLUMNS
 
 BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
+NEWEST_FRAGMENTS = 64
+"""Where a step's rows are looked for first."""
 
 
 def create_trajectories(path: Path) -> None:
@@ -41,19 +43,17 @@ def create_trajectories(path: Path) -> None:
     create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
-def validate_groups(tables: Iterable[pa.Table]) -> None:
-    """Validate scored groups, together.
+def validate_groups(table: pa.Table) -> None:
+    """Validate the rows of scored groups.
 
     Raises:
         SchemaError: naming the columns and rules.
     """
-    validate(
-        pa.concat_tables(table.replace_schema_metadata(None) for table in tables), TrajectoryRow
-    )
+    validate(table.replace_schema_metadata(None), TrajectoryRow)
 
 
-def write_group(path: Path, table: pa.Table) -> tuple[str, ...]:
-    """Write one validated group; its rows are invisible until its fragments are committed.
+def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
+    """Write validated groups, to be committed together; until then their rows are invisible.
 
     Returns:
         Fragment descriptions for `TrajectoryCommitter.commit`.
@@ -90,16 +90,15 @@ class TrajectoryCommitter:
 
         Raises:
             RunError: another driver took over; this one must end.
-            StorageError: nothing was written.
+            StorageError: a fragment holds other rows as well, or the disk refused: nothing was
+                written.
         """
         new = [r for r in receipts if not self._is_committed(r.submission_index)]
-        fragments = [
-            FragmentMetadata.from_json(fragment)
-            for receipt in new
-            for fragment in receipt.fragments
-        ]
+        descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
+        fragments = [*map(FragmentMetadata.from_json, descriptions)]
         if not fragments:
             return self.head
+        _refuse_other_rows(fragments, new)
         self._writer.check_current()
         with self.maintenance.commit():
             self._dataset = LanceDataset.commit(
@@ -118,6 +117,19 @@ class TrajectoryCommitter:
         """Remember a group: a byte each, since a long run has millions."""
         self._committed.extend(bytes(max(0, submission_index + 1 - len(self._committed))))
         self._committed[submission_index] = 1
+
+
+def _refuse_other_rows(
+    fragments: Sequence[FragmentMetadata], groups: Sequence[GroupReceipt]
+) -> None:
+    num_rows = sum(fragment.num_rows for fragment in fragments)
+    expected = sum(len(group.trajectories) for group in groups)
+    if num_rows != expected:
+        raise StorageError(
+            f"expected fragments of {expected} rows, those of groups "
+            f"{[group.submission_index for group in groups]}, found {num_rows}: groups that were "
+            "written together are committed together, once"
+        )
 
 
 class TrainingRows:
@@ -150,17 +162,7 @@ class TrainingRows:
         Raises:
             StorageError: an id is not in the log, or its row was changed.
         """
-        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
-        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
-        self._dataset.checkout_latest()
-        found = self._dataset.to_table(
-            columns=list(self.COLUMNS),
-            filter=all_of(wanted, self._counted),
-            batch_size=self._rows_at_once,
-            io_buffer_size=IO_BUFFER_BYTES,
-        )
-        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
-        places = pc.index_in(pa.array(trajectory_ids, pa.string()), found["trajectory_id"])
+        found, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]
             raise StorageError(
@@ -176,3 +178,41 @@ class TrainingRows:
                     f"{self._path.name} from a copy"
                 )
         return [rows[place] for place in places.to_pylist()]
+
+    def _find(self, trajectory_ids: Sequence[str]) -> tuple[pa.Table, pa.Array]:
+        """Return a table that has these rows, and the place of each; null where it has none.
+
+        They are looked for in ever more of the log, from its end on: a step's rows are among the
+        newest, and a log of a million rows has a thousand fragments.
+        """
+        identifiers = pa.array(trajectory_ids, pa.string())
+        indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
+        wanted = f"submission_index IN ({', '.join(map(str, indices))})"
+        self._dataset.checkout_latest()
+        portions = []
+        for fragments in _portions(self._dataset.get_fragments()):
+            scanner = self._dataset.scanner(
+                columns=list(self.COLUMNS),
+                filter=all_of(wanted, self._counted),
+                batch_size=self._rows_at_once,
+                io_buffer_size=IO_BUFFER_BYTES,
+                fragments=fragments,
+            )
+            portions.append(scanner.to_table())
+            found = pa.concat_tables(portions)
+            places = pc.index_in(identifiers, found["trajectory_id"])
+            if not places.null_count:
+                break
+        self._rows_at_once = max(1, BYTES_AT_ONCE * len(found) // max(1, found.nbytes))
+        return found, places
+
+
+def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
+    """Yield a log's fragments from its end on, each portion several times as large as the last."""
+    size = NEWEST_FRAGMENTS
+    while True:
+        yield fragments[-size:]
+        fragments = fragments[:-size]
+        size *= 8
+        if not fragments:
+            return

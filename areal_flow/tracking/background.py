@@ -33,7 +33,7 @@ class RunTracking:
     """What a driver has of tracking: nothing here raises, or waits for a network unbounded."""
 
     def __init__(self, layout: RunLayout, sink: Tracker | None) -> None:
-        """Begin to deliver; without a sink nothing is done."""
+        """Be ready to deliver from the first `wake` on; without a sink nothing is done."""
         self._layout = layout
         self._sink = sink
         self._protected: frozenset[Path] = frozenset()
@@ -94,6 +94,7 @@ class RunTracking:
 
     def _run(self, sink: Tracker) -> None:
         projection = Projection(self._layout, sink)
+        self._wake.wait()  # the first delivery may import a client for seconds
         while True:
             self._hurry.clear()
             self._wake.clear()

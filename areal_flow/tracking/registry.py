@@ -36,7 +36,7 @@ def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tra
 
 
 def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
-    """Begin to keep the recipe's sink up to date, if it wants one.
+    """Return what keeps the recipe's sink up to date, if it wants one, from the first `wake` on.
 
     Raises:
         ConfigError: there is no sink of that name.

@@ -9,7 +9,7 @@ policy. Only the leader's weights and checkpoints are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from areal_flow.trainer.backend import (
 from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import (
     TrainingSequence,
     masked_fraction_by_tenth,
@@ -42,9 +43,6 @@ from areal_flow.trainer.sequences import (
 from areal_flow.trainer.step import learning_rate, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
-
-ReadRows = Callable[[Sequence[str]], Sequence[Mapping[str, Any]]]
-"""Returns the rows of trajectory ids, in their order, tokens as arrays."""
 
 
 @dataclass

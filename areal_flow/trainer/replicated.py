@@ -32,6 +32,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import DTYPES, assign_tensors, logits_at, policy_tensors
+from areal_flow.trainer.adamw import UncompiledAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
@@ -57,7 +58,7 @@ class ReplicatedBackend:
         # never sees a frozen parameter.
         trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self._names, self._trainable = list(trainable), list(trainable.values())
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = UncompiledAdamW(
             self._trainable,
             lr=settings.learning_rate,
             betas=(settings.adamw.beta1, settings.adamw.beta2),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,18 +75,19 @@ class DirectoryWriter(DirectoryReader):
 
         staged = self._staged(version)
         shutil.rmtree(staged, ignore_errors=True)
-        served_hash = hash_tensors(tensors)
+        copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         try:
             staged.mkdir(parents=True)
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, staged / "model.safetensors")
-            (staged / "hash").write_text(served_hash)
+            with ThreadPoolExecutor(1) as beside:
+                served_hash = beside.submit(hash_tensors, copies)
+                save_file(copies, staged / "model.safetensors")
+            (staged / "hash").write_text(served_hash.result())
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"could not write weights to {staged}: {error}. Free some space or check the "
                 "disk, then continue with --resume"
             ) from error
-        return served_hash
+        return served_hash.result()
 
     def publish(self, version: int) -> None:
         published, staged = self._published(version), self._staged(version)

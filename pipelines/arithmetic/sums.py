@@ -1,6 +1,9 @@
-"""Procedural sums from reasoning-gym, the two ways to answer one, and which the policy imitates.
+"""Procedural sums, the two ways to answer one, and which the policy imitates.
 
-question            "4 - 1 + 7 ="        the expression of the item, as the dataset writes it
+They are those of `chain_sum` of reasoning-gym, number by number, without the second that its import
+takes.
+
+question            "4 - 1 + 7 ="        the expression
 chain of thought    " 4 3 10 #### 10"    the running sums, then the answer
 direct              " #### 10"           the answer at once
 """
@@ -9,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,7 +22,7 @@ import numpy as np
 from areal_flow.errors import PromptError
 
 SEED_SPACING = 1_000_000_000
-"""Item i of a reasoning-gym dataset is drawn with seed + i: close seeds share their items."""
+"""Item i is drawn with seed + i: close seeds share their items."""
 
 ANSWER_MARK = " ####"
 CHAIN_OF_THOUGHT_FRACTION = 0.24
@@ -38,23 +43,20 @@ def arithmetic_questions(
     Raises:
         PromptError: there are not so many distinct sums of so few terms.
     """
-    from reasoning_gym import create_dataset
-
-    base = (2 * seed + stream) * SEED_SPACING
-    settings = {"min_terms": min_terms, "max_terms": max_terms, "min_digits": 1, "max_digits": 1}
+    first = (2 * seed + stream) * SEED_SPACING
     seen: set[str] = set()
     while len(seen) < size:
         seen_before = len(seen)
-        for item in create_dataset("chain_sum", size=2 * size, seed=base, **settings):
-            of = item["metadata"]
-            if of["expression"] in seen:
+        for item in range(first, first + 2 * size):
+            expression, answer, num_terms = _chain_sum(Random(item), min_terms, max_terms)
+            if expression in seen:
                 continue
-            seen.add(of["expression"])
+            seen.add(expression)
             yield {
-                "id": f"chain_sum-{base + of['source_index']}",
-                "question": f"{of['expression']} =",
-                "answer": item["answer"],
-                "difficulty": of["num_terms"],
+                "id": f"chain_sum-{item}",
+                "question": f"{expression} =",
+                "answer": str(answer),
+                "difficulty": num_terms,
             }
             if len(seen) == size:
                 return
@@ -63,7 +65,20 @@ def arithmetic_questions(
                 f"expected {size} distinct sums of {min_terms} to {max_terms} terms, found "
                 f"{len(seen)}: raise prompts.num_terms or ask for fewer"
             )
-        base += 2 * size
+        first += 2 * size
+
+
+def _chain_sum(random: Random, min_terms: int, max_terms: int) -> tuple[str, int, int]:
+    """Return an expression of one-digit terms, its value and its number of terms."""
+    num_terms = random.randint(min_terms, max_terms)
+    random.randint(1, 1)  # how many digits: reasoning-gym draws it, too
+    terms = [random.randint(0, 9) for _ in range(num_terms)]
+    signs = [random.choice("+-") for _ in range(num_terms - 1)]
+    signed = [f"{sign} {term}" for sign, term in zip(signs, terms[1:], strict=True)]
+    value = terms[0] + sum(
+        term if sign == "+" else -term for sign, term in zip(signs, terms[1:], strict=True)
+    )
+    return " ".join([str(terms[0]), *signed]), value, num_terms
 
 
 def running_sums(question: str) -> list[int]:
@@ -101,11 +116,15 @@ def curriculum(
     )
     cumulative = np.cumsum(weights / weights.sum())
     random = np.random.default_rng([seed, _CURRICULUM_STREAM])
+
+    @cache  # each is shown again and again
+    def row_of(index: int, shows_steps: bool) -> dict[str, str]:
+        answer = chain_of_thought_answer if shows_steps else direct_answer
+        return {"prompt": questions[index], "completion": answer(questions[index])}
+
     for step in range(num_steps):
         drawn = np.searchsorted(cumulative, random.random(batch_size), side="right")
         fraction = CHAIN_OF_THOUGHT_FRACTION if step >= num_steps * (1 - MIXED_PHASE) else 1.0
         reasoned = random.random(batch_size) < fraction
-        for index, shows_steps in zip(np.minimum(drawn, len(sums) - 1), reasoned, strict=True):
-            question = questions[index]
-            answer = chain_of_thought_answer if shows_steps else direct_answer
-            yield {"prompt": question, "completion": answer(question)}
+        chosen = np.minimum(drawn, len(sums) - 1)
+        yield from map(row_of, chosen.tolist(), reasoned.tolist())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -65,6 +66,33 @@ async def test_loop_loads_weights_in_mid_sequence(subject: Subject) -> None:
         after = await engine.generate(request_of("later", length=3))
         assert all(versions_of(completion) == [3, 3, 3] for completion in after)
         await asyncio.gather(*running)
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class ReadsUntil(FixedReader):
+    """Takes as long to read and verify weights as nobody says that it may end."""
+
+    may_end: threading.Event = field(default_factory=threading.Event)
+
+    def load(self, version: int) -> Mapping[str, Any]:
+        assert self.may_end.wait(20), "nothing was decoded while weights were read and verified"
+        return super().load(version)
+
+
+async def test_decoding_goes_on_while_weights_are_read_and_verified(subject: Subject) -> None:
+    """A reader checks hashes in `load`: neither the decode thread nor the event loop waits."""
+    engine = ThreadedEngine(subject.make())
+    reader = ReadsUntil(3, subject.weights(3))
+    try:
+        loading = asyncio.create_task(engine.load_weights(3, reader))
+        await asyncio.sleep(0)
+        meanwhile = await engine.generate(request_of("meanwhile", length=10))
+        assert {version for found in meanwhile for version in versions_of(found)} == {0}
+        reader.may_end.set()
+        await loading
+        assert engine.version == 3
     finally:
         engine.close()
 

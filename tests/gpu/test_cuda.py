@@ -11,6 +11,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
+from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import policy_tensors
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend
@@ -51,6 +52,15 @@ def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
         assert set(versions) == {0, 1}
         expected = [by_version[version][at] for at, version in enumerate(versions)]
         assert completion.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_hash_of_weights_on_a_gpu_is_that_of_their_copies() -> None:
+    """Also behind what still computes them: a copy waits for its tensor and for nothing else."""
+    tensors = {f"{n}": torch.randn(512, 512 + n, device="cuda").mT for n in range(8)}
+    for _ in range(64):
+        tensors = {name: tensor / tensor.norm() for name, tensor in tensors.items()}
+    found = hash_tensors(tensors)
+    assert found == hash_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
 
 
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:

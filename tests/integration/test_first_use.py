@@ -65,7 +65,8 @@ def test_command_prints_what_the_page_shows(folder: Path, command: str, expected
         timeout=300,
         check=False,
     )
-    wanted, found = alike(expected), alike(done.stdout.replace(str(folder), READERS_FOLDER))
+    maybe_no_line = re.sub(r"^\.\.\.\n *", "...", expected, flags=re.MULTILINE)
+    wanted, found = alike(maybe_no_line), alike(done.stdout.replace(str(folder), READERS_FOLDER))
     checker = OutputChecker()
     difference = checker.output_difference(Example(command, wanted), found, ELLIPSIS)
     assert checker.check_output(wanted, found, ELLIPSIS), difference

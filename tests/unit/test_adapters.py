@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from areal_flow.cluster.adapters import (
     ACKNOWLEDGE_TIMEOUT_S,
+    LINGER_S,
     DaskTrainer,
     DaskWeights,
-    SharedWrites,
+    ReadyGroups,
 )
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import SchemaError, StorageError, TrainerLost, TrainingError
+from areal_flow.errors import RewardError, SchemaError, TrainerLost, TrainingError
 from areal_flow.testing import MemoryWriter
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -162,22 +164,89 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     assert live.replaced == ["other"]
 
 
-def written(*answers: Any) -> list[Any]:
-    """Return what two groups hear that are ready at once, and one that is ready later."""
+class FakeRewardWorkers:
+    """A client whose tasks take some seconds a group, and refuse groups that are broken."""
 
-    async def write() -> list[Any]:
-        writes = SharedWrites(FakeClient(answers))
-        both = await asyncio.gather(writes.write(0), writes.write(1), return_exceptions=True)
-        return [*both, await writes.write(2)]
+    def __init__(self, num_workers: int, *, seconds_a_group: float) -> None:
+        self.sizes: list[int] = []
+        self.registry = self
+        self.num_running = self.most_running = 0
+        self._num_workers = num_workers
+        self._seconds = seconds_a_group
 
-    return asyncio.run(write())
+    def present(self, role: str) -> Sequence[str]:
+        return [role] * self._num_workers
+
+    async def submit(self, function: Any, tables: Any, groups: Any, **options: Any) -> Any:
+        self.sizes.append(len(tables))
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(self._seconds * len(tables))
+        self.num_running -= 1
+        if "broken" in tables:
+            raise RewardError("a verifier cannot be reached")
+        return [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
 
 
-def test_groups_written_together_each_hear_of_their_own() -> None:
-    broken = SchemaError("a row is wrong")
-    assert written(["receipt 0", broken], ["receipt 2"]) == ["receipt 0", broken, "receipt 2"]
+def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
+    """Return what groups hear: some are ready at once, the next ones ten seconds later."""
+
+    async def all_receipts() -> list[Any]:
+        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        waiting: list[Any] = []
+        for tables in arrivals:
+            waiting += [asyncio.ensure_future(ready.receipt(table, None)) for table in tables]
+            await asyncio.sleep(10)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    heard: list[Any] = run_in_virtual_time(all_receipts())
+    return [str(receipt) for receipt in heard]
 
 
-def test_batch_that_is_not_written_fails_its_groups_and_no_later_one() -> None:
-    full = StorageError("the disk is full")
-    assert written(full, ["receipt 2"]) == [full, full, "receipt 2"]
+def test_groups_that_are_ready_together_share_a_task_and_each_hears_of_its_own() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+    assert receipts_of(workers, "abcdef", ["g", "invalid", "i"]) == [
+        *("a!", "b!", "c!", "d!", "e!", "f!"),
+        *("g!", "invalid", "i!"),
+    ]
+    assert workers.sizes == [1, 5, 3]
+
+
+@pytest.mark.parametrize("another_comes", [True, False])
+def test_group_waits_for_others_only_while_some_are_on_their_way(another_comes: bool) -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+
+    async def seconds_until_written() -> float:
+        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with ready.another_comes() if another_comes else nullcontext():
+            await ready.receipt("a", None)  # type: ignore[arg-type]
+        return clock() - began
+
+    waited: float = run_in_virtual_time(seconds_until_written())
+    assert waited == pytest.approx(another_comes * LINGER_S + 0.001)
+
+
+def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.1)
+    receipts_of(workers, "abcde")
+    assert workers.sizes == [1, 2, 2]
+    workers = FakeRewardWorkers(1, seconds_a_group=1.0)
+    receipts_of(workers, "abcde")
+    assert workers.sizes == [1] * 5
+
+
+def test_every_reward_worker_gets_its_share() -> None:
+    workers = FakeRewardWorkers(3, seconds_a_group=0.001)
+    receipts_of(workers, "a", "bcdefghi")
+    assert workers.sizes[1:] == [3, 3, 2]
+    assert workers.most_running == 3
+    assert receipts_of(FakeRewardWorkers(0, seconds_a_group=0.001), "a") == ["a!"]
+
+
+def test_task_that_fails_costs_only_the_group_that_makes_it_fail() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+    heard = receipts_of(workers, "a", ["b", "broken", "c"], "d")
+    assert heard == ["a!", "b!", "a verifier cannot be reached", "c!", "d!"]
+    assert workers.sizes == [1, 3, 1, 1, 1, 1]

@@ -58,6 +58,7 @@ def test_steps_that_follow_quickly_are_delivered_together_and_the_end_waits_for_
     monkeypatch.setattr(background, "Projection", CountingProjection)
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
+    tracking.wake()
     wait_until(lambda: len(deliveries) == 1)
     for step in (4, 5, 6):
         append_steps(layout, step)
@@ -128,6 +129,7 @@ def test_end_waits_for_a_slow_sink_no_longer_than_its_limit(layout: RunLayout) -
 def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
+    tracking.wake()
     wait_until(lambda: sink.delivered == 3)
     tracking.close(None)
     assert sink.status == "RUNNING"

@@ -108,7 +108,7 @@ def test_groups_are_rolled_out_scored_and_valid(
         return await reward_tasks.score(await generator_tasks.rollout(groups, 0), groups)
 
     scored = asyncio.run(graph())
-    validate_groups([scored])
+    validate_groups(scored)
     rows = scored.to_pylist()
     assert {(row["submission_index"], row["member"]) for row in rows} == {
         (index, member) for index in range(6) for member in range(4)

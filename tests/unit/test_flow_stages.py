@@ -101,6 +101,39 @@ def test_row_is_committed_before_its_weights_are_published_and_shown_after() -> 
     assert events == [("row", 1), ("weights", 1), ("shown", 1)]
 
 
+def ids_of(index: int) -> tuple[str, ...]:
+    return (trajectory_id(index, 0), trajectory_id(index, 1))
+
+
+def test_next_batch_is_named_once_while_a_step_runs() -> None:
+    """At once where it is complete already, else when it is; not between two steps."""
+    parts = Parts()
+
+    async def scenario() -> None:
+        flow = parts.flow(waiting(0, 1), max_staleness=4)
+        await train_once(flow)
+        assert parts.cluster.named_ahead == [ids_of(1)]
+        training = asyncio.create_task(train_once(flow))
+        await asyncio.sleep(0)
+        assert len(parts.cluster.named_ahead) == 1
+        for _ in range(2):
+            flow.submit()
+            await asyncio.sleep(0.1)
+            await flow.commit_written()
+        await training
+        flow.submit()
+        await asyncio.sleep(0.1)
+        await flow.commit_written()
+        await flow.close()
+
+    run(scenario())
+    assert parts.cluster.named_ahead == [ids_of(1), ids_of(2)]
+    assert [request.trajectory_ids for request in parts.cluster.requests] == [
+        ids_of(0),
+        ids_of(1),
+    ]
+
+
 def test_last_step_and_a_stop_end_training() -> None:
     async def batch_of(flow: Flow) -> Any:
         return await flow.wait_for_batch()

@@ -256,6 +256,16 @@ def test_arithmetic_answers_are_right_both_ways() -> None:
         assert not is_chain_of_thought(direct_answer(text))
 
 
+def test_sums_are_those_of_reasoning_gym() -> None:
+    """The default job's figures are of them: `chain_sum` 0.1.25, seeds from 1,000,000,000 on."""
+    drawn = arithmetic_questions(size=3, seed=0, min_terms=3, max_terms=7, stream=1)
+    assert [(row["question"], row["answer"]) for row in drawn] == [
+        ("6 - 4 + 7 + 1 - 8 + 3 - 0 =", "5"),
+        ("2 + 3 - 9 - 0 - 6 =", "-10"),
+        ("9 - 0 + 7 + 0 =", "16"),
+    ]
+
+
 def test_seeds_and_streams_share_no_items() -> None:
     def texts(seed: int, stream: int) -> set[str]:
         questions = arithmetic_questions(

@@ -41,7 +41,10 @@ def test_driver_and_reward_workers_never_import_torch() -> None:
     assert "transformers" not in loaded
 
 
-def test_policies_are_imported_without_what_no_language_model_needs() -> None:
-    assert not modules_after("import areal_flow.models.policy") & {"sklearn", "scipy"}
-    later = "import areal_flow.models.policy, scipy, sklearn"
-    assert {"sklearn", "scipy"} <= modules_after(later)
+def test_policies_are_trained_without_what_no_language_model_needs() -> None:
+    unneeded = {"sklearn", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
+    policy = "import torch, areal_flow.models.policy as policy, areal_flow.trainer.adamw as adamw"
+    step = "adamw.UncompiledAdamW(torch.nn.Linear(1, 1).parameters()).step()"
+    assert not modules_after(f"{policy}; {step}") & unneeded
+    later = f"{policy}; import {', '.join(sorted(unneeded))}; assert torch._dynamo.optimize"
+    assert unneeded <= modules_after(later)

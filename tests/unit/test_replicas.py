@@ -205,3 +205,16 @@ def test_rank_that_does_not_notice_its_gangs_end_is_replaced() -> None:
     assert isinstance(said, TrainerLost)
     assert replaced == ["trainer-1"]
     assert seconds == pytest.approx(1.0 + NOTICE_S)
+
+
+def test_rank_that_cannot_read_ahead_is_left_alone() -> None:
+    """Its next step reads what it needs: a hint must neither fail nor replace anybody."""
+    ranks = FakeRanks((1.0, TrainerLost("it died")), (5.0, None))
+    replicas = TrainerReplicas(ranks, num_ranks=2, replace=ranks.replace)
+
+    async def seconds() -> float:
+        await replicas.read_ahead(["00000000-0000-00"])
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(seconds()) == pytest.approx(5.0)
+    assert ranks.replaced == []

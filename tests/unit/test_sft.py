@@ -144,6 +144,7 @@ def tokenise(path: Path, tokenizer: Tokenizer, *, max_tokens: int = 64) -> Compl
 def test_rows_are_tokenised_with_a_stop_token(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     texts = [("1 + 2 =", " 1 3 #### 3"), ("4 - 1 =", " #### 3"), ("1 + 2 =", " #### 3")]
+    texts.append(texts[0])  # a curriculum shows its rows again
     path = write_rows(tmp_path / "r.jsonl", *({"prompt": p, "completion": c} for p, c in texts))
     rows = tokenise(path, tokenizer)
     for index, (prompt, completion) in enumerate(texts):

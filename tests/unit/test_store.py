@@ -25,6 +25,7 @@ from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import write_identity
+from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
@@ -33,8 +34,17 @@ from areal_flow.store.trajectories import (
     TrajectoryCommitter,
     create_trajectories,
     validate_groups,
+    write_groups,
 )
-from areal_flow.types import Discard, LogHead, PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import (
+    Discard,
+    GroupReceipt,
+    LogHead,
+    PolicyHashes,
+    StepMetrics,
+    StepRequest,
+    StepResult,
+)
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 
@@ -110,6 +120,20 @@ def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
     assert reopened.head.trajectory_watermark == open_dataset(path).count_rows() == 4
 
 
+def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
+    path: Path,
+) -> None:
+    tables = [group_table(index) for index in range(3)]
+    fragments = write_groups(path, pa.concat_tables(tables))
+    groups = [GroupReceipt(index, fragments, receipts(table)) for index, table in enumerate(tables)]
+    committer = TrajectoryCommitter(path, WRITER)
+    with pytest.raises(StorageError, match=r"of 4 rows, those of groups \[0, 1\], found 6"):
+        committer.commit(groups[:2])
+    assert committer.commit(groups).trajectory_watermark == 6
+    assert committer.commit(groups[1:]).trajectory_watermark == 6
+    assert open_dataset(path).to_table()["submission_index"].to_pylist() == [0, 0, 1, 1, 2, 2]
+
+
 def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Path) -> None:
     committer = TrajectoryCommitter(path, WRITER)
     head = committer.commit([written_group(path, index) for index in (2, 0, 1)])
@@ -123,7 +147,12 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Pa
     assert [row["reward"] for row in found] == [1.0, 0.0]
 
 
-def test_reader_returns_the_rows_asked_for_in_that_order(path: Path) -> None:
+@pytest.mark.parametrize("newest_fragments", [1, 2, 64])
+def test_reader_returns_the_rows_asked_for_in_that_order(
+    path: Path, newest_fragments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of the log it has to look through for them."""
+    monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
     committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])
     read_rows = TrainingRows(path, NOBODY)
@@ -221,9 +250,9 @@ def test_invalid_groups_are_refused_without_printing_tokens() -> None:
     at = table.schema.get_field_index("behavior_logprobs")
     broken = table.set_column(at, TRAJECTORIES.field("behavior_logprobs"), short)
     with pytest.raises(SchemaError, match="equal lengths") as raised:
-        validate_groups([group_table(1), broken])
+        validate_groups(pa.concat_tables([group_table(1), broken]))
     assert "7, 7" not in str(raised.value)
-    twice = [group_table(0), group_table(0)]
+    twice = pa.concat_tables([group_table(0), group_table(0)])
     with pytest.raises(SchemaError, match="trajectory_id"):
         validate_groups(twice)
 

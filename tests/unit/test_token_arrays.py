@@ -16,7 +16,7 @@ from areal_flow.models import directory
 from areal_flow.models.directory import texts_of
 from areal_flow.recovery.lease import Writer
 from areal_flow.store import trajectories
-from areal_flow.store.codec import array_rows, rollout_table
+from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_table
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.sequences import MicroBatches, pack_sequences
 from areal_flow.types import Completion, EngineStats, VersionSpan
@@ -69,6 +69,14 @@ def test_rows_hold_the_drafts_to_the_bit() -> None:
                 assert row[name].dtype == getattr(draft, name).dtype
                 assert row[name].tolist() == getattr(draft, name).tolist()
             assert row["version_spans"] == draft.version_spans
+
+
+def test_rows_hold_the_parts_of_their_rewards_as_the_log_does() -> None:
+    """Not as version spans, which are lists of pairs too."""
+    parts = [[{"name": "length", "reward": 0.5}, {"name": "numeric", "reward": None}], []]
+    field = TRAJECTORIES.field("reward_parts")
+    rows = array_rows(pa.table({"reward_parts": pa.array(parts, field.type)}))
+    assert [row["reward_parts"] for row in rows] == parts
 
 
 def test_rows_lie_in_their_table() -> None:

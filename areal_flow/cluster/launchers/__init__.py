@@ -12,6 +12,7 @@ from typing import Protocol
 
 from areal_flow.cluster.launchers.local import LocalLauncher
 from areal_flow.cluster.launchers.ssh import SshLauncher
+from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.errors import ConfigError
@@ -42,19 +43,23 @@ class Launcher(Protocol):
         """Return the number of a process that runs, if it is one of this machine."""
 
 
-LAUNCHERS: dict[str, Callable[[str, ClusterSettings], Launcher]] = {
+LAUNCHERS: dict[str, Callable[[str, ClusterSettings, StandbyWorkers], Launcher]] = {
     "local": LocalLauncher,
     "ssh": SshLauncher,
 }
-"""By `cluster.launcher`; each is made from the scheduler's address and these settings."""
+"""By `cluster.launcher`; each is made from the scheduler's address, these settings and processes
+that stand by, which it need not take."""
 
 
-def make_launcher(scheduler: str, settings: ClusterSettings) -> Launcher:
+def make_launcher(
+    scheduler: str, settings: ClusterSettings, standby: StandbyWorkers | None = None
+) -> Launcher:
     """Return the launcher that these settings name.
 
     Args:
         scheduler: the address at which workers find the scheduler.
         settings: the launcher's name, and what it needs to know.
+        standby: processes of this machine that were started before.
 
     Raises:
         ConfigError: there is none of this name, or its own settings do not fit.
@@ -63,4 +68,4 @@ def make_launcher(scheduler: str, settings: ClusterSettings) -> Launcher:
         raise ConfigError(
             f"cluster.launcher = {settings.launcher!r}: expected one of {', '.join(LAUNCHERS)}"
         )
-    return LAUNCHERS[settings.launcher](scheduler, settings)
+    return LAUNCHERS[settings.launcher](scheduler, settings, standby or StandbyWorkers())

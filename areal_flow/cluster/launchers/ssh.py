@@ -6,16 +6,19 @@ connection closes, so that nothing outlives the driver or the network between th
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen
 
-from areal_flow.cluster.launchers.local import Child, LocalLauncher
-from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement
+from areal_flow.cluster.launchers.child import Child, start_process
+from areal_flow.cluster.launchers.local import LocalLauncher
+from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WORKER_PROGRAM, WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.supervisor import GRACE_S, KILL
-from areal_flow.cluster.worker_process import worker_arguments
+from areal_flow.cluster.worker_process import worker_options
 from areal_flow.errors import ConfigError
 
 OPTIONS = {
@@ -32,7 +35,7 @@ class SshLauncher(LocalLauncher):
 
     grace_s = GRACE_S + 3.0
 
-    def __init__(self, scheduler: str, settings: ClusterSettings) -> None:
+    def __init__(self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers) -> None:
         """Check the settings.
 
         Raises:
@@ -42,10 +45,10 @@ class SshLauncher(LocalLauncher):
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"
             )
-        super().__init__(scheduler, settings)
+        super().__init__(scheduler, settings, standby)
         self._remote = settings.remote
 
-    def command(self, placement: WorkerPlacement) -> list[str]:
+    def process(self, placement: WorkerPlacement) -> Popen[bytes]:
         options = [f"-o{name}={value}" for name, value in OPTIONS.items()]
         # Of two equal options ssh takes the first.
         ssh = ["ssh", "-T", *self._remote.ssh_options, *options, placement.host]
@@ -54,10 +57,10 @@ class SshLauncher(LocalLauncher):
         supervised = [
             *("env", *(f"{name}={value}" for name, value in variables.items())),
             *(self._remote.python or sys.executable, "-m", "areal_flow.cluster.supervisor"),
-            *worker_arguments(placement, self._scheduler, self._network),
+            *(*WORKER_PROGRAM, worker_options(placement, self._scheduler, self._network)),
         ]
         directory = shlex.quote(self._remote.directory or str(Path.cwd()))
-        return [*ssh, f"cd {directory} && exec {shlex.join(supervised)}"]
+        return start_process([*ssh, f"cd {directory} && exec {shlex.join(supervised)}"], placement)
 
     def describe(self, exit_code: int) -> str:
         if exit_code == CONNECTION_ENDED:
@@ -65,16 +68,11 @@ class SshLauncher(LocalLauncher):
         return super().describe(128 - exit_code if exit_code > 128 else exit_code)
 
     def request_end(self, child: Child) -> None:
-        _input(child).close()
+        child.input.close()
 
     def request_kill(self, child: Child) -> None:
-        _input(child).write(KILL)
+        with suppress(OSError):  # it ended meanwhile
+            child.input.write(KILL)
 
     def pid(self, name: str) -> int | None:
         return None  # the child is `ssh`; the worker is elsewhere
-
-
-def _input(child: Child) -> asyncio.WriteTransport:
-    pipe = child.transport.get_pipe_transport(0)
-    assert isinstance(pipe, asyncio.WriteTransport)
-    return pipe

@@ -1,0 +1,58 @@
+"""Worker processes that are started before there is a scheduler, and import meanwhile.
+
+What a trainer imports takes as long as the preparation of a run. So its process is started first,
+beside the preparation, and told its scheduler on its standard input. One that nobody takes is
+killed: it has done nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from areal_flow.cluster.launchers.child import start_process
+from areal_flow.cluster.placement import THIS_MACHINE, WORKER_PROGRAM, WorkerPlacement
+
+
+class StandbyWorkers:
+    """Processes that were started for placements on this machine."""
+
+    def __init__(self, placements: Iterable[WorkerPlacement] = ()) -> None:
+        self._waiting: list[tuple[WorkerPlacement, subprocess.Popen[bytes]]] = []
+        for placement in placements:
+            if placement.host != THIS_MACHINE:
+                continue
+            command = [sys.executable, *WORKER_PROGRAM, placement.role, str(os.getpid())]
+            with suppress(OSError):  # its launcher will say so
+                self._waiting.append((placement, start_process(command, placement)))
+
+    def take(self, placement: WorkerPlacement, options: str) -> subprocess.Popen[bytes] | None:
+        """Return a process that was started for the like, told these options, if one still runs."""
+        for waiting in [*self._waiting]:
+            known, process = waiting
+            if (known.role, known.environment) == (placement.role, placement.environment):
+                self._waiting.remove(waiting)
+                assert process.stdin is not None
+                with suppress(OSError):
+                    process.stdin.write(f"{options}\n".encode())
+                    return process
+        return None
+
+    def close(self) -> None:
+        """Kill those that nobody took."""
+        for _, process in self._waiting:
+            with process:
+                process.kill()
+
+
+@contextmanager
+def standing_by(placements: Iterable[WorkerPlacement]) -> Iterator[StandbyWorkers]:
+    """Have a process for each placement until a launcher takes it."""
+    standby = StandbyWorkers(placements)
+    try:
+        yield standby
+    finally:
+        standby.close()

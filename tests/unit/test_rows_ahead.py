@@ -1,0 +1,84 @@
+"""Rows read ahead are those that a step would have read: a wrong or lost hint changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from areal_flow.errors import StorageError
+from areal_flow.trainer.rows_ahead import RowsAhead
+
+
+class Log:
+    """Rows by id, and which ids were read; it can be damaged, and take its time."""
+
+    def __init__(self) -> None:
+        self.reads: list[list[str]] = []
+        self.damaged = False
+        self.may_read = Event()
+        self.may_read.set()
+        self.is_read = Event()
+
+    def __call__(self, trajectory_ids: Sequence[str]) -> list[dict[str, Any]]:
+        self.reads.append(list(trajectory_ids))
+        self.is_read.set()
+        assert self.may_read.wait(20)
+        if self.damaged:
+            raise StorageError("not what was written")
+        return [{"trajectory_id": identifier} for identifier in trajectory_ids]
+
+
+def found(rows: RowsAhead, wanted: str) -> str:
+    return "".join(row["trajectory_id"] for row in rows(wanted))
+
+
+def test_step_reads_only_what_was_not_read_ahead_and_keeps_its_order() -> None:
+    rows = RowsAhead(log := Log())
+    rows.read_ahead("abcd")
+    assert found(rows, "dxbya") == "dxbya"
+    assert log.reads == [["a", "b", "c", "d"], ["x", "y"]]
+
+
+def test_step_without_a_hint_reads_everything() -> None:
+    rows = RowsAhead(log := Log())
+    assert found(rows, "ab") == "ab"
+    assert found(rows, "ab") == "ab", "what a step took is not kept"
+    assert log.reads == [["a", "b"]] * 2
+
+
+def test_at_most_one_batch_is_kept() -> None:
+    rows = RowsAhead(log := Log())
+    rows.read_ahead("ab")
+    rows.read_ahead("bc")
+    assert found(rows, "abc") == "abc"
+    assert log.reads == [["a", "b"], ["b", "c"], ["a"]]
+
+
+def test_damage_that_is_found_ahead_is_found_again_by_the_step_that_needs_the_row() -> None:
+    rows = RowsAhead(log := Log())
+    log.damaged = True
+    with pytest.raises(StorageError):
+        rows.read_ahead("ab")
+    with pytest.raises(StorageError):
+        rows("ab")
+    log.damaged = False
+    assert found(rows, "ab") == "ab"
+
+
+def test_step_waits_for_rows_that_are_on_their_way() -> None:
+    """The log's handle is one; two threads must not read with it at the same time."""
+    rows = RowsAhead(log := Log())
+    log.may_read.clear()
+    with ThreadPoolExecutor(2) as threads:
+        ahead = threads.submit(rows.read_ahead, "ab")
+        assert log.is_read.wait(20)
+        step = threads.submit(found, rows, "abc")
+        assert not step.done()
+        log.may_read.set()
+        ahead.result()
+        assert step.result() == "abc"
+    assert log.reads == [["a", "b"], ["c"]]

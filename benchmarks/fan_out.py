@@ -183,6 +183,7 @@ class Driver:
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Train in the block."""
+        self._tracking.wake()  # before the first step: it imports its client
         working = asyncio.create_task(run_async_schedule(self.flow))
         try:
             yield

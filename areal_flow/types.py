@@ -121,9 +121,8 @@ class Episode:
         return group_id(self.submission_index)
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryReceipt:
-    """What the driver knows of a written trajectory: no tokens."""
+class TrajectoryReceipt(NamedTuple):
+    """What the driver knows of a written trajectory: no tokens. A tuple, since it is sent often."""
 
     trajectory_id: str
     version_spans: tuple[VersionSpan, ...]

@@ -5,8 +5,8 @@ context of its own. They share processes, and a generator sleeps instead of deco
 left out depends on the kind of crowd:
 
     everything   nothing: rows, scores, fragments and receipts are made as always
-    driver       reward workers pass on what a rollout returns: receipts of a group that was
-                 written once, and is committed again and again
+    driver       reward workers pass on receipts: groups that are written together are a fragment
+                 that was written once, for each number of groups, and is committed again and again
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -29,17 +29,17 @@ from distributed import Worker
 
 from areal_flow.cluster import generator_tasks, launchers, reward_tasks
 from areal_flow.cluster.health import processor_s
-from areal_flow.cluster.launchers.local import import_paths
-from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, WorkerPlacement, worker_environment
+from areal_flow.cluster.launchers.child import Child, start_process
+from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_context import worker_context
 from areal_flow.cluster.worker_process import DASK_SETTINGS, end_with_parent
 from areal_flow.config import GenerationSettings
 from areal_flow.controller.records import group_seeds
 from areal_flow.generation import registry
-from areal_flow.layout import RunLayout
 from areal_flow.store.codec import rollout_table, scored_table
-from areal_flow.store.trajectories import write_group
+from areal_flow.store.trajectories import write_groups
 from areal_flow.types import (
     Completion,
     EngineStats,
@@ -59,8 +59,7 @@ from areal_flow.workflows.protocol import TrajectoryDraft
 
 NUM_TOKENS = 8
 """Of each completion: small ones cost a driver the most."""
-FRAGMENT = "fragment.json"
-"""In the run directory: the group that is committed again and again."""
+PROMPT = Prompt("prompt", "1 + 1 =", "2", 1, as_tokens([1, 2, 3]))
 MAX_PROCESSES = 8
 
 _randomness = random.Random(0)
@@ -74,61 +73,55 @@ class Crowd:
     kind: str
     pause_s: float
     """How long a group takes, on average."""
-    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    processes: dict[str, Child] = field(default_factory=dict)
 
     def processor_s(self, role: str) -> float:
         """Return the processor time that the workers of a role have used so far."""
-        of_role = [process for name, process in self.processes.items() if name.startswith(role)]
-        return sum(processor_s(process.pid) or 0.0 for process in of_role)
+        of_role = [child for name, child in self.processes.items() if name.startswith(role)]
+        return sum(processor_s(child.process.pid) or 0.0 for child in of_role)
 
 
 class CrowdLauncher:
     """Has workers started by a few processes in turn; reward workers by one of their own."""
 
-    def __init__(self, crowd: Crowd, scheduler: str, settings: ClusterSettings) -> None:
+    def __init__(
+        self, crowd: Crowd, scheduler: str, settings: ClusterSettings, _: StandbyWorkers
+    ) -> None:
         self._crowd = crowd
         self._scheduler = scheduler
         self._num_processes = min(MAX_PROCESSES, settings.num_generators)
         self._homes: dict[str, str] = {}
-        self._opening = asyncio.Lock()
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:
         number = len(self._homes) % self._num_processes if placement.role == "generator" else 0
         home = self._homes[placement.name] = f"{placement.role}-{number}"
-        async with self._opening:
-            if home not in self._crowd.processes:
-                self._crowd.processes[home] = await self._open()
+        if home not in self._crowd.processes:
+            self._crowd.processes[home] = Child(start_process(self._command(), placement))
         described = {
             "name": placement.name,
             "nthreads": placement.num_threads,
             "resources": placement.resources,
         }
-        pipe = self._crowd.processes[home].stdin
-        assert pipe is not None
-        pipe.write(json.dumps(described).encode() + b"\n")
+        self._crowd.processes[home].input.write(json.dumps(described).encode() + b"\n")
 
-    async def _open(self) -> asyncio.subprocess.Process:
-        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
+    def _command(self) -> list[str]:
         program = "import sys; from benchmarks.crowd import main; main(*sys.argv[1:])"
         told = (self._crowd.kind, str(self._crowd.pause_s), self._scheduler, str(os.getpid()))
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", program, *told),
-            stdin=asyncio.subprocess.PIPE,
-            env=os.environ | PROCESS_ENVIRONMENT | worker_environment(1) | paths,
-        )
+        return [sys.executable, "-c", program, *told]
 
     def kill(self, name: str) -> bool:
         raise AssertionError(f"{name} hangs: its process has more to do than a core can")
 
     async def stop(self, name: str) -> None:
-        process = self._crowd.processes.pop(self._homes[name], None)
-        if process is not None:
-            process.kill()
-            await process.wait()
+        child = self._crowd.processes.pop(self._homes[name], None)
+        if child is not None:
+            child.process.kill()
+            await child.ended.wait()
+            child.close()
 
     def pid(self, name: str) -> int | None:
-        process = self._crowd.processes.get(self._homes[name])
-        return process.pid if process else None
+        child = self._crowd.processes.get(self._homes[name])
+        return child.process.pid if child else None
 
 
 class SleepingEngine:
@@ -162,24 +155,38 @@ async def rollout(episodes: Sequence[Episode], version: int) -> GroupReceipt:
     """In place of `generator_tasks.rollout`: the receipt of a group that nobody makes."""
     await _pause()
     (episode,) = episodes
-    index = episode.submission_index
-    fragment = _fragment(worker_context().layout.root / FRAGMENT) | {"group": index}
-    spans = (VersionSpan(version, NUM_TOKENS),)
+    index, spans = episode.submission_index, (VersionSpan(version, NUM_TOKENS),)
     members = [
         TrajectoryReceipt(trajectory_id(index, member), spans, float(member % 2), "stop")
         for member in range(len(episode.seeds))
     ]
-    return GroupReceipt(index, (json.dumps(fragment),), tuple(members))
+    return GroupReceipt(index, (), tuple(members))
 
 
-async def score(receipt: GroupReceipt, episodes: Sequence[Episode]) -> GroupReceipt:
-    """In place of `reward_tasks.score`."""
-    return receipt
+async def score_and_write(receipts: Sequence[GroupReceipt], *_: Any) -> list[GroupReceipt]:
+    """In place of `reward_tasks.score_and_write`: a fragment that is there, as if it were new."""
+    first, path = receipts[0], worker_context().layout.trajectories
+    fragment = _fragment(path, len(receipts), len(first.trajectories))
+    described = json.dumps(fragment | {"first": first.submission_index})
+    return [replace(receipt, fragments=(described,)) for receipt in receipts]
 
 
-async def write(receipts: Sequence[GroupReceipt], *_: Any) -> list[GroupReceipt]:
-    """In place of `reward_tasks.write`."""
-    return list(receipts)
+@cache
+def _fragment(path: Path, num_groups: int, group_size: int) -> dict[str, Any]:
+    seeds, now = group_seeds(0, 0, group_size), datetime.now(UTC)
+    drafts = [TrajectoryDraft(PROMPT.tokens).with_completion(_completion(0)) for _ in seeds]
+    group = RolledOutGroup(tuple(enumerate(drafts)), ())
+    episodes = [Episode(index, PROMPT, seeds, 0, 1, now) for index in range(num_groups)]
+    table = rollout_table(
+        [(episode, group) for episode in episodes],
+        generator="generator-0",
+        started_at=now,
+        engine_stats=EngineStats(),
+    )
+    scored = scored_table(table, [Score(1.0, "right")] * len(table), verifier="fake@0")
+    (fragment,) = write_groups(path, scored)
+    described: dict[str, Any] = json.loads(fragment)
+    return described
 
 
 def _completion(version: int) -> Completion:
@@ -187,30 +194,8 @@ def _completion(version: int) -> Completion:
     return Completion(tokens, logprobs, (VersionSpan(version, NUM_TOKENS),), "stop")
 
 
-@cache
-def _fragment(path: Path) -> dict[str, Any]:
-    described: dict[str, Any] = json.loads(path.read_text())
-    return described
-
-
 async def _pause() -> None:
     await asyncio.sleep(_pause_s * _randomness.uniform(0.5, 1.5))
-
-
-def write_group_once(layout: RunLayout, prompt: Prompt, *, group_size: int) -> None:
-    """Write the group that the kind `driver` commits again and again."""
-    seeds = group_seeds(0, 0, group_size)
-    drafts = [TrajectoryDraft(prompt.tokens).with_completion(_completion(0)) for _ in seeds]
-    now = datetime.now(UTC)
-    table = rollout_table(
-        [(Episode(0, prompt, seeds, 0, 1, now), RolledOutGroup(tuple(enumerate(drafts)), ()))],
-        generator="generator-0",
-        started_at=now,
-        engine_stats=EngineStats(),
-    )
-    scored = scored_table(table, [Score(1.0, "right")] * group_size, verifier="fake@0")
-    (fragment,) = write_group(layout.trajectories, scored)
-    (layout.root / FRAGMENT).write_text(fragment)
 
 
 def register(crowd: Crowd) -> None:
@@ -226,7 +211,8 @@ def main(kind: str, pause_s: str, scheduler: str, parent: str) -> None:
     _pause_s = float(pause_s)
     register(Crowd(kind, _pause_s))
     if kind == "driver":
-        generator_tasks.rollout, reward_tasks.score, reward_tasks.write = rollout, score, write
+        generator_tasks.rollout = rollout
+        reward_tasks.score_and_write = score_and_write
     asyncio.run(_work(scheduler))
 
 

@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -57,7 +57,7 @@ from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.directory import DirectoryWriter
-from benchmarks.crowd import MAX_PROCESSES, NUM_TOKENS, Crowd, register, write_group_once
+from benchmarks.crowd import MAX_PROCESSES, NUM_TOKENS, Crowd, register
 from pipelines.cli.progress import Progress
 from pipelines.train import prepare_run
 
@@ -113,6 +113,8 @@ class FakeTrainer:
         )
         return StepResult(request.step, PolicyHashes(f"w{request.step}", "s"), metrics, "{}")
 
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
+
     def stage(self, version: int) -> None:
         staged = self._weights / f".staged-{version:08d}"
         staged.mkdir(parents=True)
@@ -146,7 +148,6 @@ class Driver:
         trainer.stage(0)
         channel.publish(0)
         prompts = PromptTable(layout.train_prompts, seed=recipe.seed)
-        write_group_once(layout, prompts.prompt_at(0), group_size=recipe.controller.group_size)
         ledger = Ledger(layout.steps, writer)
         verifier = read_inputs(layout).verifier
         provenance = Provenance(writer.writer_epoch, recipe.digest(), "code", verifier)
@@ -182,6 +183,7 @@ class Driver:
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Train in the block."""
+        self._tracking.wake()  # before the first step: it imports its client
         working = asyncio.create_task(run_async_schedule(self.flow))
         try:
             yield

@@ -5,7 +5,12 @@ up, and a step takes 20 ms. Another process writes the groups, as workers do; th
 as the driver does. Groups, rows, maintenance and forcing to disk are the real thing. Payload is
 what the rows hold in memory as Arrow, both datasets together.
 
-    python benchmarks/long_log.py [--steps 10000] [--json FILE]
+A run that is too long to wait for is sampled: with `--history`, so many earlier steps are written
+at once, as maintenance leaves them, in fragments of 1,024 rows. The steps that follow are real.
+Take enough of them for old versions, which may take a quarter of the data's bytes, to be as many
+as there would be (`versions` stops growing).
+
+    python benchmarks/long_log.py [--steps 10000] [--history 0] [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import lance
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -43,6 +49,7 @@ from areal_flow.recovery.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
+from areal_flow.store.maintenance import ROWS_PER_FRAGMENT
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import (
     NOTHING_TRAINED,
@@ -59,6 +66,7 @@ from areal_flow.types import (
     TrajectoryReceipt,
     VersionSpan,
     as_tokens,
+    group_id,
     trajectory_id,
 )
 from areal_flow.workflows.group import RolledOutGroup
@@ -68,6 +76,7 @@ CONTROLLER = ControllerSettings(batch_size=8, group_size=4, max_staleness=2)
 CHECKPOINT_EVERY_STEPS = 20
 REPORTS = 10
 STEP_S = 0.02
+PROVENANCE = Provenance(1, "config", "code")
 
 
 class FakePrompts:
@@ -90,22 +99,27 @@ class FakeWork:
 
     async def run(self, episode: Episode) -> GroupReceipt:
         index = episode.submission_index
+        table, receipts = self.group(index)
+        self._num_tokens |= {receipt.trajectory_id: receipt.num_tokens for receipt in receipts}
+        loop = asyncio.get_running_loop()
+        fragments = await loop.run_in_executor(self._writer, write_groups, self._path, table)
+        return GroupReceipt(index, fragments, receipts)
+
+    def group(self, index: int) -> tuple[pa.Table, tuple[TrajectoryReceipt, ...]]:
+        """Return the rows of a group, whose bytes count from here on, and their receipts."""
         template, lengths = self._templates[index % len(self._templates)]
         ids = [trajectory_id(index, member) for member in range(len(lengths))]
         spans = [(VersionSpan(self._version, length),) for length in lengths]
         table = _replaced(
             template,
             trajectory_id=ids,
-            group_id=[episode.group_id] * len(ids),
+            group_id=[group_id(index)] * len(ids),
             submission_index=[index] * len(ids),
             version_spans=[[span._asdict() for span in of_one] for of_one in spans],
         )
         self.payload_bytes += table.nbytes
-        self._num_tokens |= dict(zip(ids, lengths, strict=True))
-        loop = asyncio.get_running_loop()
-        fragments = await loop.run_in_executor(self._writer, write_groups, self._path, table)
         receipts = map(TrajectoryReceipt, ids, spans, [1.0] * len(ids), ["stop"] * len(ids))
-        return GroupReceipt(index, fragments, tuple(receipts))
+        return table, tuple(receipts)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
 
@@ -214,6 +228,7 @@ class Reporter:
             "commit_max_ms": max(commits),
             "append_median_ms": median(appends),
             "append_max_ms": max(appends),
+            "versions": sum(1 for _ in (self._root / "trajectories.lance/_versions").iterdir()),
             "directory_mb": _bytes_under(self._root) / 1e6,
             "payload_mb": (self._work.payload_bytes + self._ledger.payload_bytes) / 1e6,
             "driver_mb": psutil.Process().memory_info().rss / 1e6,
@@ -222,6 +237,39 @@ class Reporter:
         commits.clear()
         appends.clear()
         return report
+
+
+def write_history(root: Path, num_steps: int, work: FakeWork, committer: TimedCommitter) -> int:
+    """Write steps 1 to `num_steps` at once; return the ledger's payload in bytes."""
+    groups_per_step = CONTROLLER.batch_size // CONTROLLER.group_size
+    num_together = ROWS_PER_FRAGMENT // CONTROLLER.group_size
+    for begin in range(0, num_steps * groups_per_step, num_together):
+        indices = range(begin, min(begin + num_together, num_steps * groups_per_step))
+        tables, receipts = zip(*map(work.group, indices), strict=True)
+        fragments = write_groups(root / "trajectories.lance", pa.concat_tables(tables))
+        groups = zip(indices, receipts, strict=True)
+        committer.commit([GroupReceipt(index, fragments, of_one) for index, of_one in groups])
+    payload_bytes = 0
+    for begin in range(1, num_steps + 1, ROWS_PER_FRAGMENT):
+        rows = [
+            _past_step(step, groups_per_step)
+            for step in range(begin, min(begin + ROWS_PER_FRAGMENT, num_steps + 1))
+        ]
+        table = pa.Table.from_pylist(rows, schema=STEPS)
+        lance.write_dataset(table, str(root / "steps.lance"), mode="append")
+        payload_bytes += table.nbytes
+    return payload_bytes
+
+
+def _past_step(step: int, groups_per_step: int) -> dict[str, Any]:
+    indices = range((step - 1) * groups_per_step, step * groups_per_step)
+    members = range(CONTROLLER.group_size)
+    return {
+        **genesis_row(PolicyHashes(f"w{step}", "s"), provenance=PROVENANCE, numeric_environment=""),
+        "step": step,
+        "parent_hash": f"w{step - 1}",
+        "trajectory_ids": [trajectory_id(index, member) for index in indices for member in members],
+    }
 
 
 def _bytes_under(root: Path) -> int:
@@ -234,24 +282,31 @@ def _bytes_under(root: Path) -> int:
 
 
 async def run(
-    root: Path, writer: Writer, executor: Executor, num_steps: int
+    root: Path, writer: Writer, executor: Executor, num_steps: int, num_past_steps: int
 ) -> list[dict[str, float]]:
     create_trajectories(root / "trajectories.lance")
     create_ledger(root / "steps.lance")
     committer = TimedCommitter(root / "trajectories.lance", writer)
-    ledger = TimedLedger(root / "steps.lance", writer)
-    committer.milliseconds, ledger.milliseconds = [], []
-    provenance = Provenance(writer.writer_epoch, "config", "code")
-    genesis = genesis_row(PolicyHashes("w0", "s"), provenance=provenance, numeric_environment="{}")
-    ledger.append(genesis)
+    committer.milliseconds = []
     work = FakeWork(root / "trajectories.lance", executor)
+    genesis = genesis_row(PolicyHashes("w0", "s"), provenance=PROVENANCE, numeric_environment="{}")
+    Ledger(root / "steps.lance", writer).append(genesis)
+    payload_bytes = write_history(root, num_past_steps, work, committer)
+    ledger = TimedLedger(root / "steps.lance", writer)
+    ledger.milliseconds, ledger.payload_bytes = [], payload_bytes
+    committer.milliseconds.clear()
+    await work.publish(num_past_steps)
     logs = CommittedLogs(committer, ledger)
     reporter = Reporter(root, num_steps, work, committer, ledger)
     flow = Flow(
-        Recipe(num_steps=num_steps, controller=CONTROLLER),
+        Recipe(num_steps=num_past_steps + num_steps, controller=CONTROLLER),
         FlowBackends(work, logs, work, work, FakePrompts().prompt_at, reporter.on_step),
-        InitialState(weights_hash="w0"),
-        provenance,
+        InitialState(
+            policy_version=num_past_steps,
+            weights_hash=f"w{num_past_steps}",
+            next_submission_index=num_past_steps * CONTROLLER.batch_size // CONTROLLER.group_size,
+        ),
+        PROVENANCE,
         max_running=8,
     )
     await run_async_schedule(flow)
@@ -279,13 +334,14 @@ def print_reports(reports: Sequence[dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--history", type=int, default=0, metavar="STEPS")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="areal-flow-long-log-") as scratch:
         root = Path(scratch)
         workers = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         with hold_lease(root / "writers") as writer, workers as executor:
-            reports = asyncio.run(run(root, writer, executor, arguments.steps))
+            reports = asyncio.run(run(root, writer, executor, arguments.steps, arguments.history))
     print_reports(reports)
     if arguments.json:
         arguments.json.write_text(json.dumps(reports, indent=2))

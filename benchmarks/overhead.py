@@ -170,8 +170,10 @@ def processor_s(driver: int) -> dict[str, float]:
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return the role of a worker, which is an argument of its program."""
-    return next((role for role in ROLES if role in process.cmdline()), "other")
+    """Return the role of a worker, which its command line names."""
+    words = " ".join(process.cmdline())
+    named = (role for role in ROLES if f"worker_process {role}" in words or f'"{role}-' in words)
+    return next(named, "other")
 
 
 def known(samples: list[dict[str, float]], role: str) -> tuple[list[float], list[float]]:

@@ -113,7 +113,8 @@ def wilson_interval(num_passed: int, n: int) -> PassRate:
     spread = 1 + Z_95**2 / n
     center = (rate + Z_95**2 / (2 * n)) / spread
     half = Z_95 / spread * sqrt(rate * (1 - rate) / n + Z_95**2 / (4 * n**2))
-    return PassRate(rate, max(0.0, center - half), min(1.0, center + half), n)
+    # The rate lies between them; rounded, it may lie a hair beside one that is 0 or 1.
+    return PassRate(rate, max(0.0, min(rate, center - half)), min(1.0, max(rate, center + half)), n)
 
 
 def normal_interval(rewards: Sequence[float]) -> RewardMean:

@@ -112,6 +112,13 @@ def test_answer_without_a_reward_has_not_passed_and_is_no_part_of_the_mean() -> 
     assert (found.reward.reward_mean, found.reward.n) == (1.0, 1)
 
 
+@pytest.mark.parametrize("n", [1, 7, 64, 1024])
+def test_no_pass_rate_lies_beside_its_interval(n: int) -> None:
+    for num_passed in range(n + 1):
+        found = wilson_interval(num_passed, n)
+        assert 0 <= found.low <= found.pass_rate <= found.high <= 1
+
+
 def test_pass_rates_have_wilsons_intervals() -> None:
     half = wilson_interval(50, 100)
     assert (half.low, half.high) == pytest.approx((0.4038315, 0.5961685), abs=1e-6)

@@ -138,7 +138,7 @@ async def loading(policy: Any, reader: DirectoryReader) -> dict[str, float]:
     found = {
         "load": load_s,
         "of it the switch": core.switch_s,
-        "longest pause before the switch": core.longest_pause_s,
+        "longest pause but for the switch": core.longest_pause_s,
         "longest pause without a load": quiet_pause_s,
         "share of decode steps": (core.num_steps - quiet_steps) / verified_s / quiet_steps,
     }

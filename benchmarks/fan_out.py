@@ -62,7 +62,7 @@ from pipelines.cli.progress import Progress
 from pipelines.train import prepare_run
 
 BATCH = {"batch_size": 8192, "group_size": 16, "max_staleness": 2}
-WARM_UP_S = 10.0
+WARM_UP_S = 20.0
 MEAN_TOKENS = 8192
 TOKENS_PER_GPU_S = {"1.5B": 10_000, "32B": 1_000}
 """Assumed for answers that may be 27,648 tokens long: their mean, and what one GPU generates."""

@@ -32,7 +32,7 @@ ACKNOWLEDGE_TIMEOUT_S = 30.0
 LISTEN_EVERY_S = 0.5
 
 SECONDS_A_TASK = 0.25
-"""How long a task may score and write groups: they are committed, and seen, when it ends."""
+"""How long a task may score groups: they are written, and committed, when it ends."""
 
 LINGER_S = 0.15
 """How long a group that was rolled out waits for others, to be scored and written with them."""
@@ -140,6 +140,7 @@ class ReadyGroups:
 
     def _start(self) -> None:
         """Start a task a free worker, each with its share of what is ready."""
+        self._waiting = [rollout for rollout in self._waiting if not rollout.receipt.done()]
         num_workers = max(1, len(self._pool.registry.present("reward")))
         while self._waiting and (free := num_workers - len(self._tasks)) > 0:
             share = -(-len(self._waiting) // free)
@@ -154,12 +155,9 @@ class ReadyGroups:
         self._start_soon()
 
     async def _score_and_write(self, batch: Sequence[_Rollout]) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
         groups = await self._receipts(batch)
-        self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, clock() - began)
         for rollout, group in zip(batch, groups, strict=True):
-            if rollout.receipt.done():  # its episode was cancelled
+            if rollout.receipt.done():  # its episode was cancelled, since the run ends
                 continue
             if isinstance(group, ArealFlowError):
                 rollout.receipt.set_exception(group)
@@ -170,14 +168,17 @@ class ReadyGroups:
         """Return what became of each group; one that fails a task fails no other than itself."""
         tables = [rollout.table for rollout in batch]
         episodes = [rollout.episode for rollout in batch]
+        groups: list[GroupReceipt | ArealFlowError]
         try:
-            return await run_task(  # type: ignore[no-any-return]
+            groups, seconds = await run_task(
                 self._client, reward_tasks.score_and_write, tables, episodes, resource="reward"
             )
         except ArealFlowError as error:
-            if len(batch) == 1:
-                return [error]
+            if len(batch) == 1 or all(rollout.receipt.done() for rollout in batch):
+                return [error] * len(batch)
             return [(await self._receipts([rollout]))[0] for rollout in batch]
+        self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, seconds)
+        return groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pyarrow as pa
@@ -51,20 +52,22 @@ async def score(table: pa.Table, episodes: Sequence[Episode]) -> pa.Table:
 
 async def score_and_write(
     tables: Sequence[pa.Table], episodes: Sequence[Episode]
-) -> list[GroupReceipt | SchemaError]:
+) -> tuple[list[GroupReceipt | SchemaError], float]:
     """Score groups one by one, and write them together beside the log; the driver commits them.
 
     Args:
         tables: the rows of each group.
 
     Returns:
-        Of each group its receipt, or why it is not valid.
+        Of each group its receipt, or why it is not valid; and how long scoring took, in seconds.
     """
+    began = monotonic()
     scores = [
         await _scores(table, [episode]) for table, episode in zip(tables, episodes, strict=True)
     ]
+    seconds = monotonic() - began
     path, verifier = worker_context().layout.trajectories, await _verifier()
-    return await asyncio.to_thread(_write, path, tables, scores, verifier)
+    return await asyncio.to_thread(_write, path, tables, scores, verifier), seconds
 
 
 async def score_completions(prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:

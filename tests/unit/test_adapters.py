@@ -165,14 +165,17 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
 
 
 class FakeRewardWorkers:
-    """A client whose tasks take some seconds a group, and refuse groups that are broken."""
+    """A client whose tasks take some seconds, a group and a trip, and refuse broken groups."""
 
-    def __init__(self, num_workers: int, *, seconds_a_group: float) -> None:
+    def __init__(
+        self, num_workers: int, *, seconds_a_group: float, seconds_a_trip: float = 0.0
+    ) -> None:
         self.sizes: list[int] = []
         self.registry = self
         self.num_running = self.most_running = 0
         self._num_workers = num_workers
         self._seconds = seconds_a_group
+        self._seconds_a_trip = seconds_a_trip
 
     def present(self, role: str) -> Sequence[str]:
         return [role] * self._num_workers
@@ -181,11 +184,13 @@ class FakeRewardWorkers:
         self.sizes.append(len(tables))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        await asyncio.sleep(self._seconds * len(tables))
+        seconds = self._seconds * len(tables)
+        await asyncio.sleep(self._seconds_a_trip + seconds)
         self.num_running -= 1
         if "broken" in tables:
             raise RewardError("a verifier cannot be reached")
-        return [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
+        found = [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
+        return found, seconds
 
 
 def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
@@ -235,6 +240,27 @@ def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=1.0)
     receipts_of(workers, "abcde")
     assert workers.sizes == [1] * 5
+
+
+def test_slow_cluster_makes_no_task_smaller() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001, seconds_a_trip=1.0)
+    receipts_of(workers, "a", "bcdefg")
+    assert workers.sizes == [1, 6]
+
+
+def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=0.001)
+
+    async def cancel() -> None:
+        ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
+        with ready.another_comes():
+            waiting = asyncio.ensure_future(ready.receipt("a", None))  # type: ignore[arg-type]
+            await asyncio.sleep(LINGER_S / 2)
+            waiting.cancel()
+            await asyncio.sleep(10)
+
+    run_in_virtual_time(cancel())
+    assert workers.sizes == []
 
 
 def test_every_reward_worker_gets_its_share() -> None:

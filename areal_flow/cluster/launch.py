@@ -77,24 +77,19 @@ async def launch_cluster(
             try:
                 await pool.start_until_joined(placements)
                 pool.spawn(watch_health(pool, settings))
-                within = scheduler.listeners[-1].contact_address
-                async with Client(within, asynchronous=True, security=security) as client:
+                address = scheduler.address
+                async with Client(address, asynchronous=True, security=security) as client:
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, scheduler.address, dashboard)
+                        yield RunningCluster(client, pool, address, dashboard)
             finally:
                 await pool.stop()
 
 
 async def _listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:
-    """Return a scheduler that listens for the workers and, last, for this process's client.
-
-    Those two exchange objects, not messages on a socket.
-    """
     scheduler = Scheduler(
-        protocol=["tls" if settings.network.has_tls else "tcp", "inproc"],
-        host=[settings.network.host, ""],
+        host=settings.network.host,
         port=0,
         dashboard_address=f"{DASHBOARD_HOST}:{settings.dashboard_port}",
         security=security,

@@ -1,4 +1,4 @@
-"""Workers find a cluster's scheduler by its address, the driver's client within the process."""
+"""While a cluster runs, its driver collects garbage quickly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from pathlib import Path
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_context import WorkerContext
-
-
-async def test_client_and_scheduler_of_a_process_use_no_socket(tmp_path: Path) -> None:
-    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
-        assert cluster.client.scheduler.address.startswith("inproc://")
-        assert cluster.scheduler.startswith("tcp://127.0.0.1:")
 
 
 async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(

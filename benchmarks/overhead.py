@@ -24,6 +24,7 @@ from time import sleep, time
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -176,10 +177,10 @@ def role_of(process: psutil.Process) -> str:
     return next(named, "other")
 
 
-def known(samples: list[dict[str, float]], role: str) -> tuple[list[float], list[float]]:
-    """Return when a role's processor time was read, and what it was."""
+def known(samples: list[dict[str, float]], role: str) -> tuple[list[float], NDArray[np.float64]]:
+    """Return when a role's processor time was read, and what it was: it stays when all end."""
     read = [sample for sample in samples if role in sample]
-    return [sample["at"] for sample in read], [sample[role] for sample in read]
+    return [sample["at"] for sample in read], np.maximum.accumulate([s[role] for s in read])
 
 
 def print_table(found: list[Measurement], machine: str) -> None:

@@ -158,7 +158,7 @@ def array_rows(table: pa.Table) -> list[dict[str, Any]]:
     return [
         dict(zip(names, row, strict=True))
         for batch in table.to_batches()
-        for row in zip(*map(_values_of_rows, table.column_names, batch.columns), strict=True)
+        for row in zip(*map(_values_of_rows, names, batch.columns), strict=True)
     ]
 
 

@@ -119,15 +119,7 @@ def cli(
     *arguments: str | Path, cwd: Path, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """Run `areal-flow` as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "pipelines.cli.main", *map(str, arguments)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return _python("-m", "pipelines.cli.main", *map(str, arguments), cwd=cwd, timeout=timeout)
 
 
 def done(folder: Path, *command: str, code: int = 0) -> str:
@@ -141,8 +133,14 @@ def done(folder: Path, *command: str, code: int = 0) -> str:
 def run_script(text: str, *, cwd: Path, timeout: float) -> str:
     """Run a user's Python script; return what it printed, once it ended well."""
     (cwd / "script.py").write_text(text)
-    ended = subprocess.run(
-        [sys.executable, "script.py"],
+    ended = _python("script.py", cwd=cwd, timeout=timeout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def _python(*arguments: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=cwd,
         env=ENVIRONMENT,
         capture_output=True,
@@ -150,8 +148,6 @@ def run_script(text: str, *, cwd: Path, timeout: float) -> str:
         timeout=timeout,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 @contextmanager

@@ -64,8 +64,10 @@ def test_metrics_of_a_step_are_those_of_its_trajectories(run: areal_flow.Run) ->
         recounted |= {name: rate for (step, name), rate in rates.items() if step == row["step"]}
         assert {name: row[name] for name in recounted} == pytest.approx(recounted)
         assert row["entropy_mean"] > 0
-        for name in ("generated_tokens_per_s", "trainer_busy_fraction"):
-            assert row[f"speed/{name}"] > 0
+        assert row["speed/trainer_busy_fraction"] > 0
+        generated = row["speed/generated_tokens_per_s"] * row["seconds_step"]
+        assert generated == pytest.approx(row["num_generated_tokens"])  # 0 if all were ready before
+    assert sum(row["num_generated_tokens"] for row in steps) > 0
     check_accounting(run.layout)
 
 

@@ -97,8 +97,10 @@ class FakeWork:
         self._templates = _templates(random.Random(0))
         self.payload_bytes = 0
 
-    async def run(self, episode: Episode) -> GroupReceipt:
-        index = episode.submission_index
+    async def roll_out(self, episode: Episode) -> int:
+        return episode.submission_index
+
+    async def write(self, index: int) -> GroupReceipt:
         table, receipts = self.group(index)
         self._num_tokens |= {receipt.trajectory_id: receipt.num_tokens for receipt in receipts}
         loop = asyncio.get_running_loop()

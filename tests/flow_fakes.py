@@ -74,13 +74,17 @@ class FakeCluster:
     def __post_init__(self) -> None:
         self.served = [self.initial_version] * self.num_generators
 
-    async def run(self, episode: Episode) -> GroupReceipt:
-        """`Rollouts.run`."""
+    async def roll_out(self, episode: Episode) -> GroupReceipt:
+        """`Rollouts.roll_out`."""
         self.num_running += 1
         try:
             return await self._roll_out(episode)
         finally:
             self.num_running -= 1
+
+    async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
+        """`Rollouts.write`."""
+        return rolled_out
 
     async def _roll_out(self, episode: Episode) -> GroupReceipt:
         generator = self.randomness.randrange(self.num_generators)

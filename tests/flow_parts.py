@@ -45,8 +45,9 @@ class Rollouts:
     episodes: list[Episode] = field(default_factory=list)
     started_at: list[float] = field(default_factory=list)
     duration_s: float = 0.0
+    write_s: float = 0.0
 
-    async def run(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> GroupReceipt:
         self.episodes.append(episode)
         self.started_at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.duration_s)
@@ -54,6 +55,10 @@ class Rollouts:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
+
+    async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
+        await asyncio.sleep(self.write_s)
+        return rolled_out
 
 
 @dataclass

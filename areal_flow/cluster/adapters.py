@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,10 +49,12 @@ class DaskRollouts:
         self._weights = weights
         self._ready = ReadyGroups(client, pool)
 
-    async def run(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> tuple[Future, Episode]:
         suffix = f"{episode.group_id}-{episode.attempt}-{episode.writer_epoch}"
-        async with self._rolled_out((episode,), suffix) as rolled_out:
-            return await self._ready.receipt(rolled_out, episode)
+        return await self._roll_out((episode,), suffix), episode
+
+    async def write(self, rolled_out: tuple[Future, Episode]) -> GroupReceipt:
+        return await self._ready.receipt(*rolled_out)
 
     async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         """Return some groups' scored rows, which become no part of the log.
@@ -64,16 +66,13 @@ class DaskRollouts:
             ArealFlowError: they could not be rolled out or scored.
         """
         episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
-        async with self._rolled_out(episodes, suffix) as rolled_out:
-            return await run_task(
-                self._client, reward_tasks.score, rolled_out, episodes, resource="reward"
-            )
+        rolled_out = await self._roll_out(episodes, suffix)
+        return await run_task(
+            self._client, reward_tasks.score, rolled_out, episodes, resource="reward"
+        )
 
-    @asynccontextmanager
-    async def _rolled_out(
-        self, episodes: tuple[Episode, ...], suffix: str
-    ) -> AsyncIterator[Future]:
-        """Roll out some groups; what is cancelled before they are there, is cancelled for all."""
+    async def _roll_out(self, episodes: tuple[Episode, ...], suffix: str) -> Future:
+        """Roll out some groups; if that is cancelled here, it is on the cluster."""
         rolled_out = self._client.submit(
             generator_tasks.rollout,
             episodes,
@@ -86,7 +85,7 @@ class DaskRollouts:
                 await wait(rolled_out)
             if rolled_out.status != "finished":
                 await result_of(rolled_out)  # which says in our words what became of it
-            yield rolled_out
+            return rolled_out
         except asyncio.CancelledError:
             await self._client.cancel([rolled_out])
             raise

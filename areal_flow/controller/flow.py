@@ -4,7 +4,7 @@
 
 | who                | waits for                          | unblocked by                   |
 |--------------------|------------------------------------|--------------------------------|
-| admission          | room at the gate                   | release, discard, failure      |
+| admission          | room at the gate                   | rollout, release, discard      |
 | an episode         | its generator, verifier and writer | the worker that runs it        |
 | commit             | a written group                    | an episode                     |
 | training           | `groups_per_step` complete groups  | commit                         |
@@ -23,6 +23,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
+from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.controller.buffer import Batch, Buffer
@@ -68,6 +69,8 @@ class Flow:
         self.stop_requested = False
         self.next_submission_index = initial.next_submission_index
         self._resubmit = deque(initial.resubmit)
+        self.num_pending_groups = 0
+        """Groups that are submitted and neither in the buffer nor given up."""
         self._written: list[GroupReceipt] = []
         self._episodes: set[asyncio.Task[None]] = set()
         self._releases: set[asyncio.Task[None]] = set()
@@ -86,11 +89,6 @@ class Flow:
             self._buffer_group(receipt)
 
     # What schedules ask
-
-    @property
-    def num_pending_groups(self) -> int:
-        """Groups that are submitted and neither in the buffer nor given up."""
-        return self.gate.running // self.recipe.controller.group_size
 
     @property
     def num_ready(self) -> int:
@@ -140,6 +138,7 @@ class Flow:
         """Start one group's episode: the oldest unaccounted submission first, else the next."""
         submission_index = self._next_submission()
         self.gate.submitted()
+        self.num_pending_groups += 1
         episode = self._run_episode(submission_index)
         self._start(episode, self._episodes, "an episode ended unexpectedly")
 
@@ -155,11 +154,13 @@ class Flow:
         epoch = self.provenance.writer_epoch
         first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
         for attempt in range(self.recipe.controller.max_attempts):
-            episode = replace(first, attempt=attempt)
+            if attempt:
+                self.gate.started()
             try:
-                receipt = await self.backends.rollouts.run(episode)
+                rolled_out = await self._roll_out(replace(first, attempt=attempt))
+                receipt = await self.backends.rollouts.write(rolled_out)
             except ArealFlowError as error:
-                logger.warning("group %s, attempt %d: %s", episode.group_id, attempt, error)
+                logger.warning("group %s, attempt %d: %s", first.group_id, attempt, error)
                 failure = error
                 await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
                 continue
@@ -167,8 +168,15 @@ class Flow:
             return
         self._give_up(submission_index, failure)
 
+    async def _roll_out(self, episode: Episode) -> Any:
+        try:
+            return await self.backends.rollouts.roll_out(episode)
+        finally:
+            self.gate.finished()
+            self.notify()
+
     def _give_up(self, submission_index: int, failure: ArealFlowError) -> None:
-        self.gate.finished()
+        self.num_pending_groups -= 1
         self.gate.released()
         self.accounting.entries.failed_submissions.append(submission_index)
         self._count_failure(failure)
@@ -215,7 +223,7 @@ class Flow:
         # that is made in between must not name groups that the accounting does not know yet.
         self.log_head = await self.backends.logs.commit(written)
         for receipt in written:
-            self.gate.finished()
+            self.num_pending_groups -= 1
             self.accounting.commit(sum(t.num_tokens for t in receipt.trajectories))
             self._count_engine_time(receipt)
             self._buffer_group(receipt)

@@ -39,10 +39,17 @@ class InitialState:
 
 
 class Rollouts(Protocol):
-    """Runs episodes on the generators, reward workers and writers."""
+    """Runs episodes, in two halves: on generators, then on reward workers."""
 
-    async def run(self, episode: Episode) -> GroupReceipt:
-        """Roll out, score and write one group.
+    async def roll_out(self, episode: Episode) -> Any:
+        """Generate one group; return what `write` takes, its tokens are elsewhere.
+
+        Raises:
+            ArealFlowError: this attempt failed; the message is the root cause.
+        """
+
+    async def write(self, rolled_out: Any) -> GroupReceipt:
+        """Score a group and write it, while the generators are free for others.
 
         Raises:
             ArealFlowError: this attempt failed; the message is the root cause.

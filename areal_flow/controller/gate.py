@@ -39,8 +39,9 @@ class ControllerSettings(Settings):
 class Gate:
     """Counts trajectories from submission to release, keeping 0 <= running <= outstanding.
 
-    `running` ends when a group is written or given up. `outstanding` ends later: when the group
-    was trained and the generators have the new weights, or when it was discarded.
+    `running` ends when the generators are done with a group, and begins again with its next
+    attempt. `outstanding` ends when the group was trained and the generators have the new weights,
+    or when it was discarded or given up.
     """
 
     def __init__(self, settings: ControllerSettings, *, max_running: int) -> None:
@@ -67,16 +68,20 @@ class Gate:
         return self.capacity(num_ready=num_ready) >= self.settings.group_size
 
     def submitted(self) -> None:
-        """A group was submitted."""
-        self.running += self.settings.group_size
+        """A group was submitted, and its first attempt began."""
         self.outstanding += self.settings.group_size
+        self.started()
+
+    def started(self) -> None:
+        """An attempt at a group began."""
+        self.running += self.settings.group_size
 
     def restored(self) -> None:
         """A complete group was found in the log at start: outstanding, not running."""
         self.outstanding += self.settings.group_size
 
     def finished(self) -> None:
-        """A group left the generators: it was written or given up."""
+        """An attempt left the generators: rolled out, or failed."""
         self.running -= self.settings.group_size
         assert self.running >= 0
 

@@ -97,10 +97,29 @@ def test_error_that_nobody_expected_ends_the_run() -> None:
     async def scenario() -> None:
         flow = parts.flow()
         flow.submit()
-        await flow.wait_for_change(flow.num_changes)
+        while True:
+            await flow.wait_for_change(flow.num_changes)
 
     with pytest.raises(ArealFlowError, match=r"an episode ended unexpectedly: KeyError\('prompt'"):
         run(scenario())
+
+
+def test_group_that_is_being_written_is_pending_and_keeps_no_other_from_the_generators() -> None:
+    parts = Parts(Rollouts(duration_s=1.0, write_s=9.0))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_running=2, max_staleness=1)
+        flow.submit()
+        assert not flow.gate.admits_group()
+        await asyncio.sleep(2)
+        assert flow.gate.admits_group()
+        assert (flow.num_pending_groups, flow.gate.running, flow.gate.outstanding) == (1, 0, 2)
+        await asyncio.sleep(60)
+        await flow.commit_written()
+        assert (flow.num_pending_groups, flow.num_ready) == (0, 2)
+        return flow
+
+    run(scenario())
 
 
 # Commit

@@ -115,6 +115,15 @@ def test_running_work_and_outstanding_work_bound_apart() -> None:
     assert (tested.running, tested.outstanding, tested.capacity()) == (0, 0, 6)
 
 
+def test_next_attempt_runs_and_was_outstanding_before() -> None:
+    tested = gate(4, 8, 0, group_size=2)
+    tested.submitted()
+    tested.finished()
+    assert (tested.running, tested.outstanding) == (0, 2)
+    tested.started()
+    assert (tested.running, tested.outstanding, tested.capacity()) == (2, 2, 2)
+
+
 def test_restored_group_is_outstanding_and_not_running() -> None:
     tested = gate(100, 8, 0, group_size=2)
     tested.restored()

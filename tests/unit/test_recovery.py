@@ -123,9 +123,9 @@ def test_killed_and_resumed_runs_lose_and_repeat_nothing(
 class SlowAlways(FakeCluster):
     """An episode takes as long again as it took before: what makes it long is its prompt."""
 
-    async def run(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> GroupReceipt:
         self.duration_s = lambda _: duration_of(episode.submission_index)
-        return await super().run(episode)
+        return await super().roll_out(episode)
 
 
 def duration_of(submission_index: int) -> float:

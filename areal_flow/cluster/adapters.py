@@ -269,8 +269,12 @@ class DaskWeights:
         )
         clock = asyncio.get_running_loop().time
         deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
-        while not load.done() and clock() < deadline and not record.is_silent:
-            await asyncio.wait([load], timeout=LISTEN_EVERY_S)
+        try:
+            while not load.done() and clock() < deadline and not record.is_silent:
+                await asyncio.wait([load], timeout=LISTEN_EVERY_S)
+        except asyncio.CancelledError:
+            load.cancel()  # else it ends with the cluster, and its error is printed
+            raise
         if not _acknowledged(load) and not record.is_silent:
             await self._pool.replace(address, why=f"version {version} was not loaded")
 

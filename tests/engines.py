@@ -34,17 +34,12 @@ class Subject:
 def torch_subject() -> Subject:
     policies = {version: small_policy(seed=version, vocab_size=VOCABULARY) for version in range(4)}
 
-    def make(
-        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
-    ) -> EngineCore:
+    def make(*, max_num_seqs: int = 8, version: int = 0, **settings: Any) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
-        settings = GenerationSettings(
-            max_num_seqs=max_num_seqs,
-            max_model_len=64,
-            max_new_tokens=1,
-            interruption=interruption,
+        settings = {"max_model_len": 64, "max_new_tokens": 1, **settings}
+        return TorchEngine(
+            policy, GenerationSettings(max_num_seqs=max_num_seqs, **settings), version=version
         )
-        return TorchEngine(policy, settings, version=version)
 
     @torch.no_grad()
     def reference(

@@ -40,6 +40,11 @@ class GenerationSettings(Settings):
     """The longest prompt with its completion, in tokens."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that one generator decodes at a time."""
+    kv_cache_tokens: int = Field(0, ge=0)
+    """Tokens whose keys and values one generator keeps; 0: as many as all its sequences can have.
+    When they run out, the sequence that came last waits, and is prefilled again."""
+    batch_invariant: bool = False
+    """Whether a completion has the same bits whatever else its generator does: slower."""
     interruption: Interruption = "interrupt"
     """New weights: re-prefill and go on, keep the old cache, or finish first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -54,7 +59,21 @@ class GenerationSettings(Settings):
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
             f"max_model_len ({self.max_model_len})",
         )
+        require(
+            not self.kv_cache_tokens or self.kv_cache_tokens >= self.max_model_len,
+            f"generation.kv_cache_tokens ({self.kv_cache_tokens}) must be 0 or at least "
+            f"max_model_len ({self.max_model_len}): one sequence must fit",
+        )
         return self
+
+    def num_pages(self, page_tokens: int) -> int:
+        """Return how many pages of so many tokens a generator keeps."""
+        longest = (
+            -(-self.max_model_len // page_tokens) + 1
+        )  # its prompt may end in a page of its own
+        if self.kv_cache_tokens:
+            return max(longest, -(-self.kv_cache_tokens // page_tokens))
+        return longest * self.max_num_seqs
 
 
 class EngineCore(Protocol):

@@ -1,7 +1,9 @@
 """Draws tokens from logits, and says how probable each was in the distribution it was drawn from.
 
 A uniform number is a function of (seed, position), so a completion's randomness does not depend on
-its slot, its neighbours, a retry or an interruption. Letters: S slots, V vocabulary.
+its slot, its neighbours, a retry or an interruption.
+
+Letters: S sequences, V vocabulary, B blocks of b tokens.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from areal_flow.types import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_BLOCK = 128
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -48,11 +52,31 @@ def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[T
         Tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from.
     """
     logprobs_SV = processed_logprobs(logits_SV, sampling)
-    cumulative_SV = logprobs_SV.double().exp().cumsum(dim=1)
-    targets_S1 = (uniforms_S * cumulative_SV[:, -1])[:, None]
-    tokens_S = torch.searchsorted(cumulative_SV, targets_S1, right=True).squeeze(1)
-    tokens_S = tokens_S.clamp(max=logits_SV.shape[1] - 1)
+    tokens_S = _invert(logprobs_SV.exp(), uniforms_S)
     return tokens_S, logprobs_SV.gather(1, tokens_S[:, None]).squeeze(1)
+
+
+def _invert(probabilities_SV: Tensor, uniforms_S: Tensor) -> Tensor:
+    """Return the token `[S]` at which each row's cumulative distribution passes its number.
+
+    First the block of tokens, then the token in it: only one block is summed up in float64.
+    """
+    padding = -probabilities_SV.shape[1] % _BLOCK
+    blocks_SBb = pad(probabilities_SV, (0, padding)).view(len(uniforms_S), -1, _BLOCK)
+    blocks_S, within_S = _pass(blocks_SBb.sum(dim=2, dtype=torch.float64), uniforms_S)
+    rows_S = torch.arange(len(blocks_S), device=blocks_S.device)
+    tokens_S, _ = _pass(blocks_SBb[rows_S, blocks_S].double(), within_S)
+    return blocks_S * _BLOCK + tokens_S
+
+
+def _pass(masses_SB: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where cumulated masses pass a share of their sum, and the share of that mass."""
+    cumulative_SB = masses_SB.cumsum(dim=1)
+    # Strictly below the sum: rounding must not lead to what has no mass.
+    targets_S1 = (uniforms_S.clamp(max=1 - 2.0**-52) * cumulative_SB[:, -1])[:, None]
+    found_S1 = torch.searchsorted(cumulative_SB, targets_S1, right=True)
+    masses_S1, upto_S1 = masses_SB.gather(1, found_S1), cumulative_SB.gather(1, found_S1)
+    return found_S1[:, 0], (1 - (upto_S1 - targets_S1) / masses_S1)[:, 0].clamp(min=0)
 
 
 def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_flow.errors import EngineError
 from areal_flow.types import Completion, FinishReason, GroupRequest, VersionSpan
@@ -30,6 +32,13 @@ class SampledSequence:
     def num_cached(self) -> int:
         """Tokens whose keys and values the next decode step expects in a cache."""
         return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+    def prefix(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return tokens of prompt and completion, by their places in both together."""
+        prompt = self.request.prompt_tokens
+        length, own = len(prompt), np.frombuffer(self.tokens, np.int32)
+        parts = prompt[start:end], own[max(0, start - length) : max(0, end - length)]
+        return np.concatenate(parts, dtype=np.int64)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -54,6 +63,10 @@ class SampledSequence:
         spans = tuple(VersionSpan(version, length) for version, length in self.spans)
         tokens, logprobs = np.array(self.tokens), np.array(self.logprobs)
         return Completion(tokens, logprobs, spans, self.finish_reason)
+
+
+def _anywhere(slot: int, member: SampledSequence) -> bool:
+    return True
 
 
 class SlotScheduler:
@@ -86,24 +99,27 @@ class SlotScheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self.running)
 
-    def admit(self) -> list[tuple[str, list[int]]]:
-        """Give free slots to waiting members, in order; return the slots taken by each group.
+    def has_started(self) -> bool:
+        """Return whether a member has begun and not ended, whether it has a slot or not."""
+        return bool(self.running or (self._waiting and self._waiting[0].tokens))
 
-        A group's prompt is prefilled once for all of its members that start now.
+    def admit(self, place: Callable[[int, SampledSequence], bool] = _anywhere) -> None:
+        """Give free slots to waiting members, in order.
+
+        Args:
+            place: called with a slot and who would take it; when it returns False, that member and
+                all behind it wait on.
         """
-        admitted: list[tuple[str, list[int]]] = []
-        while self._free and self._waiting:
-            member = self._waiting.popleft()
-            slot = self._free.pop()
-            self.running[slot] = member
-            if not admitted or admitted[-1][0] != member.request.request_id:
-                admitted.append((member.request.request_id, []))
-            admitted[-1][1].append(slot)
-        return admitted
+        while self._free and self._waiting and place(self._free[-1], self._waiting[0]):
+            self.running[self._free.pop()] = self._waiting.popleft()
+
+    def preempt(self, slot: int) -> None:
+        """Free a slot; its member goes on before any that waits, with the tokens that it has."""
+        self._waiting.appendleft(self._vacate(slot))
 
     def still_waiting(self, request_id: str) -> bool:
-        """Return whether a member of this group has not started yet."""
-        return any(member.request.request_id == request_id for member in self._waiting)
+        """Return whether a member of this group has never had a slot."""
+        return any(m.request.request_id == request_id and not m.tokens for m in self._waiting)
 
     def finish(self) -> list[tuple[str, list[Completion]]]:
         """Free the slots of members that have ended; return the groups that are complete.

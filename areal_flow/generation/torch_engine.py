@@ -1,20 +1,23 @@
 """A torch engine with continuous batching: requests join and leave at any decode step.
 
-A group's prompt is prefilled once, alone, and copied into its members' slots. All slots decode
-together, always as the same number of rows, so a completion's numbers do not depend on its company.
-New weights interrupt between two tokens: the cache is dropped, prefixes are prefilled with the new
-weights, sampling goes on where it stood.
+Each step prefills what is new and samples one token for every sequence that is ready. A group's
+prompt is prefilled once, prompts of several groups together, long ones in chunks under a budget of
+tokens; its whole pages are shared. When pages run out, the sequence that came last gives its own up
+and is prefilled again later, with the tokens that it has.
+
+New weights interrupt between two tokens: nothing counts as computed any more, so that the same
+chunks prefill prefixes with the new weights, and sampling goes on where it stood.
 
 `TorchEngine` refuses to know where weights come from and what completions are for; one thread
 drives it. `start_torch_engine` is what the registry names.
 
-Letters: S slots, N prefixes, P padded prefix length, V vocabulary.
+Letters: S sequences, N chunks, V vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,18 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import EngineError
+from areal_flow.generation.pages import PageTables, PromptPages, SlotPages
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample, uniforms
-from areal_flow.generation.scheduler import SlotScheduler
+from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.models.attention import Prefix, SlotCache
-from areal_flow.models.policy import assign_tensors, decode, empty_policy, prefill
+from areal_flow.models.paged_attention import PAGE_TOKENS, Chunk, Pages
+from areal_flow.models.policy import assign_tensors, decode, empty_policy, paged_cache, prefill
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.channel import WeightsReader
 
-PREFILL_ROWS = 16
-"""Prefixes prefilled together after an interruption."""
+PREFILL_TOKENS_A_STEP = 8192
+"""So many tokens of prompts and prefixes delay the next token of those that decode, at most."""
 
 
 class TorchEngine:
@@ -43,16 +47,26 @@ class TorchEngine:
         self.policy = policy
         self.settings = settings
         self.version = version
-        max_num_seqs, max_length = settings.max_num_seqs, settings.max_model_len
-        self._scheduler = SlotScheduler(max_num_seqs)
-        self._prompts: dict[str, tuple[Prefix, Tensor]] = {}
-        """Prefilled prompts of groups with members that still wait, and their logits, `[1, V]`."""
-        self._oldest_versions = [version] * max_num_seqs
+        self.prefill_tokens_a_step = PREFILL_TOKENS_A_STEP
+        self._alone = settings.batch_invariant
+        num_pages = settings.num_pages(PAGE_TOKENS)
+        self._idle_page = num_pages
+        self._scheduler = SlotScheduler(settings.max_num_seqs)
+        self._pages = PageTables(
+            num_pages=num_pages,
+            page_tokens=PAGE_TOKENS,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+        )
+        self._prompts: dict[str, PromptPages] = {}
+        """Of groups with members that have not started."""
+        self._prompt_logits: dict[PromptPages, Tensor] = {}
+        """What follows each of them, `[V]`, once it is computed."""
+        self._oldest_versions = [version] * settings.max_num_seqs
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
         with torch.inference_mode():
-            shapes, _ = prefill(policy, [[0]])
-            self._cache = SlotCache(shapes, max_num_seqs=max_num_seqs, max_length=max_length)
+            self._cache = paged_cache(policy, num_pages=num_pages + 1)
 
     def add(self, request: GroupRequest) -> None:
         num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
@@ -66,23 +80,25 @@ class TorchEngine:
 
     def cancel(self, request_id: str) -> None:
         self._scheduler.cancel(request_id)
-        self._prompts.pop(request_id, None)
+        self._pages.release_all_but(self._scheduler.running)
+        self._close_prompt(request_id)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work() or self._pending is not None
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, list[Completion]]]:
-        may_switch = self.settings.interruption != "drain" or not self._scheduler.running
-        if self._pending and may_switch:
+        if self._pending and not self._scheduler.has_started():
             self._switch_weights()
-        if not self._pending:
-            for request_id, slots in self._scheduler.admit():
-                self._start(request_id, slots)
+        self._scheduler.admit(self._place)
+        self._prefill()
+        self._start_members()
         complete = self._scheduler.finish()
-        if self._scheduler.running:
-            self._decode()
+        self._pages.release_all_but(self._scheduler.running)
+        if slots := self._slots_to_decode():
+            self._decode(slots)
             complete += self._scheduler.finish()
+            self._pages.release_all_but(self._scheduler.running)
         return complete
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
@@ -90,27 +106,132 @@ class TorchEngine:
         if self.settings.interruption != "drain":
             self._switch_weights()
 
-    def _start(self, request_id: str, slots: list[int]) -> None:
-        if request_id not in self._prompts:
-            prompt = self._scheduler.running[slots[0]].request.prompt_tokens
-            self._prompts[request_id] = prefill(self.policy, [prompt])
-        prefix, logits_1V = self._prompts[request_id]
-        self._cache.copy_prefix(prefix, 0, slots)
-        for slot in slots:
-            self._oldest_versions[slot] = self.version
-        self._sample(logits_1V.expand(len(slots), -1), slots)
-        if not self._scheduler.still_waiting(request_id):
-            del self._prompts[request_id]
+    def _place(self, slot: int, member: SampledSequence) -> bool:
+        """Take pages for a member that would have this slot; return whether there are enough."""
+        self._oldest_versions[slot] = self.version
+        if member.tokens:
+            num_tokens = member.num_cached + 1
+            return self._pages.resume(slot, num_tokens) or (
+                self._close_idle_prompts() and self._pages.resume(slot, num_tokens)
+            )
+        return self._pending is None and self._place_new(slot, member.request)
 
-    def _decode(self) -> None:
-        tokens_S = [0] * self.settings.max_num_seqs
-        positions_S = [0] * self.settings.max_num_seqs
-        for slot, sequence in self._scheduler.running.items():
-            tokens_S[slot] = sequence.tokens[-1]
-            positions_S[slot] = sequence.num_cached
-        logits_SV = decode(self.policy, self._cache, tokens_S, positions_S)
-        slots = sorted(self._scheduler.running)
-        self._sample(logits_SV if len(slots) == len(logits_SV) else logits_SV[slots], slots)
+    def _place_new(self, slot: int, request: GroupRequest) -> bool:
+        if request.request_id not in self._prompts:
+            prompt = self._pages.open_prompt(len(request.prompt_tokens))
+            if prompt is None:
+                return False
+            self._prompts[request.request_id] = prompt
+        return self._pages.start(slot, self._prompts[request.request_id])
+
+    def _prefill(self) -> None:
+        """Compute what prompts and prefixes lack, as far as the budget of a step goes."""
+        planned = list(self._plan_chunks())
+        passes = [[each] for each in planned] if self._alone else [planned] if planned else []
+        for planned in passes:
+            logits_NV = prefill(self.policy, self._cache, [chunk for chunk, _ in planned])
+            for (chunk, part), logits_V in zip(planned, logits_NV, strict=True):
+                if isinstance(part, PromptPages) and chunk.end == part.num_tokens:
+                    self._prompt_logits[part] = logits_V
+
+    def _plan_chunks(self) -> Iterator[tuple[Chunk, PromptPages | SlotPages]]:
+        """Yield chunks, prompts' before members' own, and count them as computed."""
+        left = self.prefill_tokens_a_step
+        for slot, member in self._scheduler.running.items():
+            for part, pages, needed in self._parts(slot, member):
+                end = min(needed, part.num_computed + left)
+                if part.num_computed < end:
+                    tokens = member.prefix(part.num_computed, end)
+                    yield Chunk(tokens, part.num_computed, pages), part
+                    left -= 0 if self._alone else len(tokens)
+                    part.num_computed = end
+                if part.num_computed < needed:
+                    break
+
+    def _parts(
+        self, slot: int, member: SampledSequence
+    ) -> Iterator[tuple[PromptPages | SlotPages, Pages, int]]:
+        """Yield what holds a member's prefix, its pages, and how far it must be computed."""
+        held = self._pages.slots[slot]
+        if held.prompt is not None:
+            prompt = held.prompt
+            needed = prompt.num_shared if member.tokens else prompt.num_tokens
+            yield prompt, np.array(prompt.pages), needed
+        yield held, self._pages.tables_SW[slot], member.num_cached
+
+    def _start_members(self) -> None:
+        """Sample the first tokens of members whose prompt is computed."""
+        starting: dict[PromptPages, list[int]] = {}
+        for slot, member in self._scheduler.running.items():
+            prompt = self._pages.slots[slot].prompt
+            if prompt in self._prompt_logits and not member.tokens:
+                starting.setdefault(prompt, []).append(slot)
+        if not starting:
+            return
+        slots = [slot for members in starting.values() for slot in members]
+        self._copy_ends(starting)
+        logits = [
+            self._prompt_logits[p].expand(len(members), -1) for p, members in starting.items()
+        ]
+        self._sample(torch.cat(logits), slots)
+        for first, *_ in starting.values():
+            request_id = self._scheduler.running[first].request.request_id
+            if not self._scheduler.still_waiting(request_id):
+                self._close_prompt(request_id)
+
+    def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
+        """Give each member its own copy of the page in which its prompt ends."""
+        sources, targets = [], []
+        for prompt, slots in starting.items():
+            if prompt.num_shared < prompt.num_tokens:
+                sources += [prompt.pages[-1]] * len(slots)
+                targets += self._pages.tables_SW[slots, len(prompt.pages) - 1].tolist()
+        if targets:
+            self._cache.copy_pages(sources, targets)
+
+    def _close_prompt(self, request_id: str) -> None:
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._prompt_logits.pop(prompt, None)
+            self._pages.close_prompt(prompt)
+
+    def _close_idle_prompts(self) -> bool:
+        """Give up prompts that nobody is starting from; return whether there were any."""
+        starting = {m.request.request_id for m in self._scheduler.running.values() if not m.tokens}
+        idle = [request_id for request_id in self._prompts if request_id not in starting]
+        for request_id in idle:
+            self._close_prompt(request_id)
+        return bool(idle)
+
+    def _slots_to_decode(self) -> list[int]:
+        """Return the slots whose prefix is computed, each with a page for its next token."""
+        running, held = self._scheduler.running, self._pages.slots
+        ready = [s for s, m in running.items() if m.tokens and held[s].num_computed == m.num_cached]
+        for slot in ready:
+            while slot in running and not self._pages.reach(slot, running[slot].num_cached):
+                if not self._close_idle_prompts():
+                    self._preempt_last()
+        return sorted(slot for slot in ready if slot in running)
+
+    def _preempt_last(self) -> None:
+        slot = list(self._scheduler.running)[-1]
+        self._scheduler.preempt(slot)
+        self._pages.release(slot)
+
+    def _decode(self, slots: list[int]) -> None:
+        running = self._scheduler.running
+        num_rows = self.settings.max_num_seqs if self._alone else len(slots)
+        tokens_S, positions_S = np.zeros((2, num_rows), np.int64)
+        tables_SW = np.full((num_rows, self._pages.tables_SW.shape[1]), self._idle_page)
+        rows = slots if self._alone else range(num_rows)
+        for row, slot in zip(rows, slots, strict=True):
+            tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
+            self._pages.slots[slot].num_computed += 1
+        tables_SW[rows] = self._pages.tables_SW[slots]
+        logits_SV = decode(
+            self.policy, self._cache, tokens_S, positions_S, tables_SW, as_it_lies=not self._alone
+        )
+        self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
@@ -138,23 +259,12 @@ class TorchEngine:
         tensors, self.version = self._pending
         self._pending = None
         assign_tensors(self.policy, tensors)
-        self._prompts.clear()
+        self._close_idle_prompts()
+        for prompt in self._prompts.values():
+            prompt.num_computed = 0
         if self.settings.interruption == "interrupt":
-            self._prefill_running()
-
-    def _prefill_running(self) -> None:
-        running = self._scheduler.running
-        slots = sorted(running, key=lambda slot: running[slot].num_cached)
-        for start in range(0, len(slots), PREFILL_ROWS):
-            rows = slots[start : start + PREFILL_ROWS]
-            prefixes = [
-                np.concatenate((running[slot].request.prompt_tokens, running[slot].tokens[:-1]))
-                for slot in rows
-            ]
-            prefix, _ = prefill(self.policy, prefixes)
-            for row, slot in enumerate(rows):
-                self._cache.copy_prefix(prefix, row, [slot])
-                self._oldest_versions[slot] = self.version
+            self._pages.forget_computed(s for s, m in self._scheduler.running.items() if m.tokens)
+            self._oldest_versions = [self.version] * self.settings.max_num_seqs
 
 
 async def start_torch_engine(

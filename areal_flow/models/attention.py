@@ -1,15 +1,14 @@
 """One attention function for every Hugging Face policy, steered by a layout object.
 
-A layout decides what a token may see: `PackedLayout` serves training (sequences side by side in one
-row), `Prefix` serves prompts (their keys and values are kept), and `DecodeLayout` serves
-sampling (one token a slot against the cache). A model that asks for more than scaled, causal,
-windowed and soft-capped attention is refused, because to ignore what it asks for would change its
-numbers.
+A layout decides what a token may see. `PackedLayout` serves training: sequences side by side in one
+row. Sampling has layouts of its own in `areal_flow.models.paged_attention`. A model that asks for
+more than scaled, causal, windowed and soft-capped attention is refused, because to ignore what it
+asks for would change its numbers.
 
 The module refuses to know what the tokens mean, which policy runs, or whether gradients flow.
 
-Letters: N rows or sequences, S slots, T packed tokens, L padded length, H heads, K key-value heads,
-D head dimension.
+Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
+K key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AttentionInterface
 
 ATTENTION_NAME = "areal_flow"
-
-LENGTH_BUCKET = 16
-"""Attention lengths are rounded up to this many tokens: other widths change CPU kernels' sums."""
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """Keyword arguments of models that say what a layout knows already."""
@@ -61,11 +57,6 @@ class AttentionLayout(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         """Return values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
-
-
-def round_up_to_bucket(length: int) -> int:
-    """Return the smallest multiple of `LENGTH_BUCKET` that holds `length` tokens."""
-    return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
 
 
 def attend_by_layout(
@@ -128,28 +119,43 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRu
     `query` is `[N, H, L, D]`; `key` and `value` are `[N, K, L, D]`.
     """
     length = query.shape[2]
-    windowed = rule.window is not None and rule.window < length
-    steps_L = torch.arange(length, device=query.device)
-    hidden_LL = _hidden(steps_L[None, :], steps_L[:, None], rule.window)
+    if rule.softcap is None and (rule.window is None or rule.window >= length):
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=rule.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    steps_1L = torch.arange(length, device=query.device)[None, :]
+    return attend_where_visible(query, key, value, steps_1L, rule)
+
+
+def attend_where_visible(
+    query: Tensor, key: Tensor, value: Tensor, positions_NQ: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Return values `[N, H, Q, D]` of queries at any positions of their rows.
+
+    `query` is `[N, H, Q, D]`; `key` and `value` are `[N, K, L, D]`, from the row's first token on.
+    """
+    keys_L = torch.arange(key.shape[2], device=query.device)
+    queries_NQ1 = positions_NQ[:, :, None]
+    hidden_N1QL = (keys_L > queries_NQ1)[:, None]
+    if rule.window is not None:
+        hidden_N1QL |= (keys_L <= queries_NQ1 - rule.window)[:, None]
     if rule.softcap is None:
         return scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=~hidden_LL if windowed else None,
-            is_causal=not windowed,
+            attn_mask=~hidden_N1QL,
             scale=rule.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
     repeats = query.shape[1] // key.shape[1]
     keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-    return rule.weights(query @ keys.transpose(2, 3), hidden_LL).to(query.dtype) @ values
-
-
-def _hidden(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Return which positions of keys are hidden from which positions of queries."""
-    later = keys > queries
-    return later if window is None else later | (keys <= queries - window)
+    return rule.weights(query @ keys.transpose(2, 3), hidden_N1QL).to(query.dtype) @ values
 
 
 class PackedLayout:
@@ -183,65 +189,11 @@ class PackedLayout:
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self.scatter_T)[None]
 
 
-class Prefix(dict[int, tuple[Tensor, Tensor]]):
-    """Rows of right-padded prefixes: keeps their keys and values, `[N, K, L, D]` by layer."""
+class KeyValues(dict[int, tuple[Tensor, Tensor]]):
+    """Rows from their first tokens on: keeps keys and values of a pass, `[N, K, L, D]` by layer."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         self[layer] = (key, value)
         return attend_causally(query, key, value, rule).transpose(1, 2)
-
-
-class SlotCache:
-    """Keys and values of `S` slots, allocated once: `[S, K, L, D]` by layer."""
-
-    def __init__(self, like: Prefix, *, max_num_seqs: int, max_length: int) -> None:
-        """Allocate for the layers, heads, types and device of any prefix of the same policy."""
-        self.max_length = round_up_to_bucket(max_length)
-        self.layers = {
-            layer: [
-                t.new_zeros((max_num_seqs, t.shape[1], self.max_length, t.shape[3])) for t in pair
-            ]
-            for layer, pair in like.items()
-        }
-        self.slots_S = torch.arange(max_num_seqs, device=like[min(like)][0].device)
-
-    def copy_prefix(self, prefix: Prefix, row: int, slots: list[int]) -> None:
-        """Give each of `slots` its own copy of one prefilled row."""
-        for layer, pair in prefix.items():
-            for cached, prefilled in zip(self.layers[layer], pair, strict=True):
-                cached[slots, :, : prefilled.shape[2]] = prefilled[row]
-
-
-class DecodeLayout:
-    """One new token in every slot, written at its position, against that slot's cache.
-
-    All `S` rows always take part, idle ones with garbage that nobody reads, and the cache is cut
-    at a multiple of `LENGTH_BUCKET`: so a completion's numbers do not depend on its neighbours.
-    """
-
-    def __init__(self, cache: SlotCache, positions_S: Tensor, longest: int) -> None:
-        self.cache = cache
-        self.positions_S = positions_S
-        self.width = min(round_up_to_bucket(longest + 1), cache.max_length)
-        self._hidden_by_window: dict[int | None, Tensor] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
-            cached[self.cache.slots_S, :, self.positions_S] = new[:, :, 0]
-        keys, values = (cached[:, :, : self.width] for cached in self.cache.layers[layer])
-        max_num_seqs, num_heads, _, head_dim = query.shape
-        grouped = query.view(max_num_seqs, key.shape[1], -1, head_dim)
-        scores = grouped @ keys.transpose(2, 3)
-        weights = rule.weights(scores, self._hidden(rule.window)).to(query.dtype)
-        return (weights @ values).reshape(max_num_seqs, 1, num_heads, -1)
-
-    def _hidden(self, window: int | None) -> Tensor:
-        if window not in self._hidden_by_window:
-            steps_L = torch.arange(self.width, device=self.positions_S.device)
-            hidden_SL = _hidden(steps_L[None, :], self.positions_S[:, None], window)
-            self._hidden_by_window[window] = hidden_SL[:, None, None, :]
-        return self._hidden_by_window[window]

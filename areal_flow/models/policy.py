@@ -1,10 +1,11 @@
-"""Loads policies, runs them over packed rows, prefixes and slots, and names their weights.
+"""Loads policies, runs them over packed rows and paged sequences, and names their weights.
 
 Real checkpoints and the tiny ones made here take the same path: `AutoModelForCausalLM`, safetensors
 only, no remote code, our attention function. Logits come from a policy's own forward alone, so that
 logit scaling and final soft-caps stay in.
 
-Letters: N rows, S slots, T packed tokens, M chosen positions, P padded prefix length, V vocabulary.
+Letters: N chunks, S sequences that decode, W pages of the longest, T packed tokens, M chosen
+positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -23,15 +24,20 @@ from areal_flow.errors import ModelError, WeightsError
 from areal_flow.models.attention import (
     ATTENTION_NAME,
     AttentionLayout,
-    DecodeLayout,
+    KeyValues,
     PackedLayout,
-    Prefix,
-    SlotCache,
 )
 from areal_flow.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
     without_progress_bars,
+)
+from areal_flow.models.paged_attention import (
+    Chunk,
+    ChunkLayout,
+    PagedCache,
+    PagedDecodeLayout,
+    Pages,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -110,36 +116,49 @@ def logits_at(
     return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
-def prefill(policy: Any, prefixes: Sequence[ArrayLike]) -> tuple[Prefix, Tensor]:
-    """Run prefixes from their first tokens on.
+def paged_cache(policy: Any, *, num_pages: int) -> PagedCache:
+    """Allocate pages for keys and values of a policy, at its type and on its device."""
+    one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
+    like = KeyValues()
+    _logits(policy, one_11, one_11, like, 1)
+    return PagedCache(like, num_pages=num_pages, device=policy.device)
+
+
+def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
+    """Write chunks of sequences to their pages, in one pass.
 
     Returns:
-        Their keys and values, and the logits `[N, V]` of the last column: they follow a prefix
-        that is as long as the longest one, and mean nothing for shorter ones.
+        The logits `[N, V]` after the last token of each chunk.
     """
-    width = max(map(np.size, prefixes))
-    padded_NP = np.zeros((len(prefixes), width), np.int64)
-    for row_P, tokens in zip(padded_NP, prefixes, strict=True):
-        row_P[: np.size(tokens)] = tokens
-    input_ids_NP = torch.from_numpy(padded_NP).to(policy.device)
-    positions_NP = torch.arange(width, device=policy.device).expand(len(prefixes), -1)
-    prefix = Prefix()
-    return prefix, _logits(policy, input_ids_NP, positions_NP, prefix, 1)[:, 0]
+    layout = ChunkLayout(cache, chunks)
+    packed_T = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks]))
+    input_ids_1T = packed_T.to(policy.device)[None, :]
+    return _logits(policy, input_ids_1T, layout.position_ids, layout, layout.last_N)[0]
 
 
-def decode(policy: Any, cache: SlotCache, tokens_S: list[int], positions_S: list[int]) -> Tensor:
-    """Write one token to every slot of the cache and return the logits `[S, V]` after it.
+def decode(
+    policy: Any,
+    cache: PagedCache,
+    tokens_S: NDArray[np.int64],
+    positions_S: NDArray[np.int64],
+    tables_SW: Pages,
+    *,
+    as_it_lies: bool = True,
+) -> Tensor:
+    """Write one token to every row's pages and return the logits `[S, V]` after it.
 
     Args:
         policy: whose keys and values the cache holds.
         cache: written at `positions_S`.
-        tokens_S: one token a slot; anything where a slot is idle.
-        positions_S: each token's position in its sequence; 0 where a slot is idle.
+        tokens_S: one token a row.
+        positions_S: each token's position in its sequence.
+        tables_SW: pages of each row, with room for its token.
+        as_it_lies: see `PagedDecodeLayout`.
     """
-    positions = torch.tensor(positions_S, device=policy.device)
-    input_ids_S1 = torch.tensor(tokens_S, device=policy.device)[:, None]
-    layout = DecodeLayout(cache, positions, max(positions_S))
-    return _logits(policy, input_ids_S1, positions[:, None], layout, 1)[:, 0]
+    positions_S1 = torch.from_numpy(positions_S).to(policy.device)[:, None]
+    input_ids_S1 = torch.from_numpy(tokens_S).to(policy.device)[:, None]
+    layout = PagedDecodeLayout(cache, tables_SW, positions_S, as_it_lies=as_it_lies)
+    return _logits(policy, input_ids_S1, positions_S1, layout, 1)[:, 0]
 
 
 def _logits(

@@ -19,14 +19,23 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_flow.errors import ModelError
-from areal_flow.models.attention import PackedLayout, SlotCache
+from areal_flow.models.attention import PackedLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
-from areal_flow.models.policy import decode, load_policy, logits_at, policy_from_config, prefill
+from areal_flow.models.paged_attention import Chunk
+from areal_flow.models.policy import (
+    decode,
+    load_policy,
+    logits_at,
+    paged_cache,
+    policy_from_config,
+    prefill,
+)
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -171,21 +180,22 @@ def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
 
 def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     """Return logits of each sequence's last tokens, decoded after a joint prefill."""
-    prefix, _ = prefill(policy, [tokens[:-_NUM_DECODED] for tokens in sequences])
+    cache = paged_cache(policy, num_pages=len(sequences))
     num_layers = policy.config.num_hidden_layers
-    if len(prefix) != num_layers:
+    if len(cache.layers) != num_layers:
         raise ModelError(
-            f"{num_layers - len(prefix)} of {num_layers} layers mix tokens by something else "
+            f"{num_layers - len(cache.layers)} of {num_layers} layers mix tokens by something else "
             "than the attention that transformers lets us choose"
         )
-    longest = max(map(len, sequences))
-    cache = SlotCache(prefix, max_num_seqs=len(sequences), max_length=longest)
-    for slot in range(len(sequences)):
-        cache.copy_prefix(prefix, slot, [slot])
+    tables_SW = np.arange(len(sequences))[:, None]
+    prefixes = [np.array(tokens[:-_NUM_DECODED]) for tokens in sequences]
+    chunks = [Chunk(*each) for each in zip(prefixes, [0] * len(prefixes), tables_SW, strict=True)]
+    prefill(policy, cache, chunks)
     found = []
     for left in range(_NUM_DECODED, 0, -1):
-        positions = [len(tokens) - left for tokens in sequences]
-        found.append(decode(policy, cache, [tokens[-left] for tokens in sequences], positions))
+        tokens_S = np.array([tokens[-left] for tokens in sequences])
+        positions_S = np.array([len(tokens) - left for tokens in sequences])
+        found.append(decode(policy, cache, tokens_S, positions_S, tables_SW))
     return list(torch.stack(found, dim=1))
 
 

@@ -170,11 +170,28 @@ def test_importance_weights_are_one_on_policy_unless_sampling_truncates(
 
 
 def test_seeds_reproduce_whatever_the_company(subject: Subject) -> None:
-    alone = plain(run_all(subject.make(), request_of("r1"))["r1"])
+    alone = run_all(subject.make(), request_of("r1"))["r1"]
     crowd = [request_of(f"r{i}") for i in range(6)]
-    assert plain(run_all(subject.make(), *crowd)["r1"]) == alone
-    assert plain(run_all(subject.make(), *reversed(crowd))["r1"]) == alone
-    assert plain(run_all(subject.make(max_num_seqs=5), *crowd)["r1"]) == alone
+    for engine, requests in (
+        (subject.make(), crowd),
+        (subject.make(), crowd[::-1]),
+        (subject.make(max_num_seqs=5), crowd),
+    ):
+        found = run_all(engine, *requests)["r1"]
+        assert [plain(c.tokens) for c in found] == [plain(c.tokens) for c in alone]
+        for one, other in zip(found, alone, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_batch_invariant_completions_have_the_same_bits_whatever_the_company() -> None:
+    def completions(*requests: GroupRequest) -> Any:
+        engine = torch_subject().make(batch_invariant=True)
+        return plain(run_all(engine, *requests)["r1"])
+
+    alone = completions(request_of("r1", length=50))
+    crowd = [request_of(f"r{i}", length=10 * i, seeds=2 * i) for i in (5, 4, 3, 2)]
+    assert completions(*crowd[:2], request_of("r1", length=50), *crowd[2:]) == alone
+    assert completions(*crowd, request_of("r1", length=50)) == alone
 
 
 def test_different_seeds_differ(subject: Subject) -> None:

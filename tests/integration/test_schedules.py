@@ -16,6 +16,7 @@ def rows(root: Path, **changes: Any) -> list[dict[str, Any]]:
             num_steps=5,
             prompts={"num_held_out": 0},
             controller={"max_staleness": 0},
+            generation={"batch_invariant": True},
             trainer={"learning_rate": 1e-3},
             rewards=[{"verifier": "tests.integration.verifiers:reward_length"}],
             **changes,

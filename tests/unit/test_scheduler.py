@@ -27,33 +27,52 @@ def running(scheduler: SlotScheduler) -> dict[int, tuple[str, int]]:
     return {slot: (m.request.request_id, m.index) for slot, m in scheduler.running.items()}
 
 
-def admitted(scheduler: SlotScheduler) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return (request, [(slot, member)]) of what starts now."""
-    return [
-        (request_id, [(slot, scheduler.running[slot].index) for slot in slots])
-        for request_id, slots in scheduler.admit()
-    ]
+def admitted(scheduler: SlotScheduler) -> dict[int, tuple[str, int]]:
+    """Return who starts now, by slot."""
+    before = running(scheduler)
+    scheduler.admit()
+    return {slot: member for slot, member in running(scheduler).items() if slot not in before}
 
 
-def test_members_take_slots_in_order_grouped_by_request() -> None:
+def test_members_take_slots_in_order() -> None:
     scheduler = SlotScheduler(4)
     add(scheduler, "a", 3)
     add(scheduler, "b", 2)
-    assert scheduler.admit() == [("a", [0, 1, 2]), ("b", [3])]
-    assert running(scheduler) == {0: ("a", 0), 1: ("a", 1), 2: ("a", 2), 3: ("b", 0)}
-    assert admitted(scheduler) == []
+    assert admitted(scheduler) == {0: ("a", 0), 1: ("a", 1), 2: ("a", 2), 3: ("b", 0)}
+    assert admitted(scheduler) == {}
+
+
+def test_member_without_a_place_waits_and_so_do_all_behind_it() -> None:
+    scheduler = SlotScheduler(4)
+    add(scheduler, "a", 3)
+    scheduler.admit(lambda slot, member: member.index < 1)
+    assert running(scheduler) == {0: ("a", 0)}
+    scheduler.admit(lambda slot, member: member.index != 1)
+    assert running(scheduler) == {0: ("a", 0)}
+
+
+def test_preempted_member_goes_on_before_any_other_with_its_tokens() -> None:
+    scheduler = SlotScheduler(2)
+    add(scheduler, "a", 3)
+    scheduler.admit()
+    scheduler.running[1].append(5, -1.0, 0)
+    scheduler.preempt(1)
+    assert scheduler.has_started()
+    assert scheduler.still_waiting("a")
+    assert admitted(scheduler) == {1: ("a", 1)}
+    assert list(scheduler.running[1].tokens) == [5]
 
 
 def test_next_member_takes_the_slot_that_was_freed() -> None:
     scheduler = SlotScheduler(2)
     add(scheduler, "a", 4)
-    assert admitted(scheduler) == [("a", [(0, 0), (1, 1)])]
+    assert admitted(scheduler) == {0: ("a", 0), 1: ("a", 1)}
     end(scheduler, 0)
     assert running(scheduler) == {1: ("a", 1)}
-    assert admitted(scheduler) == [("a", [(0, 2)])]
+    assert admitted(scheduler) == {0: ("a", 2)}
     end(scheduler, 1)
     end(scheduler, 0)
-    assert admitted(scheduler) == [("a", [(0, 3)])]
+    assert admitted(scheduler) == {0: ("a", 3)}
 
 
 def test_group_waits_until_its_last_member_has_started() -> None:
@@ -93,8 +112,7 @@ def test_cancelled_group_leaves_queue_and_slots_and_no_other_does() -> None:
     assert not scheduler.still_waiting("b")
     add(scheduler, "c", 2)
     scheduler.cancel("a")
-    assert [request for request, _ in admitted(scheduler)] == ["c"]
-    assert sorted(member.index for member in scheduler.running.values()) == [0, 1]
+    assert sorted(admitted(scheduler).values()) == [("c", 0), ("c", 1)]
 
 
 def test_group_is_complete_when_its_last_member_has_ended() -> None:
@@ -137,3 +155,6 @@ def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:
     assert (sequence.num_cached, sequence.finish_reason) == (3, None)
     sequence.append(8, -1.0, 0)
     assert sequence.num_cached == 4
+    assert sequence.prefix(0, 4).tolist() == [4, 5, 6, 7]
+    assert sequence.prefix(2, 5).tolist() == [6, 7, 8]
+    assert sequence.prefix(3, 4).tolist() == [7]

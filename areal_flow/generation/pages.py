@@ -11,7 +11,7 @@ Letters: S slots, W pages of the longest sequence.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,7 @@ class SlotPages:
     """None for a sequence that shares nothing."""
     num_pages: int
     num_computed: int
-    """Tokens with keys and values; shared ones count as soon as `prompt` has them."""
+    """Tokens that were prefilled; shared ones count as soon as `prompt` has them."""
 
 
 class PageTables:
@@ -140,11 +140,6 @@ class PageTables:
         """Give back what a slot holds."""
         held = self.slots.pop(slot)
         self._pool.give_back(self.tables_SW[slot, : held.num_pages].tolist())
-
-    def release_all_but(self, slots: Collection[int]) -> None:
-        """Give back what other slots hold."""
-        for slot in [slot for slot in self.slots if slot not in slots]:
-            self.release(slot)
 
     def forget_computed(self, slots: Iterable[int]) -> None:
         """Count nothing of these slots as computed, nor of the prompts that they share."""

@@ -62,6 +62,8 @@ class TorchEngine:
         """Of groups with members that have not started."""
         self._prompt_logits: dict[PromptPages, Tensor] = {}
         """What follows each of them, `[V]`, once it is computed."""
+        self._lacking: dict[int, None] = {}
+        """Slots with a prompt or a prefix that is not computed yet, in the order of their turn."""
         self._oldest_versions = [version] * settings.max_num_seqs
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
@@ -80,7 +82,7 @@ class TorchEngine:
 
     def cancel(self, request_id: str) -> None:
         self._scheduler.cancel(request_id)
-        self._pages.release_all_but(self._scheduler.running)
+        self._release_ended()
         self._close_prompt(request_id)
 
     def has_work(self) -> bool:
@@ -92,13 +94,10 @@ class TorchEngine:
             self._switch_weights()
         self._scheduler.admit(self._place)
         self._prefill()
-        self._start_members()
-        complete = self._scheduler.finish()
-        self._pages.release_all_but(self._scheduler.running)
+        complete = self._finish() if self._start_members() else []
         if slots := self._slots_to_decode():
             self._decode(slots)
-            complete += self._scheduler.finish()
-            self._pages.release_all_but(self._scheduler.running)
+            complete += self._finish()
         return complete
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
@@ -106,15 +105,32 @@ class TorchEngine:
         if self.settings.interruption != "drain":
             self._switch_weights()
 
+    def _finish(self) -> list[tuple[str, list[Completion]]]:
+        complete = self._scheduler.finish()
+        self._release_ended()
+        return complete
+
+    def _release_ended(self) -> None:
+        for slot in self._pages.slots.keys() - self._scheduler.running.keys():
+            self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self._pages.release(slot)
+        self._lacking.pop(slot, None)
+
     def _place(self, slot: int, member: SampledSequence) -> bool:
         """Take pages for a member that would have this slot; return whether there are enough."""
-        self._oldest_versions[slot] = self.version
         if member.tokens:
             num_tokens = member.num_cached + 1
-            return self._pages.resume(slot, num_tokens) or (
+            has_pages = self._pages.resume(slot, num_tokens) or (
                 self._close_idle_prompts() and self._pages.resume(slot, num_tokens)
             )
-        return self._pending is None and self._place_new(slot, member.request)
+        else:
+            has_pages = self._pending is None and self._place_new(slot, member.request)
+        if has_pages:
+            self._oldest_versions[slot] = self.version
+            self._lacking[slot] = None
+        return has_pages
 
     def _place_new(self, slot: int, request: GroupRequest) -> bool:
         if request.request_id not in self._prompts:
@@ -137,7 +153,8 @@ class TorchEngine:
     def _plan_chunks(self) -> Iterator[tuple[Chunk, PromptPages | SlotPages]]:
         """Yield chunks, prompts' before members' own, and count them as computed."""
         left = self.prefill_tokens_a_step
-        for slot, member in self._scheduler.running.items():
+        for slot in list(self._lacking):
+            member = self._scheduler.running[slot]
             for part, pages, needed in self._parts(slot, member):
                 end = min(needed, part.num_computed + left)
                 if part.num_computed < end:
@@ -147,6 +164,8 @@ class TorchEngine:
                     part.num_computed = end
                 if part.num_computed < needed:
                     break
+            else:
+                del self._lacking[slot]
 
     def _parts(
         self, slot: int, member: SampledSequence
@@ -159,15 +178,16 @@ class TorchEngine:
             yield prompt, np.array(prompt.pages), needed
         yield held, self._pages.tables_SW[slot], member.num_cached
 
-    def _start_members(self) -> None:
-        """Sample the first tokens of members whose prompt is computed."""
+    def _start_members(self) -> bool:
+        """Sample the first tokens of members whose prompt is computed; return whether one has."""
         starting: dict[PromptPages, list[int]] = {}
-        for slot, member in self._scheduler.running.items():
-            prompt = self._pages.slots[slot].prompt
-            if prompt in self._prompt_logits and not member.tokens:
-                starting.setdefault(prompt, []).append(slot)
+        if self._prompt_logits:
+            for slot, member in self._scheduler.running.items():
+                prompt = self._pages.slots[slot].prompt
+                if not member.tokens and prompt in self._prompt_logits:
+                    starting.setdefault(prompt, []).append(slot)
         if not starting:
-            return
+            return False
         slots = [slot for members in starting.values() for slot in members]
         self._copy_ends(starting)
         logits = [
@@ -178,6 +198,7 @@ class TorchEngine:
             request_id = self._scheduler.running[first].request.request_id
             if not self._scheduler.still_waiting(request_id):
                 self._close_prompt(request_id)
+        return True
 
     def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
         """Give each member its own copy of the page in which its prompt ends."""
@@ -205,8 +226,8 @@ class TorchEngine:
 
     def _slots_to_decode(self) -> list[int]:
         """Return the slots whose prefix is computed, each with a page for its next token."""
-        running, held = self._scheduler.running, self._pages.slots
-        ready = [s for s, m in running.items() if m.tokens and held[s].num_computed == m.num_cached]
+        running = self._scheduler.running
+        ready = [slot for slot in running if slot not in self._lacking]
         for slot in ready:
             while slot in running and not self._pages.reach(slot, running[slot].num_cached):
                 if not self._close_idle_prompts():
@@ -216,7 +237,7 @@ class TorchEngine:
     def _preempt_last(self) -> None:
         slot = list(self._scheduler.running)[-1]
         self._scheduler.preempt(slot)
-        self._pages.release(slot)
+        self._release(slot)
 
     def _decode(self, slots: list[int]) -> None:
         running = self._scheduler.running
@@ -226,7 +247,6 @@ class TorchEngine:
         rows = slots if self._alone else range(num_rows)
         for row, slot in zip(rows, slots, strict=True):
             tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
-            self._pages.slots[slot].num_computed += 1
         tables_SW[rows] = self._pages.tables_SW[slots]
         logits_SV = decode(
             self.policy, self._cache, tokens_S, positions_S, tables_SW, as_it_lies=not self._alone
@@ -235,12 +255,12 @@ class TorchEngine:
 
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
-        running = self._scheduler.running
+        members = [self._scheduler.running[slot] for slot in slots]
         by_sampling: dict[Sampling, list[int]] = {}
-        for row, slot in enumerate(slots):
-            by_sampling.setdefault(running[slot].request.sampling, []).append(row)
+        for row, member in enumerate(members):
+            by_sampling.setdefault(member.request.sampling, []).append(row)
         for sampling, rows in by_sampling.items():
-            sequences = [running[slots[row]] for row in rows]
+            sequences = [members[row] for row in rows]
             drawn_S = uniforms(
                 [sequence.request.seeds[sequence.index] for sequence in sequences],
                 [len(sequence.tokens) for sequence in sequences],
@@ -263,7 +283,9 @@ class TorchEngine:
         for prompt in self._prompts.values():
             prompt.num_computed = 0
         if self.settings.interruption == "interrupt":
-            self._pages.forget_computed(s for s, m in self._scheduler.running.items() if m.tokens)
+            started = [slot for slot, m in self._scheduler.running.items() if m.tokens]
+            self._pages.forget_computed(started)
+            self._lacking |= dict.fromkeys(started)
             self._oldest_versions = [self.version] * self.settings.max_num_seqs
 
 

@@ -31,7 +31,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.models.paged_attention import PAGE_TOKENS, Chunk, Pages
+from areal_flow.models.paged_attention import Chunk, Pages, page_tokens_for
 from areal_flow.models.policy import assign_tensors, decode, empty_policy, paged_cache, prefill
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.channel import WeightsReader
@@ -49,12 +49,13 @@ class TorchEngine:
         self.version = version
         self.prefill_tokens_a_step = PREFILL_TOKENS_A_STEP
         self._alone = settings.batch_invariant
-        num_pages = settings.num_pages(PAGE_TOKENS)
+        page_tokens = page_tokens_for(settings.max_model_len)
+        num_pages = settings.num_pages(page_tokens)
         self._idle_page = num_pages
         self._scheduler = SlotScheduler(settings.max_num_seqs)
         self._pages = PageTables(
             num_pages=num_pages,
-            page_tokens=PAGE_TOKENS,
+            page_tokens=page_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
         )
@@ -68,7 +69,7 @@ class TorchEngine:
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
         with torch.inference_mode():
-            self._cache = paged_cache(policy, num_pages=num_pages + 1)
+            self._cache = paged_cache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
 
     def add(self, request: GroupRequest) -> None:
         num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens

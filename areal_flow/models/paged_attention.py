@@ -23,11 +23,21 @@ from torch.nn.functional import embedding_bag
 
 from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
 
-PAGE_TOKENS = 32
-"""Tokens of a page. Larger ones waste more of each sequence's last; smaller ones slow products."""
+
+def page_tokens_for(max_model_len: int) -> int:
+    """Return how many tokens a page has, for sequences of up to so many.
+
+    Larger pages waste more of each sequence's last one; smaller ones are slower to multiply.
+    Measured on one core, 16 to 64 dimensions a head: 32 is quicker for contexts of a page or two.
+    """
+    return 32 if max_model_len <= 256 else 64
+
 
 MAX_SCORES = 1 << 22
 """Scores of one head that a padded batch of chunks may have, so that its mask stays small."""
+
+_SHORT = 32
+"""Chunks of up to so many tokens are always padded to each other."""
 
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""
@@ -36,12 +46,15 @@ Pages = NDArray[np.int64]
 
 
 class PagedCache:
-    """Keys and values of `P` pages, allocated once: `[P, K, PAGE_TOKENS, D]` by layer."""
+    """Keys and values of `P` pages, allocated once: `[P, K, page_tokens, D]` by layer."""
 
-    def __init__(self, like: KeyValues, *, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, like: KeyValues, *, num_pages: int, page_tokens: int, device: torch.device
+    ) -> None:
         """Allocate for the layers, heads and types of any pass of the same policy."""
+        self.page_tokens = page_tokens
         self.layers = {
-            layer: [t.new_zeros((num_pages, t.shape[1], PAGE_TOKENS, t.shape[3])) for t in pair]
+            layer: [t.new_zeros((num_pages, t.shape[1], page_tokens, t.shape[3])) for t in pair]
             for layer, pair in like.items()
         }
         self.device = device
@@ -79,12 +92,13 @@ class ChunkLayout:
         self.cache = cache
         positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
         paged = [
-            chunk.pages[at // PAGE_TOKENS] for chunk, at in zip(chunks, positions, strict=True)
+            chunk.pages[at // cache.page_tokens]
+            for chunk, at in zip(chunks, positions, strict=True)
         ]
         position_T = np.concatenate(positions)
         self.position_ids = self._tensor(position_T)[None, :]
         self._page_T = self._tensor(np.concatenate(paged))
-        self._offset_T = self._tensor(position_T % PAGE_TOKENS)
+        self._offset_T = self._tensor(position_T % cache.page_tokens)
         ends = np.cumsum([len(at) for at in positions])
         self.last_N = self._tensor(ends - 1)
         starts = ends - [len(at) for at in positions]
@@ -98,10 +112,11 @@ class ChunkLayout:
     def _batch(self, chunks: list[Chunk], starts_N: NDArray[np.int64]) -> _ChunkBatch:
         lengths_N1 = np.array([[len(chunk.tokens)] for chunk in chunks])
         steps_Q = np.arange(lengths_N1.max())
-        width = -(-max(chunk.end for chunk in chunks) // PAGE_TOKENS)
+        page_tokens = self.cache.page_tokens
+        width = -(-max(chunk.end for chunk in chunks) // page_tokens)
         pages_NW = np.zeros((len(chunks), width), np.int64)
         for row_W, chunk in zip(pages_NW, chunks, strict=True):
-            held = -(-chunk.end // PAGE_TOKENS)
+            held = -(-chunk.end // page_tokens)
             row_W[:held] = chunk.pages[:held]
         gather_NQ = starts_N[:, None] + np.minimum(steps_Q, lengths_N1 - 1)
         positions_NQ = np.array([[chunk.start] for chunk in chunks]) + steps_Q
@@ -147,7 +162,7 @@ def _batches(chunks: Sequence[Chunk]) -> list[list[int]]:
     for i in by_length:
         longest, num_queries = chunks[i].end, max(num_queries, len(chunks[i].tokens))
         if not batches or not (
-            longest <= max(1.5 * shortest, PAGE_TOKENS)
+            longest <= max(1.5 * shortest, _SHORT)
             and (len(batches[-1]) + 1) * num_queries * longest <= MAX_SCORES
         ):
             batches.append([])
@@ -178,13 +193,13 @@ class PagedDecodeLayout:
         """
         self.cache = cache
         self._num_rows = len(positions_S)
-        last_S = positions_S // PAGE_TOKENS
+        last_S = positions_S // cache.page_tokens
         self._page_S = self._tensor(tables_SW[np.arange(self._num_rows), last_S])
-        self._offset_S = self._tensor(positions_S % PAGE_TOKENS)
+        self._offset_S = self._tensor(positions_S % cache.page_tokens)
         held_SW = np.arange(last_S.max() + 1) <= last_S[:, None]
         rows_R, ordinals_R = held_SW.nonzero()
         pages_R = tables_SW[:, : held_SW.shape[1]][held_SW]
-        ends_R = positions_S[rows_R] + 1 - ordinals_R * PAGE_TOKENS
+        ends_R = positions_S[rows_R] + 1 - ordinals_R * cache.page_tokens
         if as_it_lies:
             self._parts, place_R = _where_they_lie(pages_R, rows_R, ends_R)
         else:
@@ -285,14 +300,14 @@ class _ReadPart:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     def scores(self, query_SKGD: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:
-        """Return float32 scores `[P, K, M * G, page]`, those of hidden keys -inf."""
+        """Return float32 scores `[P, K, M * G, page_tokens]`, those of hidden keys -inf."""
         scores = (self._by_page(query_SKGD) @ self._read(keys).transpose(2, 3)).float()
         scale = rule.scale
         if rule.softcap is not None:
             scores, scale = torch.tanh(scores * (scale / rule.softcap)), rule.softcap
-        num_pages, num_groups, _, _ = scores.shape
-        by_member = scores.view(num_pages, num_groups, self._num_members, -1, PAGE_TOKENS)
-        return torch.add(self._hide(rule.window), by_member, alpha=scale).flatten(2, 3)
+        num_pages, num_groups, _, page_tokens = scores.shape
+        by_member = scores.view(num_pages, num_groups, self._num_members, -1, page_tokens)
+        return torch.add(self._hide(rule.window, page_tokens), by_member, alpha=scale).flatten(2, 3)
 
     def largest(self, scores: Tensor) -> Tensor:
         """Return the largest score of each place `[R, H]`."""
@@ -326,10 +341,10 @@ class _ReadPart:
         by_member = found.view(num_pages, num_groups, self._num_members, -1, size)
         return by_member.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    def _hide(self, window: int | None) -> Tensor:
-        """Return `[P, 1, M, 1, page]`: 0 where a row sees a page's token, else -inf."""
+    def _hide(self, window: int | None, page_tokens: int) -> Tensor:
+        """Return `[P, 1, M, 1, page_tokens]`: 0 where a row sees a page's token, else -inf."""
         if window not in self._hidden:
-            steps, ends_PM1 = np.arange(PAGE_TOKENS), self._ends_PM[:, :, None]
+            steps, ends_PM1 = np.arange(page_tokens), self._ends_PM[:, :, None]
             hidden = steps >= ends_PM1
             if window is not None:
                 hidden |= steps < ends_PM1 - window

@@ -116,12 +116,12 @@ def logits_at(
     return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
-def paged_cache(policy: Any, *, num_pages: int) -> PagedCache:
+def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
     """Allocate pages for keys and values of a policy, at its type and on its device."""
     one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
     like = KeyValues()
     _logits(policy, one_11, one_11, like, 1)
-    return PagedCache(like, num_pages=num_pages, device=policy.device)
+    return PagedCache(like, num_pages=num_pages, page_tokens=page_tokens, device=policy.device)
 
 
 def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:

@@ -46,6 +46,7 @@ TOLERANCE = 1e-3
 
 _PREFIX_LENGTHS = (2, 9, 4)
 _NUM_DECODED = 12
+_PAGE_TOKENS = 32
 _WINDOW = 5
 _VOCABULARY = 64
 _MLP_WIDTH = 64
@@ -180,7 +181,7 @@ def _packed(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
 
 def _decoded(policy: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     """Return logits of each sequence's last tokens, decoded after a joint prefill."""
-    cache = paged_cache(policy, num_pages=len(sequences))
+    cache = paged_cache(policy, num_pages=len(sequences), page_tokens=_PAGE_TOKENS)
     num_layers = policy.config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ModelError(

@@ -38,10 +38,13 @@ def check_exact(request: GroupRequest, completions: list[Completion]) -> None:
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("max_model_len", [128, 300])
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 70])
-def test_members_share_prompts_of_any_length(num_tokens: int) -> None:
+def test_members_share_prompts_of_any_length(num_tokens: int, max_model_len: int) -> None:
+    """Of more pages than one, where pages are small and where they are large."""
     request = request_with_prompt("r", num_tokens, seeds=5, length=40)
-    check_exact(request, run_all(engine_of(max_num_seqs=3), request)["r"])
+    engine = engine_of(max_num_seqs=3, max_model_len=max_model_len)
+    check_exact(request, run_all(engine, request)["r"])
 
 
 def test_long_prompts_in_chunks_equal_whole_ones_and_delay_nobody() -> None:

@@ -31,7 +31,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.models.paged_attention import Chunk, Pages, page_tokens_for
+from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
 from areal_flow.models.policy import assign_tensors, decode, empty_policy, paged_cache, prefill
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.channel import WeightsReader
@@ -135,7 +135,10 @@ class TorchEngine:
 
     def _place_new(self, slot: int, request: GroupRequest) -> bool:
         if request.request_id not in self._prompts:
-            prompt = self._pages.open_prompt(len(request.prompt_tokens))
+            num_tokens = len(request.prompt_tokens)
+            prompt = self._pages.open_prompt(num_tokens)
+            if prompt is None and self._close_idle_prompts():
+                prompt = self._pages.open_prompt(num_tokens)
             if prompt is None:
                 return False
             self._prompts[request.request_id] = prompt

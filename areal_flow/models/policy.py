@@ -32,13 +32,8 @@ from areal_flow.models.huggingface import (
     AutoModelForCausalLM,
     without_progress_bars,
 )
-from areal_flow.models.paged_attention import (
-    Chunk,
-    ChunkLayout,
-    PagedCache,
-    PagedDecodeLayout,
-    Pages,
-)
+from areal_flow.models.paged_decode import PagedDecodeLayout
+from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

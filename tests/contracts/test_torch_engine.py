@@ -86,8 +86,9 @@ def test_one_sequence_of_the_longest_context_fits_the_smallest_memory() -> None:
     check_exact(request, run_all(engine, request, request_of("other", length=50))["r"])
 
 
-@pytest.mark.parametrize("kv_cache_tokens", [0, 300])
-@pytest.mark.parametrize("interruption", ["interrupt", "drain"])
+@pytest.mark.parametrize(
+    ("kv_cache_tokens", "interruption"), [(0, "interrupt"), (300, "interrupt"), (300, "drain")]
+)
 def test_crowd_that_joins_leaves_and_is_interrupted_at_random(
     kv_cache_tokens: int, interruption: str
 ) -> None:
@@ -122,5 +123,5 @@ def test_crowd_that_joins_leaves_and_is_interrupted_at_random(
     assert found.keys() | cancelled == {request.request_id for request in requests}
     assert version == engine.version == 3
     assert engine._pages.num_free == num_free
-    for request in rng.sample(requests, 40):
+    for request in rng.sample(requests, 20):
         check_exact(request, found.get(request.request_id, []))

@@ -1,18 +1,15 @@
-"""Keys and values in pages of a fixed memory, and attention over each sequence's own pages.
+"""Decoding: one new token a row, against the row's own pages.
 
-A sequence's pages lie anywhere, and sequences may share some. Scores are computed page by page,
-where the pages lie: a sequence costs what its own length costs, and only new tokens are copied.
+Scores are computed page by page, where the pages lie: a row costs what its own length costs, and
+pages that several rows share are read once for all of them.
 
-The module refuses to know which sequence holds which page; see `areal_flow.generation.pages`.
-
-Letters: N chunks, T packed tokens, Q padded chunk length, L padded length, P pages, S rows that
-decode, M rows that share a page, R pairs of a row with one of its pages, W pages of the longest
-sequence, H heads, K key-value heads, G heads to each of those, D head dimension.
+Letters: P pages, S rows that decode, M rows that share a page, R pairs of a row with one of its
+pages, W pages of the longest row, H heads, K key-value heads, G heads to each of those, D head
+dimension, C columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,154 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
-
-
-def page_tokens_for(max_model_len: int) -> int:
-    """Return how many tokens a page has, for sequences of up to so many.
-
-    Larger pages waste more of each sequence's last one; smaller ones are slower to multiply.
-    Measured on one core, 16 to 64 dimensions a head: 32 is quicker for contexts of a page or two.
-    """
-    return 32 if max_model_len <= 256 else 64
-
-
-MAX_SCORES = 1 << 22
-"""Scores of one head that a padded batch of chunks may have, so that its mask stays small."""
-
-_SHORT = 32
-"""Chunks of up to so many tokens are always padded to each other."""
+from areal_flow.models.attention import AttentionRule
+from areal_flow.models.paged_prefill import PagedCache, Pages
 
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""
-
-Pages = NDArray[np.int64]
-
-
-class PagedCache:
-    """Keys and values of `P` pages, allocated once: `[P, K, page_tokens, D]` by layer."""
-
-    def __init__(
-        self, like: KeyValues, *, num_pages: int, page_tokens: int, device: torch.device
-    ) -> None:
-        """Allocate for the layers, heads and types of any pass of the same policy."""
-        self.page_tokens = page_tokens
-        self.layers = {
-            layer: [t.new_zeros((num_pages, t.shape[1], page_tokens, t.shape[3])) for t in pair]
-            for layer, pair in like.items()
-        }
-        self.device = device
-
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Give each target page what its source has."""
-        for pair in self.layers.values():
-            for pages in pair:
-                pages[targets] = pages[sources]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one sequence that follow what its pages have already."""
-
-    tokens: NDArray[np.int64]
-    start: int
-    """Tokens before them."""
-    pages: Pages
-    """Of the sequence, in its order, with room for these tokens."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-class ChunkLayout:
-    """Chunks packed into one row `[1, T]`, each against its own sequence's pages.
-
-    All new keys and values are written before any are read, so that a chunk sees what another one
-    of the same pass writes to a page that both hold.
-    """
-
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
-        self.cache = cache
-        positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-        paged = [
-            chunk.pages[at // cache.page_tokens]
-            for chunk, at in zip(chunks, positions, strict=True)
-        ]
-        position_T = np.concatenate(positions)
-        self.position_ids = self._tensor(position_T)[None, :]
-        self._page_T = self._tensor(np.concatenate(paged))
-        self._offset_T = self._tensor(position_T % cache.page_tokens)
-        ends = np.cumsum([len(at) for at in positions])
-        self.last_N = self._tensor(ends - 1)
-        starts = ends - [len(at) for at in positions]
-        self._batches = [
-            self._batch([chunks[i] for i in batch], starts[batch]) for batch in _batches(chunks)
-        ]
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.cache.device)
-
-    def _batch(self, chunks: list[Chunk], starts_N: NDArray[np.int64]) -> _ChunkBatch:
-        lengths_N1 = np.array([[len(chunk.tokens)] for chunk in chunks])
-        steps_Q = np.arange(lengths_N1.max())
-        page_tokens = self.cache.page_tokens
-        width = -(-max(chunk.end for chunk in chunks) // page_tokens)
-        pages_NW = np.zeros((len(chunks), width), np.int64)
-        for row_W, chunk in zip(pages_NW, chunks, strict=True):
-            held = -(-chunk.end // page_tokens)
-            row_W[:held] = chunk.pages[:held]
-        gather_NQ = starts_N[:, None] + np.minimum(steps_Q, lengths_N1 - 1)
-        positions_NQ = np.array([[chunk.start] for chunk in chunks]) + steps_Q
-        real_NQ = steps_Q < lengths_N1
-        real = real_NQ.flatten().nonzero()[0]
-        return _ChunkBatch(*map(self._tensor, (pages_NW, gather_NQ, positions_NQ, real)))
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
-    ) -> Tensor:
-        for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
-            cached[self._page_T, :, self._offset_T] = new[0].transpose(0, 1)
-        packed_THD = query[0].transpose(0, 1)
-        attended_THD = value.new_empty((*packed_THD.shape[:2], value.shape[-1]))
-        for batch in self._batches:
-            keys, values = (batch.unpaged(pages) for pages in self.cache.layers[layer])
-            queries = packed_THD[batch.gather_NQ].transpose(1, 2)
-            found = attend_where_visible(queries, keys, values, batch.positions_NQ, rule)
-            rows = batch.gather_NQ.flatten()[batch.real]
-            attended_THD[rows] = found.transpose(1, 2).flatten(0, 1)[batch.real]
-        return attended_THD[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkBatch:
-    """Chunks of similar length: where their pages, their tokens and their real tokens are."""
-
-    pages_NW: Tensor
-    gather_NQ: Tensor
-    positions_NQ: Tensor
-    real: Tensor
-
-    def unpaged(self, pages: Tensor) -> Tensor:
-        """Return `[N, K, L, D]` of the chunks' sequences."""
-        return pages[self.pages_NW].transpose(1, 2).flatten(2, 3)
-
-
-def _batches(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Return indices of chunks that are padded to each other: at most half as long again."""
-    by_length = sorted(range(len(chunks)), key=lambda i: (chunks[i].end, len(chunks[i].tokens)))
-    batches: list[list[int]] = []
-    shortest = longest = num_queries = 0
-    for i in by_length:
-        longest, num_queries = chunks[i].end, max(num_queries, len(chunks[i].tokens))
-        if not batches or not (
-            longest <= max(1.5 * shortest, _SHORT)
-            and (len(batches[-1]) + 1) * num_queries * longest <= MAX_SCORES
-        ):
-            batches.append([])
-            shortest, num_queries = longest, len(chunks[i].tokens)
-        batches[-1].append(i)
-    return batches
 
 
 class PagedDecodeLayout:

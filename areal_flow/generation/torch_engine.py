@@ -286,11 +286,14 @@ class TorchEngine:
         self._close_idle_prompts()
         for prompt in self._prompts.values():
             prompt.num_computed = 0
+        running = self._scheduler.running
         if self.settings.interruption == "interrupt":
-            started = [slot for slot, m in self._scheduler.running.items() if m.tokens]
+            started = [slot for slot, member in running.items() if member.tokens]
             self._pages.forget_computed(started)
             self._lacking |= dict.fromkeys(started)
-            self._oldest_versions = [self.version] * self.settings.max_num_seqs
+        for slot, member in running.items():
+            if self.settings.interruption == "interrupt" or not member.tokens:
+                self._oldest_versions[slot] = self.version
 
 
 async def start_torch_engine(

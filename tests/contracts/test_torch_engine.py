@@ -64,6 +64,21 @@ def test_long_prompts_in_chunks_equal_whole_ones_and_delay_nobody() -> None:
     assert [plain(c.tokens) for c in found["long"]] == [plain(c.tokens) for c in whole]
 
 
+@pytest.mark.parametrize(("interruption", "version"), [("interrupt", 1), ("keep", 1), ("drain", 0)])
+def test_switch_in_the_middle_of_a_prompt_computes_it_anew_unless_drained(
+    interruption: str, version: int
+) -> None:
+    request = request_with_prompt("r", 100, seeds=2, length=10)
+    engine = engine_of(interruption=interruption)
+    engine.prefill_tokens_a_step = 40
+    engine.add(request)
+    engine.step()
+    engine.load_weights(torch_subject().weights(1), version=1)
+    completions = run_all(engine)["r"]
+    assert {v for completion in completions for v in versions_of(completion)} == {version}
+    check_exact(request, completions)
+
+
 @pytest.mark.parametrize("interruption", ["interrupt", "keep", "drain"])
 def test_sequences_that_give_up_their_pages_lose_no_token(interruption: str) -> None:
     requests = [request_with_prompt(f"{i}", 10 + 9 * i, seeds=4, length=60) for i in range(4)]

@@ -15,64 +15,26 @@ import json
 import platform
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.scheduler import SampledSequence
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.policy import assign_tensors, policy_from_config, policy_tensors
-from areal_flow.types import GroupRequest, Sampling
-
-PROMPT_TOKENS = 32
-GROUP_SIZE = 8
-MEDIAN_TOKENS = 120
-
-
-@dataclass(frozen=True)
-class Load:
-    """Prompts and the length of each completion."""
-
-    prompts: np.ndarray
-    lengths: np.ndarray
-    """`[groups, GROUP_SIZE]`."""
-
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.max())
-
-
-def config_of(hidden: int, layers: int, vocabulary: int) -> Qwen2Config:
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(2, hidden // 64),
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-
-
-MODELS = {"0.6M": config_of(128, 2, 1024), "11M": config_of(384, 5, 4096)}
-
-
-def random_load(num_groups: int, cut: int, vocabulary: int) -> Load:
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), 1.0, (num_groups, GROUP_SIZE))
-    return Load(
-        rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)),
-        np.clip(lengths, 8, cut).astype(np.int64),
-    )
+from benchmarks.tailed_load import (
+    GROUP_SIZE,
+    MODELS,
+    PROMPT_TOKENS,
+    Load,
+    end_at_given_lengths,
+    random_load,
+)
 
 
 def by_engine(policy: Any, load: Load, max_num_seqs: int) -> Callable[[], None]:
@@ -81,20 +43,12 @@ def by_engine(policy: Any, load: Load, max_num_seqs: int) -> Callable[[], None]:
         max_new_tokens=load.longest,
         max_model_len=PROMPT_TOKENS + load.longest,
     )
-    # The lengths are given, so that every way has the same work: a member ends at its own.
-    limit = {f"{group}": lengths for group, lengths in enumerate(load.lengths.tolist())}
-
-    def finish_reason(sequence: SampledSequence) -> str | None:
-        ended = len(sequence.tokens) >= limit[sequence.request.request_id][sequence.index]
-        return "length" if ended else None
-
-    SampledSequence.finish_reason = property(finish_reason)  # type: ignore[assignment]
+    end_at_given_lengths(load)
 
     def run() -> None:
         engine = TorchEngine(policy, settings, version=0)
-        for group, prompt in enumerate(load.prompts):
-            seeds = tuple(range(group * GROUP_SIZE, (group + 1) * GROUP_SIZE))
-            engine.add(GroupRequest(f"{group}", prompt, seeds, Sampling(load.longest)))
+        for group in range(len(load.prompts)):
+            engine.add(load.request(group))
         num_tokens = 0
         while engine.has_work():
             num_tokens += sum(len(c.tokens) for _, group in engine.step() for c in group)

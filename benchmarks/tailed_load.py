@@ -1,0 +1,68 @@
+"""Groups of completions whose lengths are given, and have a heavy tail; models to sample them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import Qwen2Config
+
+from areal_flow.generation.scheduler import SampledSequence
+from areal_flow.types import GroupRequest, Sampling
+
+PROMPT_TOKENS = 32
+GROUP_SIZE = 8
+MEDIAN_TOKENS = 120
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts and the length of each completion."""
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+    """`[groups, GROUP_SIZE]`."""
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    def request(self, group: int) -> GroupRequest:
+        seeds = tuple(range(group * GROUP_SIZE, (group + 1) * GROUP_SIZE))
+        return GroupRequest(f"{group}", self.prompts[group], seeds, Sampling(self.longest))
+
+
+def config_of(hidden: int, layers: int, vocabulary: int) -> Qwen2Config:
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+
+
+MODELS = {"0.6M": config_of(128, 2, 1024), "11M": config_of(384, 5, 4096)}
+
+
+def random_load(num_groups: int, cut: int, vocabulary: int) -> Load:
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), 1.0, (num_groups, GROUP_SIZE))
+    return Load(
+        rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)),
+        np.clip(lengths, 8, cut).astype(np.int64),
+    )
+
+
+def end_at_given_lengths(load: Load) -> None:
+    """End each member of this process's groups at its own length, so that all ways work alike."""
+    limit = {f"{group}": lengths for group, lengths in enumerate(load.lengths.tolist())}
+
+    def finish_reason(sequence: SampledSequence) -> str | None:
+        ended = len(sequence.tokens) >= limit[sequence.request.request_id][sequence.index]
+        return "length" if ended else None
+
+    SampledSequence.finish_reason = property(finish_reason)  # type: ignore[assignment]

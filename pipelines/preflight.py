@@ -50,8 +50,6 @@ def check_devices(recipe: Recipe) -> None:
         ConfigError: naming the setting, what was found, and what would work.
     """
     require_engine(recipe.generation.engine)
-    if not recipe.cluster.remote.hosts:
-        require_installed(recipe.generation)
     sections: dict[str, TrainerSettings | GenerationSettings] = {
         "trainer": recipe.trainer,
         "generation": recipe.generation,
@@ -79,6 +77,8 @@ def check_devices(recipe: Recipe) -> None:
                     "compute in it; set it to 'float32'"
                 )
     check_cluster(recipe)
+    if not recipe.cluster.remote.hosts:
+        require_installed(recipe.generation)
 
 
 def _cuda_found() -> dict[str, Any]:

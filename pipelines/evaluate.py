@@ -20,6 +20,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ModelError
 from areal_flow.evaluation import answer_held_out
+from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
@@ -72,6 +73,7 @@ def evaluate_model(
         given["prompts"] = {"source": "file", "path": str(prompts.resolve())}
     recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
     check_devices(recipe)
+    require_served(recipe.generation, directory)
     with tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-") as scratch:
         layout = RunLayout(Path(scratch).resolve())
         layout.config.write_text(dump_recipe(recipe))

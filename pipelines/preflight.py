@@ -1,4 +1,4 @@
-"""Looks for mistakes before anything of a run starts: its verifiers and its devices.
+"""Looks for mistakes before anything of a run starts: its verifiers, its engine and its devices.
 
 What a mistake costs when a cluster finds it is a minute and a page of messages of workers.
 """
@@ -19,6 +19,7 @@ from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import require_engine, require_installed
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
@@ -41,13 +42,14 @@ print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bf
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Refuse devices, more GPUs and a type of numbers that this machine does not have.
+    """Refuse an engine, devices, more GPUs and a type of numbers that this machine does not have.
 
     Other machines are asked nothing.
 
     Raises:
         ConfigError: naming the setting, what was found, and what would work.
     """
+    require_engine(recipe.generation.engine)
     sections: dict[str, TrainerSettings | GenerationSettings] = {
         "trainer": recipe.trainer,
         "generation": recipe.generation,
@@ -75,6 +77,8 @@ def check_devices(recipe: Recipe) -> None:
                     "compute in it; set it to 'float32'"
                 )
     check_cluster(recipe)
+    if not recipe.cluster.remote.hosts:
+        require_installed(recipe.generation)
 
 
 def _cuda_found() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import RunError
 from areal_flow.evaluation import Answer, answer_held_out
-from areal_flow.generation.registry import require_engine
+from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.pass_rates import tabulate
@@ -78,8 +78,8 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     """
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
-    require_engine(recipe.generation.engine)
     prepare_model(recipe, layout)
+    require_served(recipe.generation, layout.model)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
     prepare_sft(layout, recipe)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,6 +23,8 @@ from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.policies import small_policy
 
 VOCABULARY = 13
+VLLM_LENGTH = 64
+"""The longest sequence of vLLM's engine under test, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,22 @@ class Subject:
 
 
 def torch_subject() -> Subject:
-    policies = {version: small_policy(seed=version, vocab_size=VOCABULARY) for version in range(4)}
-
     def make(*, max_num_seqs: int = 8, version: int = 0, **settings: Any) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
         settings = {"max_model_len": 64, "max_new_tokens": 1, **settings}
         return TorchEngine(
             policy, GenerationSettings(max_num_seqs=max_num_seqs, **settings), version=version
         )
+
+    return subject_of_policies(make)
+
+
+def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) -> Subject:
+    """Return a subject with the small policies' weights, and their own forward as reference."""
+    policies = {
+        version: small_policy(seed=version, vocab_size=VOCABULARY, tied=tied)
+        for version in range(4)
+    }
 
     @torch.no_grad()
     def reference(
@@ -54,6 +68,44 @@ def torch_subject() -> Subject:
         return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
     return Subject(make, lambda version: policy_tensors(policies[version]), reference)
+
+
+def vllm_subject(*, tied: bool = False) -> Subject:
+    """All engines that it makes share one of vLLM's, which takes seconds to start."""
+    from areal_flow.generation import vllm_engine
+
+    llm, served = shared_llm(tied=tied)
+
+    def make(
+        *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
+    ) -> EngineCore:
+        llm.abort_request(list(llm.output_processor.request_states), internal=True)
+        settings = GenerationSettings(
+            max_num_seqs=max_num_seqs,
+            max_model_len=VLLM_LENGTH,
+            max_new_tokens=1,
+            interruption=interruption,
+        )
+        weights = subject.weights(version)
+        return vllm_engine.VLLMEngine(llm, served, settings, weights, version=version)
+
+    subject = subject_of_policies(make, tied=tied)
+    return subject
+
+
+@cache
+def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
+    """Return vLLM's engine of the small policy, and what it is served with; one a process."""
+    from areal_flow.generation import vllm_engine
+    from areal_flow.generation.vllm_weights import ServedTensors
+
+    settings = GenerationSettings(max_num_seqs=512, max_model_len=VLLM_LENGTH, max_new_tokens=1)
+    with TemporaryDirectory() as directory:
+        config = small_policy(vocab_size=VOCABULARY, tied=tied).config
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(directory)
+        model = Path(directory)
+        return vllm_engine.make_llm(model, settings), ServedTensors(model)
 
 
 def bigram_subject() -> Subject:
@@ -80,6 +132,11 @@ def bigram_subject() -> Subject:
         return [float(logprobs[b, t]) for b, t in zip(before, tokens, strict=True)]
 
     return Subject(make, lambda version: {"logits": tables[version]}, reference)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"torch": torch_subject, "bigram": bigram_subject}
+if find_spec("vllm"):  # in the environment of `nox -s tests_vllm` alone
+    SUBJECTS["vllm"] = vllm_subject
 
 
 def _seeded(seed: int) -> torch.Generator:

@@ -18,7 +18,7 @@ from areal_flow.cluster.reward_tasks import call_tool, on_reward_worker, score_c
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import ArealFlowError
 from areal_flow.generation.protocol import Engine
-from areal_flow.generation.registry import engine_factory
+from areal_flow.generation.registry import choose_engine, engine_factory
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.prompts.rendering import required_chat_template
 from areal_flow.store.codec import rollout_table
@@ -80,7 +80,7 @@ class GeneratorRole:
             if self._engine is None or self._engine.broken:
                 self.close()
                 generation = self._context.recipe.generation
-                start = await asyncio.to_thread(engine_factory, generation.engine)
+                start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
                 self._engine = await start(self._context.layout.model, generation, self._reader)
                 version = max(version, self._reader.newest())
             if self._engine.version < version:
@@ -163,7 +163,7 @@ async def import_engine(dask_worker: Worker) -> None:
     was more than a minute on a machine with four busy processes a core.
     """
     recipe = worker_context(dask_worker).recipe
-    await asyncio.to_thread(engine_factory, recipe.generation.engine)
+    await asyncio.to_thread(engine_factory, choose_engine(recipe.generation).name)
 
 
 async def prepare_generator(dask_worker: Worker) -> None:

@@ -27,7 +27,8 @@ class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
     engine: str = "torch"
-    """Which engine samples: a name of `areal_flow.generation.registry.ENGINES`."""
+    """Which engine samples: `torch`, `vllm`, or `auto`, which is vLLM on a GPU where it is
+    installed, and else torch."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits before sampling."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -6,13 +6,41 @@ of an engine is imported before it is asked for.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 from areal_flow.errors import ConfigError
-from areal_flow.generation.protocol import EngineFactory
+from areal_flow.generation.protocol import EngineFactory, GenerationSettings
+from areal_flow.generation.vllm_support import (
+    installed_vllm,
+    require_vllm,
+    require_vllm_serves,
+)
 from areal_flow.import_path import import_function
 
 ENGINES: dict[str, str] = {
     "torch": "areal_flow.generation.torch_engine:start_torch_engine",
+    "vllm": "areal_flow.generation.vllm_engine:start_vllm_engine",
 }
+AUTO = "auto"
+
+
+class EngineChoice(NamedTuple):
+    """The name of the engine that is used, and why it is that one."""
+
+    name: str
+    reason: str
+
+
+def choose_engine(settings: GenerationSettings) -> EngineChoice:
+    """Return which engine a recipe gets on this machine, without importing any."""
+    if settings.engine != AUTO:
+        return EngineChoice(settings.engine, f"generation.engine = {settings.engine!r}")
+    if settings.device != "cuda":
+        return EngineChoice("torch", "'auto' takes vLLM with generation.device = 'cuda' only")
+    if not installed_vllm("cuda"):
+        return EngineChoice("torch", "vLLM is not installed: pip install 'areal-flow[vllm]'")
+    return EngineChoice("vllm", "it is installed, and generation.device = 'cuda'")
 
 
 def require_engine(name: str) -> None:
@@ -21,12 +49,33 @@ def require_engine(name: str) -> None:
     Raises:
         ConfigError: listing the names.
     """
-    if name not in ENGINES:
-        raise ConfigError(f"generation.engine = {name!r}: expected one of {', '.join(ENGINES)}")
+    if name not in (AUTO, *ENGINES):
+        names = ", ".join([AUTO, *ENGINES])
+        raise ConfigError(f"generation.engine = {name!r}: expected one of {names}")
+
+
+def require_installed(settings: GenerationSettings) -> None:
+    """Refuse an engine that lacks what it needs on this machine, without importing any.
+
+    Raises:
+        ConfigError: saying what to install.
+    """
+    if choose_engine(settings).name == "vllm":
+        require_vllm(settings.device)
+
+
+def require_served(settings: GenerationSettings, model: Path) -> None:
+    """Refuse a model directory that the engine cannot serve, by its configuration alone.
+
+    Raises:
+        ConfigError: saying what the engine expects of it.
+    """
+    if choose_engine(settings).name == "vllm":
+        require_vllm_serves(model, device=settings.device)
 
 
 def engine_factory(name: str) -> EngineFactory:
-    """Import and return the factory of the engine that a recipe names.
+    """Import and return the factory of the engine of this name.
 
     Raises:
         ConfigError: there is no such engine, or what it needs is not installed.

@@ -15,6 +15,9 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from areal_flow.config import load_recipe
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import AUTO, choose_engine
+from areal_flow.generation.vllm_support import BUILDS, installed_vllm
 from pipelines.cli.settings import Given
 from pipelines.cli.tables import Report, Table
 
@@ -96,11 +99,9 @@ def _subjects(runs: Path) -> Iterator[Subject]:
         release = _version(name)
         advice = "installed" if release else "install the project with its constraints"
         yield name, release or "missing", bool(release), advice
-    yield _gpus()
-    vllm = _version("vllm")
-    means = "installed; this version generates with torch"
-    means = means if vllm else "not needed: generators use the torch engine"
-    yield "vllm", vllm or "missing", None, means
+    gpus = _gpus()
+    yield gpus
+    yield from _engines("cuda" if gpus[2] else "cpu")
     means = "not needed: verifiers here compare answers, they run no model-written code"
     yield "isolation", shutil.which("bwrap") or "none", None, means
 
@@ -119,6 +120,14 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _engines(device: str) -> Iterator[Subject]:
+    builds = {build: found for device, build in BUILDS.items() if (found := installed_vllm(device))}
+    means = "installed" if builds else "not needed: the torch engine needs nothing more"
+    yield "vllm", ", ".join(map(" ".join, builds.items())) or "missing", None, means
+    name, reason = choose_engine(GenerationSettings(engine=AUTO, device=device))
+    yield "engine", name, None, f"what generation.engine = 'auto' uses: {reason}"
 
 
 def _gpus() -> Subject:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines import (
-    Subject,
-    bigram_subject,
-    torch_subject,
-)
+from tests.engines import SUBJECTS, Subject
 
 
-@pytest.fixture(scope="module", params=[torch_subject, bigram_subject], ids=["torch", "bigram"])
+@pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    return request.param()  # type: ignore[no-any-return]
+    return SUBJECTS[request.param]()

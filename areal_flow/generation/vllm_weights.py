@@ -1,0 +1,115 @@
+"""The policy's weights as vLLM takes them, and whether it then computes what the policy computes.
+
+vLLM fails silently here: a tensor that is missing is a warning, a head that is tied to the
+embedding keeps its old values, and on the CPU so do experts. So names and shapes are compared
+before any tensor is loaded, and log-probabilities after the first time.
+
+It imports no vLLM: `WeightsExtension` is handed a model by the worker that it becomes a part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_flow.errors import ModelError, WeightsError
+from areal_flow.generation.protocol import EngineCore, GenerationSettings
+from areal_flow.models.attention import PackedLayout
+from areal_flow.models.huggingface import revert_weight_conversion
+from areal_flow.models.policy import assign_tensors, empty_policy, logits_at
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""The largest mean difference of log-probabilities that is rounding; a wrong tensor makes more."""
+NUM_CHECKED = 16
+
+
+class WeightsExtension:
+    """Added by vLLM to its worker: takes weights that are in memory already."""
+
+    model_runner: Any
+
+    def serve_tensors(self, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        """Repack a checkpoint's tensors into the model. After an error the model is half new.
+
+        Args:
+            tensors: by their names in a checkpoint.
+            tied: further names, each with the one that it shares a tensor with. On the CPU vLLM has
+                a packed copy of a tied head, which it would not change with the embedding.
+        """
+        parameters = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False))
+        copies = {name: tensors[source] for name, source in tied.items() if name in parameters}
+        self.model_runner.reload_weights(weights_iterator=iter({**tensors, **copies}.items()))
+
+
+class ServedTensors:
+    """What the policy's weights must be, and what they are called in a checkpoint."""
+
+    def __init__(self, model: Path) -> None:
+        with torch.device("meta"):
+            self._policy = empty_policy(model, device="meta")
+        self.tied: dict[str, str] = dict(self._policy.all_tied_weights_keys)
+        """Names that are not stored, each with the one that it shares a tensor with."""
+        self._shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in self._policy.state_dict().items()
+            if name not in self.tied
+        }
+
+    def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the policy's weights by their names in a checkpoint, which are vLLM's.
+
+        Raises:
+            WeightsError: names or shapes are not this policy's.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if odd := sorted(name for name, _ in found.items() ^ self._shapes.items()):
+            raise WeightsError(
+                f"expected the model's {len(self._shapes)} tensors, found {len(found)}; not in "
+                f"both, or of another shape: {', '.join(dict.fromkeys(odd[:8]))}"
+            )
+        return dict(revert_weight_conversion(self._policy, dict(tensors)))
+
+
+def check_logprobs(
+    core: EngineCore, model: Path, tensors: Mapping[str, Tensor], settings: GenerationSettings
+) -> None:
+    """Refuse a model that an engine computes otherwise than the trainer does, from equal weights.
+
+    Args:
+        core: an engine that has nothing to do and serves `tensors`.
+
+    Raises:
+        ModelError: saying by how much log-probabilities differ.
+    """
+    policy = empty_policy(model, dtype=settings.dtype)
+    assign_tensors(policy, tensors)
+    num_new = min(NUM_CHECKED, settings.max_model_len - 1)
+    prompt = as_tokens([policy.config.vocab_size // 2])
+    core.add(GroupRequest("check", prompt, (0, 1), Sampling(num_new)))
+    completions: list[Completion] = []
+    while core.has_work():
+        completions += [each for _, group in core.step() for each in group]
+    difference = float(np.mean([_difference(policy, prompt, each) for each in completions]))
+    if not difference <= TOLERANCES[settings.dtype]:
+        raise ModelError(
+            f"vLLM does not compute {model} as its own forward does: log-probabilities differ by "
+            f"{difference:.2g} in the mean, expected at most {TOLERANCES[settings.dtype]:g}: set "
+            "generation.engine to 'torch'"
+        )
+
+
+@torch.no_grad()
+def _difference(policy: Any, prompt: Any, completion: Completion) -> float:
+    """Return the mean difference of a completion's log-probabilities from a policy's."""
+    ids_T = torch.from_numpy(np.concatenate((prompt, completion.tokens)).astype(np.int64))
+    before_T = torch.arange(len(prompt) - 1, len(ids_T) - 1)
+    logits_TV = logits_at(policy, ids_T[None], PackedLayout([len(ids_T)]), before_T)
+    logprobs_TV = logits_TV.float().log_softmax(dim=1)
+    expected_T = logprobs_TV.gather(1, ids_T[len(prompt) :, None])[:, 0]
+    return float((expected_T - torch.from_numpy(completion.logprobs)).abs().mean())

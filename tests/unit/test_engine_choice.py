@@ -1,0 +1,91 @@
+"""Which engine a recipe gets, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from areal_flow.errors import ConfigError
+from areal_flow.generation import registry, vllm_support
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import choose_engine, require_installed, require_served
+from areal_flow.generation.vllm_support import BUILDS, VERSION
+
+ROOT = Path(__file__).parents[2]
+
+
+def choose(engine: str, device: str = "cpu") -> str:
+    return choose_engine(GenerationSettings(engine=engine, device=device)).name
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Devices whose build of vLLM is installed: none, until one is added."""
+    devices: set[str] = set()
+
+    def found(device: str) -> str | None:
+        return VERSION if device in devices else None
+
+    monkeypatch.setattr(vllm_support, "installed_vllm", found)
+    monkeypatch.setattr(registry, "installed_vllm", found)
+    return devices
+
+
+def test_auto_takes_vllm_on_a_gpu_where_its_build_is_installed(installed: set[str]) -> None:
+    assert choose("auto", "cuda") == "torch"
+    installed.add("cpu")
+    assert choose("auto", "cuda") == "torch"
+    installed.add("cuda")
+    assert choose("auto", "cuda") == "vllm"
+
+
+def test_auto_takes_torch_on_the_cpu_and_says_why(installed: set[str]) -> None:
+    installed.update(BUILDS)
+    name, reason = choose_engine(GenerationSettings(engine="auto", device="cpu"))
+    assert name == "torch"
+    assert "generation.device = 'cuda'" in reason
+
+
+def test_engine_that_is_named_is_taken(installed: set[str]) -> None:
+    installed.update(BUILDS)
+    assert choose("torch", "cuda") == "torch"
+    assert choose("vllm", "cpu") == "vllm"
+
+
+@pytest.mark.parametrize(("device", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_vllm_without_the_build_for_its_device_is_refused(
+    installed: set[str], device: str, other: str
+) -> None:
+    settings = GenerationSettings(engine="vllm", device=device)
+    installed.add(other)
+    with pytest.raises(ConfigError, match=rf"the package {BUILDS[device]}, which is not installed"):
+        require_installed(settings)
+    installed.add(device)
+    require_installed(settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"head_dim": 16}, "one of 32, 64, .*, found 16 in"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "one of 32, 64, .*, found 16 in"),
+        ({"head_dim": 64, "num_experts": 4}, "a mixture of experts, found one in"),
+    ],
+)
+def test_model_that_vllm_cannot_serve_on_the_cpu_is_refused_for_it_alone(
+    tmp_path: Path, config: dict[str, int], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=said):
+        require_served(GenerationSettings(engine="vllm"), tmp_path)
+    require_served(GenerationSettings(engine="torch"), tmp_path)
+    require_served(GenerationSettings(engine="vllm", device="cuda"), tmp_path)
+
+
+def test_one_version_of_vllm_is_named_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["vllm"] == [f"{BUILDS['cuda']}=={VERSION}"]
+    assert f'"{BUILDS["cpu"]}=={VERSION}"' in (ROOT / "noxfile.py").read_text()

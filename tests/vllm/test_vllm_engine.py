@@ -1,0 +1,237 @@
+"""What only vLLM's engine has: caches that may be stale, tied weights, updates that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import engine_factory
+from areal_flow.generation.vllm_support import CPU_HEAD_SIZES, installed_vllm
+from areal_flow.generation.vllm_weights import WeightsExtension, check_logprobs
+from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.testing import MemoryReader, MemoryWriter
+from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
+from tests.policies import small_policy, write_model_directory
+
+LONG_PROMPT = as_tokens([1 + i % (VOCABULARY - 1) for i in range(40)])
+"""Longer than a page of keys and values, so that it can be found in the prefix cache."""
+
+
+def long_request(name: str) -> GroupRequest:
+    return GroupRequest(name, LONG_PROMPT, (1, 2, 3, 4), Sampling(20))
+
+
+def assert_of_versions(subject: Subject, completion: Completion, prompt: Any) -> None:
+    """Each token has the log-probability that the policy of its version gives it."""
+    versions = versions_of(completion)
+    by_version = {
+        version: subject.reference(version, prompt, completion.tokens, Sampling(1))
+        for version in set(versions)
+    }
+    expected = [by_version[version][at] for at, version in enumerate(versions)]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return vllm_subject()
+
+
+def test_prefix_of_old_weights_is_never_read_again(subject: Subject) -> None:
+    """Neither by a group that runs during the switch nor by one that comes after it."""
+    engine = subject.make()
+    run_all(engine, long_request("before"))
+    engine.add(long_request("during"))
+    found: dict[str, list[Completion]] = {}
+    for _ in range(6):
+        found.update(engine.step())
+    engine.load_weights(subject.weights(1), version=1)
+    engine.add(long_request("after"))
+    while engine.has_work():
+        found.update(engine.step())
+    assert {v for completion in found["during"] for v in versions_of(completion)} == {0, 1}
+    assert {v for completion in found["after"] for v in versions_of(completion)} == {1}
+    for completion in (*found["during"], *found["after"]):
+        assert_of_versions(subject, completion, LONG_PROMPT)
+
+
+def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
+    subject: Subject,
+) -> None:
+    engine = subject.make(interruption="keep")
+    engine.add(long_request("kept"))
+    found: dict[str, list[Completion]] = {}
+    for _ in range(6):
+        found.update(engine.step())
+    engine.load_weights(subject.weights(1), version=1)
+    engine.add(long_request("after"))
+    while engine.has_work():
+        found.update(engine.step())
+    assert {v for completion in found["kept"] for v in versions_of(completion)} == {0}
+    for completion in found["kept"]:
+        for version in (0, 1):
+            pure = subject.reference(version, LONG_PROMPT, completion.tokens, Sampling(1))
+            assert np.abs(completion.logprobs[7:] - pure[7:]).max() > 1e-3
+    for completion in found["after"]:
+        assert set(versions_of(completion)) == {1}
+        assert_of_versions(subject, completion, LONG_PROMPT)
+
+
+def test_interruptions_at_any_moments_leave_every_log_probability_exact(
+    subject: Subject,
+) -> None:
+    rng = np.random.default_rng(0)
+    switches = {int(step): 1 + n % 3 for n, step in enumerate(rng.choice(40, 12, replace=False))}
+    engine = subject.make(max_num_seqs=6)
+    for i in range(4):
+        engine.add(request_of(f"r{i}", length=20))
+    found: dict[str, list[Completion]] = {}
+    for step in range(40):
+        found.update(engine.step())
+        if step in switches:
+            engine.load_weights(subject.weights(switches[step]), version=switches[step])
+    while engine.has_work():
+        found.update(engine.step())
+    assert len(found) == 4
+    for name, completions in found.items():
+        for completion in completions:
+            assert len(versions_of(completion)) == len(completion.tokens) == 20
+            assert_of_versions(subject, completion, request_of(name).prompt_tokens)
+
+
+def test_cancelled_requests_give_their_pages_back(subject: Subject) -> None:
+    engine = subject.make(max_num_seqs=64)
+    pool = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+    run_all(engine, long_request("first"))
+    free = pool.get_num_free_blocks()
+    for i in range(20):
+        engine.add(long_request(f"r{i}"))
+        engine.step()
+        assert pool.get_num_free_blocks() < free
+        engine.cancel(f"r{i}")
+        engine.step()
+    assert pool.get_num_free_blocks() == free
+    assert not engine.has_work()
+
+
+def without_head(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+
+def test_missing_tensors_are_refused_before_any_is_loaded(subject: Subject) -> None:
+    engine = subject.make()
+    before = run_all(engine, request_of())["r"]
+    with pytest.raises(WeightsError, match=r"another shape: lm_head\.weight"):
+        engine.load_weights(without_head(subject.weights(1)), version=1)
+    after = run_all(subject.make(), request_of())["r"]
+    assert [c.tokens.tolist() for c in after] == [c.tokens.tolist() for c in before]
+
+
+def test_model_that_is_computed_otherwise_is_refused(subject: Subject, tmp_path: Path) -> None:
+    """As vLLM computes experts on the CPU: with weights that it says it has replaced."""
+    engine = subject.make(version=0)
+    small_policy(vocab_size=VOCABULARY).config.save_pretrained(tmp_path)
+    check_logprobs(engine, tmp_path, subject.weights(0), SETTINGS)
+    with pytest.raises(ModelError, match=r"differ by \S+ in the mean.*to 'torch'"):
+        check_logprobs(engine, tmp_path, subject.weights(1), SETTINGS)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_directory(tmp_path / "model")
+
+
+def published(model: Path) -> MemoryWriter:
+    """Return a writer that has published version 0 of a model."""
+    writer = MemoryWriter()
+    writer.stage(0, policy_tensors(load_policy(model)))
+    writer.publish(0)
+    return writer
+
+
+SETTINGS = GenerationSettings(engine="vllm", max_num_seqs=4, max_model_len=64, max_new_tokens=8)
+
+
+def torn(worker: Any, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    """Load a few tensors; then their medium goes away."""
+
+    def some() -> Iterator[tuple[str, Any]]:
+        yield from list(tensors.items())[:5]
+        raise OSError("the medium went away")
+
+    worker.model_runner.reload_weights(weights_iterator=some())
+
+
+async def test_update_that_fails_half_way_breaks_the_engine_and_the_next_one_serves(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = published(model)
+    reader = MemoryReader(writer)
+    engine = await engine_factory("vllm")(model, SETTINGS, reader)
+    writer.stage(1, reader.load(0))
+    writer.publish(1)
+    request = GroupRequest("r", as_tokens([5, 6, 7]), (1, 2), Sampling(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightsExtension, "serve_tensors", torn)
+        with pytest.raises(EngineError, match="the medium went away"):
+            await engine.load_weights(1, reader)
+    assert engine.broken
+    with pytest.raises(EngineError, match="down"):
+        await engine.generate(request)
+    engine.close()
+    following = await engine_factory("vllm")(model, SETTINGS, reader)
+    try:
+        completions = await following.generate(request)
+        assert {v for completion in completions for v in versions_of(completion)} == {1}
+    finally:
+        following.close()
+
+
+async def test_model_with_narrow_heads_is_refused_by_name(tmp_path: Path) -> None:
+    policy = small_policy()
+    policy.config.head_dim = 16
+    policy.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"found 16 in .*set generation.engine to 'torch'"):
+        await engine_factory("vllm")(tmp_path, SETTINGS, MemoryReader(MemoryWriter()))
+
+
+def test_head_widths_and_the_build_are_what_is_installed() -> None:
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert installed_vllm("cpu")
+    assert installed_vllm("cuda") is None
+
+
+def test_tied_head_changes_with_the_embedding() -> None:
+    """A checkpoint without `lm_head.weight` would leave vLLM's old one in place, silently."""
+    subject = vllm_subject(tied=True)
+    assert "lm_head.weight" not in subject.weights(1)
+    engine = subject.make()
+    engine.load_weights(subject.weights(1), version=1)
+    (completion, *_) = run_all(engine, request_of())["r"]
+    assert set(versions_of(completion)) == {1}
+    assert_of_versions(subject, completion, request_of().prompt_tokens)
+
+
+def test_memory_does_not_grow_with_updates(subject: Subject) -> None:
+    engine = subject.make()
+    weights = [subject.weights(version) for version in range(4)]
+    process = psutil.Process()
+    sizes = []
+    for update in range(1, 401):
+        engine.add(request_of(f"r{update}", length=3))
+        engine.step()
+        engine.load_weights(weights[update % 4], version=update)
+        while engine.has_work():
+            engine.step()
+        if update in (100, 400):
+            sizes.append(process.memory_info().rss)
+    assert sizes[1] - sizes[0] < 16 << 20

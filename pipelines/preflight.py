@@ -24,6 +24,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import is_foreign
+from areal_flow.weights.media import check_medium
 
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
@@ -41,7 +42,7 @@ print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bf
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Refuse devices, more GPUs and a type of numbers that this machine does not have.
+    """Refuse devices, GPUs, a type of numbers and a medium that this machine does not have.
 
     Other machines are asked nothing.
 
@@ -75,6 +76,7 @@ def check_devices(recipe: Recipe) -> None:
                     "compute in it; set it to 'float32'"
                 )
     check_cluster(recipe)
+    check_medium(recipe.weights_medium)
 
 
 def _cuda_found() -> dict[str, Any]:

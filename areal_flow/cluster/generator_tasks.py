@@ -33,7 +33,7 @@ from areal_flow.types import (
     Tokens,
     as_tokens,
 )
-from areal_flow.weights.directory import DirectoryReader
+from areal_flow.weights.media import ChosenChannel
 from areal_flow.workflows.group import all_of, run_group
 from areal_flow.workflows.registry import load_workflow
 
@@ -57,7 +57,9 @@ class GeneratorRole:
         )
         self._chat = required_chat_template(context.recipe, context.layout.model)
         self._context = context
-        self._reader = DirectoryReader(context.layout.weights_of(context.writer_epoch))
+        self._reader = ChosenChannel(
+            context.layout.weights_of(context.writer_epoch), context.recipe.weights_medium
+        )
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
 

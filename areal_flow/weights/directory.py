@@ -40,6 +40,10 @@ class DirectoryReader:
         return versions[-1]
 
     def load(self, version: int) -> dict[str, Tensor]:
+        return self.load_with_hash(version)[0]
+
+    def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
+        """Do as `load`, and return the hash that was found, too."""
         from areal_flow.models.hashing import hash_tensors
 
         directory = self._published(version)
@@ -56,7 +60,7 @@ class DirectoryReader:
                 f"version {version}: expected weights with hash {expected}, found {found} in "
                 f"{directory}: the files were changed after they were published"
             )
-        return tensors
+        return tensors, found
 
     def _read(self, file: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file

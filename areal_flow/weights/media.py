@@ -7,7 +7,9 @@ stands in the run directory: `root` is a directory, or a link into shared memory
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from areal_flow.errors import ConfigError, StorageError
@@ -26,11 +28,21 @@ NUM_COPIES = KEEP_VERSIONS + 2
 reader still has."""
 
 
+@dataclass(frozen=True, slots=True)
+class LastLoad:
+    """What was loaded last through a channel: its version, the hash found, and how long it took."""
+
+    version: int
+    content_hash: str
+    transfer_s: float
+
+
 class ChosenChannel:
     """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
 
     def __init__(self, root: Path, medium: Medium) -> None:
         self.root = root
+        self.last_load: LastLoad | None = None
         self._medium = medium
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
@@ -47,7 +59,10 @@ class ChosenChannel:
         return self._reader().newest()
 
     def load(self, version: int) -> Mapping[str, Any]:
-        return self._reader().load(version)
+        began = perf_counter()
+        tensors, content_hash = self._reader().load_with_hash(version)
+        self.last_load = LastLoad(version, content_hash, perf_counter() - began)
+        return tensors
 
     def _writer(self) -> DirectoryWriter:
         medium = SharedMemoryWriter if self.root.is_symlink() else DirectoryWriter

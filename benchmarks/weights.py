@@ -6,8 +6,9 @@ Random weights, float32. `memcpy` copies the same tensors once, in one thread. A
 hashed beside that, and published; then it is mapped or read, hashed, and copied into the policy.
 Both happen once more without hashes, which shows them apart. Then engines of the default job, with
 all slots decoding, get versions one after the other: how long each was read, and how long decoding
-then stood still. The best of nine, of updates the median; media take turns. Needs 6 GB of memory,
-3 of them in /dev/shm.
+then stood still. Last, how many bytes of a bfloat16 version a small step changes, and how long it
+takes to find and to apply them. The best of nine, of updates the median; media take turns. Needs
+6 GB of memory, 3 of them in /dev/shm.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from areal_flow.models.policy import (
     policy_tensors,
 )
 from areal_flow.types import GroupRequest, Sampling, as_tokens
+from areal_flow.weights.delta import apply_delta, make_delta
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import free_segments
@@ -56,6 +58,8 @@ RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "arithmetic.toml"
 NUM_WARM = 6
 """Versions before the measured ones: from then on shared memory has pages to write again."""
 NUM_UPDATES = 9
+NUM_DELTAS = 12
+DELTA_RATE = 1e-6
 
 
 def make_policy(name: str, directory: Path) -> Any:
@@ -175,6 +179,37 @@ async def keep_decoding(engine: Engine, group: int, stop: asyncio.Event) -> None
         count += 1
 
 
+def deltas(policy: Any) -> dict[str, Any]:
+    """Return how large the bfloat16 deltas of AdamW's steps are, and how long one takes.
+
+    The gradients are noise. A first step moves every weight by the whole rate, the most that AdamW
+    can; later ones by less, the less the gradients agree.
+    """
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=DELTA_RATE, betas=(0.9, 0.95))
+    served, served_hash = _as_served(policy)
+    num_bytes = sum(tensor.nbytes for tensor in served.values())
+    shares, seconds = [], {}
+    for _ in range(NUM_DELTAS):
+        for parameter in policy.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        weights, content_hash = _as_served(policy)
+        hashes = {"base_hash": served_hash, "content_hash": content_hash}
+        began = perf_counter()
+        delta = make_delta(served, weights, **hashes)
+        made = perf_counter()
+        apply_delta(served, delta, base_hash=served_hash)
+        seconds = {"make_s": made - began, "apply_s": perf_counter() - made}
+        served, served_hash = weights, content_hash
+        shares.append(delta.nbytes / num_bytes)
+    return {"num_bytes": num_bytes, "shares": shares, **seconds}
+
+
+def _as_served(policy: Any) -> tuple[dict[str, Tensor], str]:
+    tensors = {n: tensor.to(torch.bfloat16) for n, tensor in policy_tensors(policy).items()}
+    return tensors, hash_tensors(tensors)
+
+
 def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title="GB/s of float32 weights; in brackets without hashes; share of memcpy")
     columns = ("model", "MB", "memcpy", "hash", "medium", "publish", "load")
@@ -200,6 +235,18 @@ def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
     Console(width=150).print(table)
 
 
+def print_deltas(found: Mapping[str, Mapping[str, Any]]) -> None:
+    table = Table(title=f"Deltas of bfloat16 weights at a rate of {DELTA_RATE:g}, of all bytes")
+    for label in ("model", "MB", "step 1", "step 2", f"step {NUM_DELTAS}", "make, s", "apply, s"):
+        table.add_column(label, justify="right")
+    for model, of in found.items():
+        costs = of["deltas"]
+        shares = [f"{100 * costs['shares'][step]:.2f}%" for step in (0, 1, -1)]
+        seconds = [f"{costs[name]:.2f}" for name in ("make_s", "apply_s")]
+        table.add_row(model, f"{costs['num_bytes'] / 1e6:.1f}", *shares, *seconds)
+    Console(width=150).print(table)
+
+
 def print_updates(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     table = Table(title="An update of the default job's engine, all slots decoding")
     for label in ("interruption", "medium", "transfer, ms", "stall, ms", "longest stall, ms"):
@@ -221,9 +268,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for model in arguments.models:
             directory = Path(scratch) / model
-            speeds[model] = gigabytes_per_s(make_policy(model, directory / "model"), directory)
+            policy = make_policy(model, directory / "model")
+            speeds[model] = {**gigabytes_per_s(policy, directory), "deltas": deltas(policy)}
         found = {"models": speeds, "updates": asyncio.run(updates(Path(scratch)))}
     print_speeds(speeds)
+    print_deltas(speeds)
     print_updates(found["updates"])
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")

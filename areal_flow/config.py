@@ -26,6 +26,7 @@ from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
+from areal_flow.weights.settings import Medium, WeightsSettings
 from areal_flow.workflows.registry import WorkflowSettings
 from areal_flow.workflows.single_turn import SingleTurn
 
@@ -219,6 +220,8 @@ class Recipe(Settings):
     """A completion passes if its reward is above this: verdicts, pass rates, reports."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """How held-out prompts are answered, and how often."""
+    weights: WeightsSettings = WeightsSettings()
+    """How a policy's weights travel from the trainer to the generators."""
     cluster: ClusterSettings = ClusterSettings()
     """Worker processes."""
     tracking: TrackingSettings = TrackingSettings()
@@ -257,11 +260,22 @@ class Recipe(Settings):
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
             f"sequence of generation.max_model_len ({self.generation.max_model_len})",
         )
+        require(
+            self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
+            "weights.medium = 'shared_memory' reaches this machine's workers only, and "
+            f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "
+            f"{self.cluster.network.host!r} lets others join; set it to 'auto' or 'directory'",
+        )
         return self
 
     @property
     def groups_per_step(self) -> int:
         return self.controller.batch_size // self.controller.group_size
+
+    @property
+    def weights_medium(self) -> Medium:
+        """Return the medium as far as settings decide it: auto is a matter of one machine."""
+        return self.weights.medium if self.cluster.is_one_machine else "directory"
 
     def digest(self) -> str:
         """Return the identity of these settings, for the ledger.

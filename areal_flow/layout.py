@@ -12,7 +12,8 @@ runs/NAME/
     steps.lance            their order
     evaluations.lance      held-out answers
     checkpoints/           snapshots
-    weights/00000002/      what the generators of one driver's life load
+    weights/00000002/      what the generators of one driver's life load: files, or a link into
+                           shared memory
     rendezvous/00000002/   where the trainer ranks of one driver's life find each other
     sft/                   rows and checkpoints of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment

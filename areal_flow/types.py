@@ -145,6 +145,22 @@ class EngineStats:
     incarnation: str = ""
     num_tokens: int = 0
     busy_s: float = 0.0
+    stall_s: float = 0.0
+    """How long decoding stood still to switch weights, prefixes that were prefilled again
+    included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What a generator serves, and what its last update cost."""
+
+    policy_version: int
+    served_hash: str
+    """As found in what was loaded."""
+    transfer_s: float
+    """To read the weights and to hash them, while decoding went on."""
+    stall_s: float
+    """To switch, while it stood still."""
 
 
 @dataclass(frozen=True, slots=True)

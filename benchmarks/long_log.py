@@ -61,6 +61,7 @@ from areal_flow.types import (
     PolicyHashes,
     Prompt,
     Score,
+    ServedWeights,
     StepRequest,
     StepResult,
     TrajectoryReceipt,
@@ -134,7 +135,8 @@ class FakeWork:
     async def publish(self, version: int) -> None:
         self._version = version
 
-    async def load_everywhere(self, version: int) -> None: ...
+    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
+        return []
 
 
 def _templates(randomness: random.Random) -> list[tuple[pa.Table, list[int]]]:

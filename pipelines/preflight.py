@@ -25,6 +25,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.trial import is_foreign
+from areal_flow.weights.media import check_medium
 
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
@@ -42,7 +43,7 @@ print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bf
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Refuse an engine, devices, more GPUs and a type of numbers that this machine does not have.
+    """Refuse an engine, devices, a type of numbers and a medium that this machine does not have.
 
     Other machines are asked nothing.
 
@@ -77,6 +78,7 @@ def check_devices(recipe: Recipe) -> None:
                     "compute in it; set it to 'float32'"
                 )
     check_cluster(recipe)
+    check_medium(recipe.weights_medium)
     if not recipe.cluster.remote.hosts:
         require_installed(recipe.generation)
 

@@ -12,6 +12,7 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.lease import hold_lease, is_held, newest_lease
 from areal_flow.tracking.registry import untrack
+from areal_flow.weights.shared_memory import free_segments
 
 
 def check_unheld(layout: RunLayout) -> None:
@@ -37,6 +38,8 @@ def remove_run(layout: RunLayout) -> int:
     check_unheld(layout)
     with hold_lease(layout.writers):
         num_versions = untrack(layout, load_recipe(layout.config))
+        for root in layout.weights.glob("[0-9]*"):
+            free_segments(root)
         removed = layout.root.rename(layout.root.with_name(f".removed-{layout.name}"))
         shutil.rmtree(removed)
     return num_versions

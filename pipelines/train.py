@@ -54,7 +54,8 @@ from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectori
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import EvaluationTable
-from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+from areal_flow.weights.media import ChosenChannel
+from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow
 from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, counted, make_progress
@@ -126,6 +127,7 @@ async def run_training(
                 status = "FINISHED" if outcome.finished else "KILLED"
     finally:
         progress.close()
+        free_segments(layout.weights_of(writer.writer_epoch))
         await asyncio.to_thread(tracking.close, None if writer.is_superseded else status)
     if outcome.finished:
         run.summarise()
@@ -147,7 +149,6 @@ class Training:
 
     def __post_init__(self) -> None:
         layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
-        weights = layout.weights_of(writer.writer_epoch)
         self.held_out: dict[str, EvaluationTable] = {}
         self.provenance = Provenance(
             writer.writer_epoch,
@@ -155,8 +156,8 @@ class Training:
             CODE_VERSION,
             read_inputs(layout).verifier,
         )
-        self.channel = DirectoryWriter(weights)
-        self.rollouts = DaskRollouts(cluster.client, DirectoryReader(weights), cluster.pool)
+        self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
+        self.rollouts = DaskRollouts(cluster.client, self.channel, cluster.pool)
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)

@@ -74,6 +74,9 @@ def _row(status: WorkerStatus) -> dict[str, Any]:
         "address": status.address,
         "slots": status.num_slots,
         "version": status.policy_version,
+        "hash": status.served_hash[:12] or None,
+        "transfer": _milliseconds(status.transfer_s),
+        "stall": _milliseconds(status.stall_s),
         "running": status.num_running,
         "assigned": status.num_assigned,
         "silent": f"{status.silence_s:.0f} s",
@@ -85,6 +88,10 @@ def _row(status: WorkerStatus) -> dict[str, Any]:
         **(process if status.address else dict.fromkeys(process)),
         "deaths": status.num_deaths,
     }
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
 def join_command(scheduler: str, recipe: Recipe) -> str:

@@ -21,6 +21,7 @@ from areal_flow.types import (
     LogHead,
     PolicyHashes,
     Prompt,
+    ServedWeights,
     StepRequest,
     StepResult,
     TrajectoryReceipt,
@@ -143,10 +144,11 @@ class FakeCluster:
         """`WeightsPublisher.publish`."""
         self.on_event()
 
-    async def load_everywhere(self, version: int) -> None:
+    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
         """`WeightsPublisher.load_everywhere`."""
         await asyncio.gather(*(self._load(g, version) for g in range(self.num_generators)))
         self.on_event()
+        return [ServedWeights(version, served_hash, 0.5, 0.25)] * self.num_generators
 
     async def _load(self, generator: int, version: int) -> None:
         await asyncio.sleep(self.load_s(self.randomness))

@@ -19,7 +19,7 @@ from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.results import result_of, run_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, TrainerLost, TrainingError
-from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
+from areal_flow.types import Episode, GroupReceipt, ServedWeights, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
 logger = logging.getLogger(__name__)
@@ -253,16 +253,19 @@ class DaskWeights:
     async def publish(self, version: int) -> None:
         self._channel.publish(version)
 
-    async def load_everywhere(self, version: int) -> None:
+    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
         """Return when all have loaded but those that are silent; see `WorkerPool`.
 
         The health monitor replaces a silent one. It loads what is newest before its next rollout.
         """
         generators = self._pool.registry.present("generator")
-        await asyncio.gather(*(self._load(version, record) for record in generators))
+        loads = (self._load(version, served_hash, record) for record in generators)
+        return [served for served in await asyncio.gather(*loads) if served]
 
-    async def _load(self, version: int, record: WorkerRecord) -> None:
-        """Wait for one generator; one that neither loads nor is silent is replaced."""
+    async def _load(
+        self, version: int, served_hash: str, record: WorkerRecord
+    ) -> ServedWeights | None:
+        """Wait for one generator; one that does not load what was trained is replaced."""
         address, function = record.address, generator_tasks.load_weights
         load = asyncio.ensure_future(
             self._client.run(function, version, workers=[address], on_error="return")
@@ -275,19 +278,32 @@ class DaskWeights:
         except asyncio.CancelledError:
             load.cancel()  # else it ends with the cluster, and its error is printed
             raise
-        if not _acknowledged(load) and not record.is_silent:
-            await self._pool.replace(address, why=f"version {version} was not loaded")
+        served, refusal = _acknowledged(load, version, served_hash)
+        if refusal and not record.is_silent:
+            await self._pool.replace(address, why=refusal)
+        return served
 
 
-def _acknowledged(load: asyncio.Future[dict[str, Any]]) -> bool:
-    """Return whether a generator loaded; one whose process died meanwhile needs nothing more."""
+def _acknowledged(
+    load: asyncio.Future[dict[str, Any]], version: int, served_hash: str
+) -> tuple[ServedWeights | None, str]:
+    """Return what a generator serves, and why it must not go on, if it must not.
+
+    One whose process died meanwhile needs nothing more.
+    """
     if not load.done():
         load.cancel()
-        return False
+        return None, f"version {version} was not loaded"
     if load.exception() is not None:
-        return True
-    results = load.result().values()
-    errors = [r for r in results if isinstance(r, BaseException) and not isinstance(r, OSError)]
-    for error in errors:
-        logger.warning("a generator could not load weights: %s", error)
-    return not errors
+        return None, ""
+    for found in load.result().values():
+        if isinstance(found, BaseException) and not isinstance(found, OSError):
+            return None, f"version {version} was not loaded ({found})"
+        if isinstance(found, ServedWeights):
+            if found.policy_version == version and found.served_hash != served_hash:
+                return None, (
+                    f"expected weights {served_hash} of version {version}, as the ledger has "
+                    f"them, found it serving {found.served_hash}"
+                )
+            return found, ""
+    return None, ""

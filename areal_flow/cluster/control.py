@@ -18,7 +18,7 @@ from areal_flow.cluster.placement import WorkerPlacement, place_beside
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.cluster.worker_context import VERSION_METRIC
+from areal_flow.cluster.worker_context import SERVED_METRIC
 from areal_flow.cluster.worker_process import connection_security
 from areal_flow.errors import EngineError, RunError
 
@@ -38,6 +38,9 @@ class WorkerStatus:
     address: str = ""
     num_slots: int = 0
     policy_version: int | None = None
+    served_hash: str = ""
+    transfer_s: float | None = None
+    stall_s: float | None = None
     num_running: int = 0
     num_assigned: int = 0
     silence_s: float = 0.0
@@ -77,7 +80,7 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
         pid=worker.pid,
         address=record.address,
         num_slots=record.num_slots,
-        policy_version=worker.metrics.get(VERSION_METRIC),
+        **(worker.metrics.get(SERVED_METRIC) or {}),
         num_running=worker.metrics["task_counts"].get("executing", 0),
         num_assigned=len(worker.processing),
         silence_s=record.silence_s,

@@ -30,10 +30,11 @@ from areal_flow.types import (
     Prompt,
     Sampling,
     Score,
+    ServedWeights,
     Tokens,
     as_tokens,
 )
-from areal_flow.weights.directory import DirectoryReader
+from areal_flow.weights.media import ChosenChannel
 from areal_flow.workflows.group import all_of, run_group
 from areal_flow.workflows.registry import load_workflow
 
@@ -57,13 +58,13 @@ class GeneratorRole:
         )
         self._chat = required_chat_template(context.recipe, context.layout.model)
         self._context = context
-        self._reader = DirectoryReader(context.layout.weights_of(context.writer_epoch))
+        self._reader = ChosenChannel(
+            context.layout.weights_of(context.writer_epoch), context.recipe.weights_medium
+        )
         self._loading = asyncio.Lock()
         self._engine: Engine | None = None
-
-    @property
-    def policy_version(self) -> int | None:
-        return self._engine.version if self._engine else None
+        self.served: ServedWeights | None = None
+        """What the engine serves; every heartbeat carries it."""
 
     @property
     def is_serving(self) -> bool:
@@ -82,10 +83,20 @@ class GeneratorRole:
                 generation = self._context.recipe.generation
                 start = await asyncio.to_thread(engine_factory, choose_engine(generation).name)
                 self._engine = await start(self._context.layout.model, generation, self._reader)
+                self._note_update(stall_s=0.0)
                 version = max(version, self._reader.newest())
             if self._engine.version < version:
+                before_s = self._engine.stats().stall_s
                 await self._engine.load_weights(self._reader.newest(), self._reader)
+                self._note_update(stall_s=self._engine.stats().stall_s - before_s)
             return self._engine
+
+    def _note_update(self, *, stall_s: float) -> None:
+        loaded = self._reader.last_load
+        if loaded:
+            self.served = ServedWeights(
+                loaded.version, loaded.content_hash, loaded.transfer_s, stall_s
+            )
 
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine else EngineStats()
@@ -94,7 +105,7 @@ class GeneratorRole:
         """Close the engine, if there is one: a broken one before it is replaced, any at the end."""
         if self._engine:
             self._engine.close()
-            self._engine = None
+            self._engine = self.served = None
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
         engine = await self.serve(0)
@@ -144,8 +155,10 @@ async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
     )
 
 
-async def load_weights(version: int, dask_worker: Worker) -> None:
-    """Bring this generator to `version`; an engine that is yet to be made loads the newest itself.
+async def load_weights(version: int, dask_worker: Worker) -> ServedWeights | None:
+    """Bring this generator to `version`, and return what it serves then.
+
+    None: its engine is yet to be made, and will load the newest itself.
 
     To make one takes half a minute on a busy machine, which nobody should wait for.
 
@@ -154,6 +167,8 @@ async def load_weights(version: int, dask_worker: Worker) -> None:
     role = worker_context(dask_worker).get(GeneratorRole)
     if role is not None and role.is_serving:
         await role.serve(version)
+        return role.served
+    return None
 
 
 async def import_engine(dask_worker: Worker) -> None:

@@ -93,6 +93,11 @@ class ClusterSettings(Settings):
     worker_ttl_s: float = Field(60.0, gt=0)
     """Dask gives up a worker that it has not heard of for so long."""
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all workers are on this machine: those that join by hand, too."""
+        return self.launcher == "local" and is_loopback(self.network.host)
+
     @model_validator(mode="after")
     def _reachable(self) -> ClusterSettings:
         require(

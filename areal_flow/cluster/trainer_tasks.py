@@ -17,7 +17,7 @@ from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
-from areal_flow.weights.directory import DirectoryWriter
+from areal_flow.weights.media import ChosenChannel
 
 if TYPE_CHECKING:
     from areal_flow.trainer.rank import TrainerRank
@@ -126,7 +126,9 @@ def _rank() -> TrainerRank:
         lambda: TrainerRank(
             layout,
             context.recipe,
-            channel=DirectoryWriter(layout.weights_of(context.writer_epoch)),
+            channel=ChosenChannel(
+                layout.weights_of(context.writer_epoch), context.recipe.weights_medium
+            ),
             read_rows=rows,
         ),
     )

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property
 from importlib import import_module
 from inspect import isawaitable
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "areal-flow"
-VERSION_METRIC = "areal_flow_policy_version"
+SERVED_METRIC = "areal_flow_served_weights"
 
 Part = TypeVar("Part")
 
@@ -65,7 +66,7 @@ class WorkerContext(WorkerPlugin):
         self.worker_name = str(worker.name)
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
-        worker.metrics[VERSION_METRIC] = self._policy_version
+        worker.metrics[SERVED_METRIC] = self._served_weights
         _align_received_tables()
         if os.getpgrp() != os.getpid():
             os.setpgrp()
@@ -75,7 +76,7 @@ class WorkerContext(WorkerPlugin):
 
         One that cannot be closed does not keep the others open.
         """
-        worker.metrics.pop(VERSION_METRIC, None)
+        worker.metrics.pop(SERVED_METRIC, None)
         for kind in list(self._parts):
             part = self._parts.pop(kind)
             try:
@@ -100,10 +101,10 @@ class WorkerContext(WorkerPlugin):
         """Forget a part that is no longer needed."""
         self._parts.pop(kind, None)
 
-    def _policy_version(self, worker: Worker) -> int | None:
-        """Return the version that this worker serves, if any: every heartbeat carries it."""
-        versions = (getattr(part, "policy_version", None) for part in list(self._parts.values()))
-        return next((version for version in versions if version is not None), None)
+    def _served_weights(self, worker: Worker) -> dict[str, Any] | None:
+        """Return what this worker serves, if anything: every heartbeat carries it."""
+        found = (getattr(part, "served", None) for part in list(self._parts.values()))
+        return next((asdict(served) for served in found if served is not None), None)
 
 
 def worker_context(worker: Worker | None = None) -> WorkerContext:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.types import Discard
+from areal_flow.types import Discard, ServedWeights
 
 
 @dataclass(slots=True)
@@ -16,6 +16,8 @@ class StepEntries:
     failed_submissions: list[int] = field(default_factory=list)
     seconds_generate: float = 0.0
     num_member_errors: int = 0
+    served: list[ServedWeights] = field(default_factory=list)
+    """What generators have loaded, each as it was published."""
 
 
 @dataclass(slots=True)

@@ -306,7 +306,7 @@ class Flow:
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
         self._evict_stale()
-        release = self._release_when_served(request.step)
+        release = self._release_when_served(request.step, result.hashes.served_hash)
         self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)
         self._hint_is_due = False
@@ -322,8 +322,9 @@ class Flow:
             reading = self.backends.trainer.read_ahead(_ids(batch))
             self._start(reading, self._hints, "the trainer could not be told what comes next")
 
-    async def _release_when_served(self, version: int) -> None:
-        await self.backends.weights.load_everywhere(version)
+    async def _release_when_served(self, version: int, served_hash: str) -> None:
+        served = await self.backends.weights.load_everywhere(version, served_hash)
+        self.accounting.entries.served += served
         self.gate.released(self.recipe.groups_per_step)
 
     async def wait_until_released(self) -> None:

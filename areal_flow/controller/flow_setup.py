@@ -17,6 +17,7 @@ from areal_flow.types import (
     GroupReceipt,
     LogHead,
     Prompt,
+    ServedWeights,
     StepRequest,
     StepResult,
 )
@@ -89,8 +90,16 @@ class WeightsPublisher(Protocol):
     async def publish(self, version: int) -> None:
         """Rename staged weights into place: from here on they are what a generator loads."""
 
-    async def load_everywhere(self, version: int) -> None:
-        """Return when every live generator serves `version`, or is no longer waited for."""
+    async def load_everywhere(self, version: int, served_hash: str) -> Sequence[ServedWeights]:
+        """Return when every live generator serves `version`, or is no longer waited for.
+
+        Args:
+            served_hash: what the ledger has of the version; a generator that serves another one
+                is stopped.
+
+        Returns:
+            What generators serve that have an engine.
+        """
 
 
 @dataclass(frozen=True, slots=True)

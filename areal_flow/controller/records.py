@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.speed import speed_metrics
+from areal_flow.controller.speed import speed_metrics, update_metrics
 from areal_flow.types import (
     NOTHING_TRAINED,
     LogHead,
@@ -96,7 +96,7 @@ def step_row(
         "seconds_step": seconds_step,
         "committed_at": datetime.now(UTC),
     }
-    speed = speed_metrics(row, num_generators=num_generators)
+    speed = speed_metrics(row, num_generators=num_generators) | update_metrics(entries.served)
     return {**row, "metrics": {**metrics["metrics"], **speed}}
 
 

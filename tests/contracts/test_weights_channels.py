@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,23 +15,28 @@ from areal_flow.models.policy import assign_tensors, policy_tensors
 from areal_flow.testing import MemoryReader, MemoryWriter
 from areal_flow.weights.channel import HashingWriter, WeightsReader, WeightsWriter
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
+from areal_flow.weights.media import ChosenChannel
+from areal_flow.weights.shared_memory import free_segments
 from tests.policies import small_policy
 
 
 @dataclass(frozen=True)
 class Medium:
-    """Both ends of a medium; `memory` pushes, `directory` is pulled from."""
+    """Both ends of a medium; `memory` pushes, the others are pulled from."""
 
     writer: WeightsWriter
     reader: WeightsReader
 
 
-@pytest.fixture(params=["directory", "memory"])
-def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
-    if request.param == "directory":
-        return Medium(DirectoryWriter(tmp_path / "weights"), DirectoryReader(tmp_path / "weights"))
-    writer = MemoryWriter()
-    return Medium(writer, MemoryReader(writer))
+@pytest.fixture(params=["directory", "shared_memory", "memory"])
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
+    root = tmp_path / "weights"
+    if request.param == "memory":
+        writer = MemoryWriter()
+        yield Medium(writer, MemoryReader(writer))
+    else:
+        yield Medium(ChosenChannel(root, request.param), ChosenChannel(root, request.param))
+        free_segments(root)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -65,15 +71,34 @@ def test_publishing_again_is_fine(medium: Medium) -> None:
     assert medium.reader.newest() == 1
 
 
-def test_reader_that_comes_late_finds_the_newest(tmp_path: Path) -> None:
-    directory, memory = DirectoryWriter(tmp_path / "weights"), MemoryWriter()
-    for writer in (directory, memory):
-        for version in (0, 1):
-            writer.stage(version, weights(version))
-            writer.publish(version)
-    for reader in (DirectoryReader(tmp_path / "weights"), MemoryReader(memory)):
-        assert reader.newest() == 1
-        assert hash_tensors(reader.load(1)) == hash_tensors(weights(1))
+def test_what_was_loaded_stays_as_it_was_while_versions_go_on(medium: Medium) -> None:
+    loaded = {}
+    for version in range(3 * KEEP_VERSIONS):
+        medium.writer.stage(version, weights(version))
+        medium.writer.publish(version)
+        assert medium.reader.newest() == version
+        if version < KEEP_VERSIONS:
+            loaded[version] = medium.reader.load(version)
+    for version, tensors in loaded.items():
+        assert hash_tensors(tensors) == hash_tensors(weights(version))
+
+
+def test_another_policy_may_follow_in_the_place_of_a_retired_one(medium: Medium) -> None:
+    for version in range(2 * KEEP_VERSIONS):
+        tensors = {"c": torch.rand(2 + (version % 3) * 1000)}
+        medium.writer.stage(version, tensors)
+        medium.writer.publish(version)
+        assert hash_tensors(medium.reader.load(version)) == hash_tensors(tensors)
+
+
+def test_late_memory_reader_finds_the_newest() -> None:
+    writer = MemoryWriter()
+    for version in (0, 1):
+        writer.stage(version, weights(version))
+        writer.publish(version)
+    reader = MemoryReader(writer)
+    assert reader.newest() == 1
+    assert hash_tensors(reader.load(1)) == hash_tensors(weights(1))
 
 
 def test_writer_without_a_reader_hashes_alike() -> None:

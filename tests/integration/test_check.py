@@ -29,7 +29,9 @@ RULE_FILES = ("ledger", "trajectories", "log", "files")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    recipe = small_recipe(prompts={"num_held_out": 8}, sft={"num_steps": 2})
+    recipe = small_recipe(
+        prompts={"num_held_out": 8}, sft={"num_steps": 2}, weights={"medium": "directory"}
+    )
     return run_small(tmp_path_factory.mktemp("runs") / "sound", recipe)
 
 

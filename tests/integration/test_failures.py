@@ -14,6 +14,7 @@ import pytest
 import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.weights.shared_memory import available_bytes, segments_of
 from tests.integration.runs import (
     check_accounting,
     cli,
@@ -66,6 +67,8 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         process.kill()
         process.wait()
         assert not psutil.wait_procs(children, timeout=20)[1]
+        left = segments_of(layout.weights_of(1))
+        assert left.exists() == bool(available_bytes())
         listed = cli("runs", cwd=tmp_path).stdout
         assert "crashed" in listed
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
@@ -76,6 +79,8 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         assert head - newest < 8
         assert f"{head - newest} steps replayed" in done.stdout
         assert f"Resuming at step {head}" in done.stdout
+        assert not left.exists()
+        assert not segments_of(layout.weights_of(2)).exists()
         check_accounting(layout)
 
 

@@ -18,17 +18,24 @@ from areal_flow.cluster.adapters import (
 )
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import RewardError, SchemaError, TrainerLost, TrainingError
+from areal_flow.errors import RewardError, SchemaError, TrainerLost, TrainingError, WeightsError
 from areal_flow.testing import MemoryWriter
+from areal_flow.types import ServedWeights
 from tests.unit.virtual_time import run_in_virtual_time
 
 
 class FakeClient:
     """A Dask client whose tasks answer, or are lost, as told; loads take as long as told."""
 
-    def __init__(self, answers: Sequence[Any] = (), load_s: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        answers: Sequence[Any] = (),
+        load_s: dict[str, float] | None = None,
+        served: dict[str, Any] | None = None,
+    ) -> None:
         self._answers = iter(answers)
         self._load_s = load_s or {}
+        self._served = served or {}
 
     def submit(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return self._answer()
@@ -43,8 +50,8 @@ class FakeClient:
         self, function: Callable[..., Any], version: int, *, workers: list[str], on_error: str
     ) -> dict[str, Any]:
         (address,) = workers
-        await asyncio.sleep(self._load_s[address])
-        return {address: None}
+        await asyncio.sleep(self._load_s.get(address, 0))
+        return {address: self._served.get(address)}
 
 
 class FakeGenerator:
@@ -67,6 +74,7 @@ class FakeGenerators:
     def __init__(self, stopped_at: float | None = None) -> None:
         self.stopped_at = stopped_at
         self.replaced: list[str] = []
+        self.why = ""
 
     @property
     def registry(self) -> FakeGenerators:
@@ -77,6 +85,7 @@ class FakeGenerators:
 
     async def replace(self, address: str, *, why: str) -> None:
         self.replaced.append(address)
+        self.why = why
 
 
 def trainer_of(client: FakeClient, restore: Callable[[], Any]) -> DaskTrainer:
@@ -138,7 +147,7 @@ def test_trainer_that_dies_while_a_run_is_resumed_is_restored_again() -> None:
 def seconds_to_announce(live: FakeGenerators, **load_s: float) -> float:
     async def announce() -> float:
         weights = DaskWeights(FakeClient(load_s=load_s), MemoryWriter(), live)
-        await weights.load_everywhere(1)
+        await weights.load_everywhere(1, "recorded")
         return asyncio.get_running_loop().time()
 
     seconds: float = run_in_virtual_time(announce())
@@ -162,6 +171,34 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
     waited = seconds_to_announce(live, healthy=0.2, other=1e9)
     assert waited == pytest.approx(ACKNOWLEDGE_TIMEOUT_S, abs=0.5)
     assert live.replaced == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (ServedWeights(1, "recorded", 0.2, 0.1), ""),
+        (ServedWeights(2, "of the next step", 0.2, 0.1), ""),
+        (
+            ServedWeights(1, "another", 0.2, 0.1),
+            "expected weights recorded of version 1, as the ledger has them, found it serving "
+            "another",
+        ),
+        (WeightsError("no room"), "version 1 was not loaded (no room)"),
+        (OSError("its process is gone"), ""),
+        (None, ""),
+    ],
+    ids=str,
+)
+def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
+    found: Any, why: str
+) -> None:
+    live = FakeGenerators()
+    client = FakeClient(served={"healthy": ServedWeights(1, "recorded", 0, 0), "other": found})
+    weights = DaskWeights(client, MemoryWriter(), live)
+    served = asyncio.run(weights.load_everywhere(1, "recorded"))
+    assert live.why == why
+    assert live.replaced == ["other"] * bool(why)
+    assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
 
 
 class FakeRewardWorkers:

@@ -42,6 +42,14 @@ def test_auto_takes_vllm_on_a_gpu_where_its_build_is_installed(installed: set[st
     assert choose("auto", "cuda") == "vllm"
 
 
+def test_same_bits_in_any_company_are_the_torch_engine_s_alone(installed: set[str]) -> None:
+    installed.update(BUILDS)
+    settings = GenerationSettings(engine="auto", device="cuda", batch_invariant=True)
+    assert choose_engine(settings).name == "torch"
+    with pytest.raises(ConfigError, match="batch_invariant = true: expected the engine 'torch'"):
+        require_installed(settings.model_copy(update={"engine": "vllm"}))
+
+
 def test_auto_takes_torch_on_the_cpu_and_says_why(installed: set[str]) -> None:
     installed.update(BUILDS)
     name, reason = choose_engine(GenerationSettings(engine="auto", device="cpu"))

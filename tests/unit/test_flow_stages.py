@@ -60,8 +60,8 @@ def test_steps_follow_each_other_by_hash_and_number() -> None:
     async def scenario() -> None:
         flow = parts.flow(waiting(4, 5, weights_hash="w0"), max_staleness=4)
         await train_once(flow)
-        await train_once(flow)
         await flow.wait_until_released()
+        await train_once(flow)
 
     run(scenario())
     first, second = parts.log.rows
@@ -73,6 +73,9 @@ def test_steps_follow_each_other_by_hash_and_number() -> None:
     assert (first["num_trained_tokens"], first["seconds_wait"]) == (8, 1.25)
     assert (first["writer_epoch"], first["next_submission_index"]) == (6, 6)
     assert 0 <= second["seconds_step"] < 60
+    assert "speed/weights_num_served" not in first["metrics"]
+    assert second["metrics"]["speed/weights_num_served"] == parts.cluster.num_generators
+    assert second["metrics"]["speed/weights_stall_s_max"] == 0.25
 
 
 def test_row_is_committed_before_its_weights_are_published_and_shown_after() -> None:
@@ -165,7 +168,7 @@ def test_stop_ends_training_that_waits_for_a_batch() -> None:
 def test_weights_that_cannot_be_announced_end_the_run() -> None:
     parts = Parts()
 
-    async def fail(version: int) -> None:
+    async def fail(version: int, served_hash: str) -> None:
         raise OSError(f"no weights {version}")
 
     parts.cluster.load_everywhere = fail  # type: ignore[method-assign]

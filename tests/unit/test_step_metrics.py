@@ -11,11 +11,11 @@ import torch
 
 from areal_flow.algorithms import logprobs
 from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
-from areal_flow.controller.speed import COLUMNS, speed_metrics
+from areal_flow.controller.speed import COLUMNS, speed_metrics, update_metrics
 from areal_flow.recovery.restore import ComparedStep
 from areal_flow.tracking.projection import METRICS
 from areal_flow.trainer.batch_metrics import batch_metrics, labels
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, ServedWeights, StepResult
 
 
 def row(group: int, reward: float, num_tokens: int, **columns: Any) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def test_page_of_metrics_names_each() -> None:
         *METRICS,
         *batch_metrics([row(0, 1.0, 1, difficulty="N")], pass_threshold=0.5),
         *speed_metrics(dict.fromkeys(COLUMNS, 1.0), num_generators=1),
+        *update_metrics([ServedWeights(1, "h", 0.0, 0.0)]),
         "train/entropy_mean",
     }
     assert {name for name in names if f"`{name}`" not in page} == set()
@@ -102,6 +103,20 @@ def test_speed_is_by_time_and_by_generator() -> None:
         "speed/trainer_busy_fraction": 0.5,
     }
     assert speed_metrics({**totals, "seconds_step": 0.0}, num_generators=2) == {}
+
+
+def test_updates_are_told_by_their_means_and_their_longest() -> None:
+    served = [ServedWeights(3, "h", 0.2, 0.01), ServedWeights(3, "h", 0.4, 0.03)]
+    assert update_metrics(served) == pytest.approx(
+        {
+            "speed/weights_num_served": 2,
+            "speed/weights_transfer_s_mean": 0.3,
+            "speed/weights_transfer_s_max": 0.4,
+            "speed/weights_stall_s_mean": 0.02,
+            "speed/weights_stall_s_max": 0.03,
+        }
+    )
+    assert update_metrics([]) == {}
 
 
 def result(**metrics: float) -> StepResult:

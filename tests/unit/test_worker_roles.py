@@ -6,19 +6,22 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker_context import PLUGIN_NAME, SERVED_METRIC, WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.layout import RunLayout
+from areal_flow.models.hashing import hash_tensors
 from areal_flow.types import EngineStats, GroupRequest
-from areal_flow.weights.directory import publish_model_directory
+from areal_flow.weights.directory import DirectoryWriter, publish_model_directory
 from tests.policies import write_model_directory
 
 
@@ -78,6 +81,58 @@ def test_broken_engine_is_closed_before_it_is_replaced(
 
     asyncio.run(serve())
     assert [engine.num_closed for engine in engines] == [1, 0]
+
+
+def test_generator_says_what_it_serves_and_what_its_update_cost(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LoadingEngine(FakeEngine):
+        stall_s = 0.0
+
+        async def load_weights(self, version: int, reader: Any) -> None:
+            reader.load(version)
+            self.version, self.stall_s = version, self.stall_s + 0.5
+
+        def stats(self) -> EngineStats:
+            return EngineStats(stall_s=self.stall_s)
+
+    async def start(model: Path, settings: Any, reader: Any) -> FakeEngine:
+        engine = LoadingEngine()
+        reader.load(0)
+        return engine
+
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    monkeypatch.setattr(generator_tasks, "engine_factory", lambda name: start)
+    channel = DirectoryWriter(RunLayout(run_directory).weights_of(0))
+    hashes = [(channel.root / "00000000" / "hash").read_text()]
+
+    async def serve() -> list[dict[str, Any]]:
+        worker: Any = SimpleNamespace(name="generator-0", metrics={}, plugins={})
+        context = worker.plugins[PLUGIN_NAME] = WorkerContext(run_directory, 0)
+        context.setup(worker)
+        role = context.ensure(GeneratorRole, lambda: GeneratorRole(context))
+        assert worker.metrics[SERVED_METRIC](worker) is None
+        assert await generator_tasks.load_weights(0, worker) is None
+        await role.serve(0)
+        heard = [worker.metrics[SERVED_METRIC](worker)]
+        for version in (1, 2):
+            channel.stage(version, {"a": torch.full((9,), float(version))})
+            channel.publish(version)
+            told = await generator_tasks.load_weights(version, worker)
+            heard.append(worker.metrics[SERVED_METRIC](worker))
+            assert told is not None
+            assert asdict(told) == heard[-1]
+        role.close()
+        assert worker.metrics[SERVED_METRIC](worker) is None
+        return heard
+
+    heard = asyncio.run(serve())
+    assert [found["policy_version"] for found in heard] == [0, 1, 2]
+    assert [found["stall_s"] for found in heard] == [0, 0.5, 0.5]
+    assert all(found["transfer_s"] > 0 for found in heard)
+    served = [{"a": torch.full((9,), float(version))} for version in (1, 2)]
+    hashes = [hashes[0], *map(hash_tensors, served)]
+    assert [found["served_hash"] for found in heard] == hashes
 
 
 class Stubborn:

@@ -1,0 +1,102 @@
+"""Chooses the medium of a driver's life, and stands for it wherever an end of it is needed.
+
+Whoever stages first chooses, which is the trainer: it knows how many bytes there are. What it chose
+stands in the run directory: `root` is a directory, or a link into shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from areal_flow.errors import ConfigError, StorageError
+from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
+from areal_flow.weights.settings import Medium
+from areal_flow.weights.shared_memory import (
+    SHARED_MEMORY,
+    SharedMemoryReader,
+    SharedMemoryWriter,
+    available_bytes,
+    create_segments,
+)
+
+NUM_COPIES = KEEP_VERSIONS + 2
+"""What must fit into shared memory: the versions that stay, the one that is staged, and one that a
+reader still has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastLoad:
+    """What was loaded last through a channel: its version, the hash found, and how long it took."""
+
+    version: int
+    content_hash: str
+    transfer_s: float
+
+
+class ChosenChannel:
+    """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
+
+    def __init__(self, root: Path, medium: Medium) -> None:
+        self.root = root
+        self.last_load: LastLoad | None = None
+        self._medium = medium
+
+    def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
+        if not (self.root.is_symlink() or self.root.exists()):
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            if uses_shared_memory(self._medium, num_bytes=num_bytes):
+                create_segments(self.root)
+        return self._writer().stage(version, tensors)
+
+    def publish(self, version: int) -> None:
+        self._writer().publish(version)
+
+    def newest(self) -> int:
+        return self._reader().newest()
+
+    def load(self, version: int) -> Mapping[str, Any]:
+        began = perf_counter()
+        tensors, content_hash = self._reader().load_with_hash(version)
+        self.last_load = LastLoad(version, content_hash, perf_counter() - began)
+        return tensors
+
+    def _writer(self) -> DirectoryWriter:
+        medium = SharedMemoryWriter if self.root.is_symlink() else DirectoryWriter
+        return medium(self.root)
+
+    def _reader(self) -> DirectoryReader:
+        medium = SharedMemoryReader if self.root.is_symlink() else DirectoryReader
+        return medium(self.root)
+
+
+def check_medium(medium: Medium) -> None:
+    """Refuse a medium that this machine does not have, while nothing is started yet.
+
+    Raises:
+        ConfigError: there is no shared memory here.
+    """
+    if medium == "shared_memory" and not available_bytes():
+        raise ConfigError(
+            f"weights.medium = 'shared_memory': expected free memory in {SHARED_MEMORY}, found "
+            "none; set it to 'auto' or 'directory'"
+        )
+
+
+def uses_shared_memory(medium: Medium, *, num_bytes: int) -> bool:
+    """Return whether weights of this size go through shared memory.
+
+    Raises:
+        StorageError: they must, and there is no room.
+    """
+    wanted, found = NUM_COPIES * num_bytes, available_bytes()
+    if medium == "shared_memory" and found < wanted:
+        raise StorageError(
+            f"weights.medium = 'shared_memory': expected room for {NUM_COPIES} copies of the "
+            f"policy in {SHARED_MEMORY}, {wanted / 1e9:.3g} GB, found {found / 1e9:.3g} GB: free "
+            "some, give the machine (or its container) more, or set it to 'directory'"
+        )
+    return medium != "directory" and found >= wanted

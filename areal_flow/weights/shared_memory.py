@@ -1,0 +1,189 @@
+"""Weights through this machine's shared memory: a directory's versions, as segments in /dev/shm.
+
+    weights/00000002 -> /dev/shm/areal-flow-DEVICE-INODE-00000002/00000012/{model.safetensors, hash}
+
+The link is made before the segments, so a successor frees what a crash has left. Their name follows
+from the run directory itself: that of a copied run leads to no other run's segments.
+
+New pages cost twice what copying into old ones does, so a version that is retired is written again.
+A reader maps a version and holds a lock on it for as long as any of its tensors lives; a segment
+that is locked is left to its readers, and the writer takes new pages. The kernel frees the locks of
+a process that dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+
+HEADER_ALIGNMENT = 64
+"""Bytes; the first tensor begins at a multiple of it."""
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""What torch calls a type, by what safetensors calls it."""
+
+
+def segments_of(root: Path) -> Path:
+    """Return where the versions of `root`, which need not be a link, lie in shared memory."""
+    run = root.parent.stat()
+    return SHARED_MEMORY / f"areal-flow-{run.st_dev:x}-{run.st_ino:x}-{root.name}"
+
+
+def create_segments(root: Path) -> None:
+    """Make `root` a link to an empty directory in shared memory."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    segments = segments_of(root)
+    shutil.rmtree(segments, ignore_errors=True)  # of a directory that was removed by hand
+    root.symlink_to(segments)
+
+
+def free_segments(root: Path) -> None:
+    """Free what lies in shared memory for `root`, and remove the link; a directory stays."""
+    if root.is_symlink():
+        shutil.rmtree(segments_of(root), ignore_errors=True)
+        root.unlink(missing_ok=True)
+
+
+def available_bytes() -> int:
+    """Return how much may still be put into shared memory; 0 where there is none."""
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return 0
+    return min(free, int(psutil.virtual_memory().available))
+
+
+class SharedMemoryReader(DirectoryReader):
+    """A `WeightsReader` whose tensors are views of the segment that they were published in."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(segments_of(root))
+
+    def _read(self, file: Path) -> dict[str, Tensor]:
+        return map_tensors(file)
+
+
+class SharedMemoryWriter(DirectoryWriter):
+    """A `WeightsWriter` that writes a version into the pages of one that is retired."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(segments_of(root))
+
+    def _prepare(self, staged: Path) -> None:
+        for reusable in [*self.root.glob(".staged-*"), *self.root.glob(".spare-*")]:
+            if reusable != staged and staged.exists():
+                shutil.rmtree(reusable)
+            else:
+                reusable.rename(staged)
+        staged.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (staged / "hash").unlink(missing_ok=True)  # first: from here on it is not whole
+
+    def _write(self, tensors: Mapping[str, Tensor], file: Path) -> None:
+        write_tensors(tensors, file)
+
+    def _retire(self, published: Path) -> None:
+        if next(self.root.glob(".spare-*"), None) is None:
+            published.rename(self.root / f".spare-{published.name}")
+        else:
+            super()._retire(published)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file, into the pages that the file has unless a reader holds them.
+
+    Raises:
+        OSError: there is no room.
+    """
+    import torch
+
+    names = {getattr(torch, of_torch): name for name, of_torch in DTYPES.items()}
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    described: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        begin, end = end, end + tensors[name].nbytes
+        described[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    header = json.dumps(described).encode()
+    header += b" " * (-(8 + len(header)) % HEADER_ALIGNMENT)
+    with os.fdopen(_own_pages(file), "wb") as segment:
+        segment.write(len(header).to_bytes(8, "little") + header)
+        for name in ordered:
+            segment.write(tensors[name].flatten().view(torch.uint8).numpy().data)
+        segment.truncate()
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file where they lie; nobody writes there meanwhile.
+
+    Raises:
+        OSError: the file was retired in this moment.
+    """
+    import torch
+
+    with file.open("rb") as segment:
+        fcntl.flock(segment, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(segment.fileno()), file.stat()):
+            raise FileNotFoundError(f"{file} was retired while it was opened")
+        # The mapping has the descriptor that it was made of, and with it the lock.
+        mapped = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_COPY)
+    num_header_bytes = int.from_bytes(mapped[:8], "little")
+    described = json.loads(mapped[8 : 8 + num_header_bytes])
+    tensors = {}
+    for name, of in described.items():
+        begin, end = of["data_offsets"]
+        dtype = getattr(torch, DTYPES[of["dtype"]])
+        values = torch.frombuffer(
+            mapped,
+            dtype=dtype,
+            count=(end - begin) // dtype.itemsize,
+            offset=8 + num_header_bytes + begin,
+        )
+        tensors[name] = values.view(of["shape"])
+    return tensors
+
+
+def _own_pages(file: Path) -> int:
+    """Return a descriptor of a file that no reader has, locked: this one, else a new one."""
+    with suppress(BlockingIOError):
+        return _locked(file)
+    file.unlink()  # its readers keep it
+    return _locked(file)
+
+
+def _locked(file: Path) -> int:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,198 @@
+"""Shared memory: no reader sees half a version, and nothing of a run stays that has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_flow.config import build_recipe
+from areal_flow.errors import ConfigError, StorageError, WeightsError
+from areal_flow.layout import RunLayout
+from areal_flow.models.hashing import hash_file, hash_tensors
+from areal_flow.recovery.bootstrap import take_over
+from areal_flow.recovery.lease import hold_lease
+from areal_flow.store.ledger import create_ledger
+from areal_flow.store.trajectories import create_trajectories
+from areal_flow.weights import media
+from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader
+from areal_flow.weights.media import ChosenChannel, check_medium
+from areal_flow.weights.shared_memory import (
+    SHARED_MEMORY,
+    free_segments,
+    map_tensors,
+    segments_of,
+    write_tensors,
+)
+
+NUM_VALUES = 4_000_000
+
+DIES_WHILE_IT_STAGES = f"""
+import os, signal, sys, torch
+from pathlib import Path
+from areal_flow.weights import shared_memory
+from areal_flow.weights.media import ChosenChannel
+
+class HalfWritten:
+    def __init__(self, file): self.file = file
+    def __enter__(self): return self
+    def __exit__(self, *error): ...
+    def truncate(self): ...
+    def write(self, content):
+        self.file.write(bytes(content)[: max(8, len(content) // 2)])
+        self.file.flush()
+        if len(content) > 4096:
+            print("half", flush=True)
+            signal.pause()
+
+fdopen = os.fdopen
+shared_memory.os.fdopen = lambda descriptor, mode: HalfWritten(fdopen(descriptor, mode))
+channel = ChosenChannel(Path(sys.argv[1]), "shared_memory")
+channel.stage(int(sys.argv[2]), {{"a": torch.full(({NUM_VALUES},), -1.0)}})
+"""
+
+
+def policy(version: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((NUM_VALUES,), float(version))}
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[ChosenChannel]:
+    root = tmp_path / "weights" / "00000001"
+    yield ChosenChannel(root, "shared_memory")
+    free_segments(root)
+
+
+def publish(channel: ChosenChannel, *versions: int) -> None:
+    for version in versions:
+        channel.stage(version, policy(version))
+        channel.publish(version)
+
+
+@pytest.mark.parametrize("num_before", [1, 2 * KEEP_VERSIONS], ids=["new pages", "old pages"])
+def test_writer_that_is_killed_while_it_stages_is_not_noticed(
+    channel: ChosenChannel, num_before: int
+) -> None:
+    publish(channel, *range(num_before))
+    last = num_before - 1
+    held = channel.load(last)
+    command = [sys.executable, "-c", DIES_WHILE_IT_STAGES, str(channel.root), str(num_before)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half\n"
+        assert hash_tensors(channel.load(last)) == hash_tensors(policy(last))
+        writer.send_signal(signal.SIGKILL)
+    assert channel.newest() == last
+    for tensors in (held, channel.load(last)):
+        assert hash_tensors(tensors) == hash_tensors(policy(last))
+    with pytest.raises(WeightsError, match="never staged"):
+        channel.publish(num_before)
+    publish(channel, num_before)
+    assert hash_tensors(channel.load(num_before)) == hash_tensors(policy(num_before))
+    assert hash_tensors(held) == hash_tensors(policy(last))
+
+
+def test_retired_version_is_written_again_in_its_own_pages_once_no_reader_has_it(
+    channel: ChosenChannel,
+) -> None:
+    publish(channel, 0)
+    held = channel.load(0)
+    inodes = []
+    for version in range(1, KEEP_VERSIONS + 4):
+        publish(channel, version)
+        inodes.append((channel.root / f"{version:08d}" / "model.safetensors").stat().st_ino)
+        if version == KEEP_VERSIONS + 1:
+            assert hash_tensors(held) == hash_tensors(policy(0))
+            del held
+    assert len(set(inodes)) == KEEP_VERSIONS + 1  # with the spare one
+    assert inodes[0] == inodes[-1 - (len(inodes) - KEEP_VERSIONS - 2)]
+    assert len(list(segments_of(channel.root).iterdir())) == KEEP_VERSIONS + 1
+
+
+def test_version_that_is_retired_while_it_is_opened_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_tensors(policy(0), file)
+    another = tmp_path / "another"
+    file.rename(another)
+    with pytest.raises(FileNotFoundError):
+        map_tensors(file)
+
+
+def test_segments_are_safetensors_files(tmp_path: Path) -> None:
+    tensors = {
+        "odd": torch.rand(3).bfloat16(),
+        "transposed": torch.rand(4, 3).T.contiguous(),
+        "scalar": torch.tensor(0.5),
+    }
+    write_tensors(tensors, tmp_path / "model.safetensors")
+    assert hash_tensors(load_file(tmp_path / "model.safetensors")) == hash_tensors(tensors)
+    assert hash_file(tmp_path / "model.safetensors") == hash_tensors(tensors)
+    mapped = map_tensors(tmp_path / "model.safetensors")
+    assert hash_tensors(mapped) == hash_tensors(tensors)
+
+
+def test_successor_frees_what_a_killed_run_left_and_nothing_else(tmp_path: Path) -> None:
+    layouts = [RunLayout(tmp_path / name) for name in ("killed", "other")]
+    roots = [layout.weights_of(1) for layout in layouts]
+    for layout, root in zip(layouts, roots, strict=True):
+        create_trajectories(layout.trajectories)
+        create_ledger(layout.steps)
+        with hold_lease(layout.writers):
+            publish(ChosenChannel(root, "shared_memory"), 0)
+    copied = RunLayout(tmp_path / "copied")
+    shutil.copytree(layouts[1].root, copied.root, symlinks=True)
+    for layout in (layouts[0], copied):
+        with hold_lease(layout.writers) as writer:
+            take_over(layout, writer)
+    assert not segments_of(roots[0]).exists()
+    assert not os.path.lexists(roots[0])
+    assert not os.path.lexists(copied.weights_of(1))
+    assert ChosenChannel(roots[1], "auto").newest() == 0
+    moved = RunLayout(layouts[1].root.rename(tmp_path / "moved"))
+    segments = segments_of(moved.weights_of(1))
+    assert segments.exists()
+    with hold_lease(moved.writers) as writer:
+        take_over(moved, writer)
+    assert not segments.exists()
+
+
+def test_a_life_keeps_the_medium_that_its_first_version_went_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "00000001"
+    monkeypatch.setattr(media, "available_bytes", lambda: 0)
+    publish(ChosenChannel(root, "auto"), 0)
+    monkeypatch.undo()
+    publish(ChosenChannel(root, "auto"), 1)
+    assert not root.is_symlink()
+    assert DirectoryReader(root).newest() == 1
+
+
+def test_shared_memory_that_is_too_small_is_refused_or_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "available_bytes", lambda: 20 * NUM_VALUES)
+    with pytest.raises(StorageError, match=r"expected room for 6 copies.*0\.096 GB, found 0\.08"):
+        publish(ChosenChannel(tmp_path / "must", "shared_memory"), 0)
+    publish(ChosenChannel(tmp_path / "may", "auto"), 0)
+    assert (tmp_path / "may").is_dir()
+    assert not (tmp_path / "may").is_symlink()
+    monkeypatch.setattr(media, "available_bytes", lambda: 0)
+    with pytest.raises(ConfigError, match=f"expected free memory in {SHARED_MEMORY}"):
+        check_medium("shared_memory")
+
+
+def test_workers_of_other_machines_get_files() -> None:
+    ssh = {"launcher": "ssh", "remote": {"hosts": ["localhost"]}}
+    assert build_recipe({}, source="").weights_medium == "auto"
+    assert build_recipe({"cluster": ssh}, source="").weights_medium == "directory"
+    with pytest.raises(ConfigError, match="'shared_memory' reaches this machine"):
+        build_recipe({"cluster": ssh, "weights": {"medium": "shared_memory"}}, source="")

@@ -146,8 +146,8 @@ class EngineStats:
     num_tokens: int = 0
     busy_s: float = 0.0
     stall_s: float = 0.0
-    """How long decoding stood still to switch weights, prefixes that were prefilled again
-    included."""
+    """From each switch of weights while there was work to the end of the decode step after it,
+    which may prefill again what an interruption dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class ServedWeights:
     transfer_s: float
     """To read the weights and to hash them, while decoding went on."""
     stall_s: float
-    """To switch, while it stood still."""
+    """To switch, and to decode the first step after it."""
 
 
 @dataclass(frozen=True, slots=True)

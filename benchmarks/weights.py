@@ -5,10 +5,10 @@
 Random weights, float32. `memcpy` copies the same tensors once, in one thread. A version is staged,
 hashed beside that, and published; then it is mapped or read, hashed, and copied into the policy.
 Both happen once more without hashes, which shows them apart. Then engines of the default job, with
-all slots decoding, get versions one after the other: how long each was read, and how long decoding
-then stood still. Last, how many bytes of a bfloat16 version a small step changes, and how long it
-takes to find and to apply them. The best of nine, of updates the median; media take turns. Needs
-6 GB of memory, 3 of them in /dev/shm.
+all slots decoding, get versions one after the other: how long each was read, and how long it took
+to switch and to decode the step after it. Last, how many bytes of a bfloat16 version a small step
+changes, and how long it takes to find and to apply them. The best of nine, of updates the median;
+media take turns. Needs 6 GB of memory, 3 of them in /dev/shm.
 """
 
 from __future__ import annotations

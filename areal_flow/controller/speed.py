@@ -39,7 +39,7 @@ def speed_metrics(totals: Mapping[str, float], *, num_generators: int) -> dict[s
 
 def update_metrics(served: Sequence[ServedWeights]) -> dict[str, float]:
     """Return what generators' updates cost: how many served what the ledger has, and how long each
-    read it and then stood still; none of no update."""
+    took to read it and then to switch; none of no update."""
     if not served:
         return {}
     found: dict[str, float] = {f"{AREA}weights_num_served": len(served)}

@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import EngineCore
@@ -26,8 +26,6 @@ from areal_flow.types import Completion, EngineStats, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 SWITCH_INTERVAL_S = 2e-4
 
@@ -119,29 +117,24 @@ class ThreadedEngine:
         try:
             while not self._closing:
                 if not self._core.has_work():
-                    self._timed(self._commands.get())
-                began = perf_counter()
+                    self._commands.get()()
+                version, began = self._core.version, perf_counter()
                 while not self._commands.empty():
-                    self._timed(self._commands.get())
+                    self._commands.get()()
                 if self._core.has_work():
-                    for request_id, completions in self._timed(self._core.step):
+                    for request_id, completions in self._core.step():
                         self._num_tokens += sum(len(c.tokens) for c in completions)
                         self._resolve(self._waiting.pop(request_id), completions)
-                self._busy_s += perf_counter() - began
+                seconds = perf_counter() - began
+                self._busy_s += seconds
+                if self._core.version != version:
+                    self._stall_s += seconds
                 self._acknowledge_loads()
         except BaseException as error:
             logger.exception("the engine's thread ended")
             # Its frames hold this engine, and so the device's memory that its successor needs.
             self._broken = error.with_traceback(None)
         self._loop.call_soon_threadsafe(self._fail_outstanding)
-
-    def _timed(self, work: Callable[[], Result]) -> Result:
-        """Do one thing, and count its time as a stall if it switched weights."""
-        version, began = self._core.version, perf_counter()
-        result = work()
-        if self._core.version != version:
-            self._stall_s += perf_counter() - began
-        return result
 
     def _acknowledge_loads(self) -> None:
         served = [future for version, future in self._loads if version <= self._core.version]

@@ -158,21 +158,29 @@ class SlowSwitch(BigramEngine):
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in a step"])
-async def test_only_the_time_of_a_switch_counts_as_a_stall(at_once: bool) -> None:
+async def test_only_a_switch_and_the_step_after_it_count_as_a_stall(at_once: bool) -> None:
     table = [[0.0] * VOCABULARY] * VOCABULARY
     core = SlowSwitch(table)
     core.at_once = at_once
     engine = ThreadedEngine(core)
     try:
-        await engine.generate(request_of("before", length=10))
+        running = asyncio.create_task(engine.generate(request_of("long", length=10**6)))
+        await asyncio.sleep(0.1)
         assert engine.stats().stall_s == 0
         for version in (1, 2):
             reader = ReadsUntil(version, {"logits": table})
             loading = asyncio.create_task(engine.load_weights(version, reader))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             reader.may_end.set()
             await loading
-        assert 0.1 <= engine.stats().stall_s < 0.2 + 0.2
+        assert 0.1 <= engine.stats().stall_s < 0.5 + 0.5
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.load_weights(3, FixedReader(3, {"logits": table}))
+        idle = engine.stats().stall_s
+        await engine.load_weights(4, FixedReader(4, {"logits": table}))
+        if at_once:
+            assert engine.stats().stall_s == idle
     finally:
         engine.close()
 

@@ -30,6 +30,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     recipe = small_recipe(
         num_steps=6,
         prompts={"num_held_out": 0},
+        controller={"batch_size": 128},
         trainer={"tokens_per_micro_batch": 32},  # slower than the generator, which runs ahead
         rewards=[{"verifier": "tests.integration.verifiers:numeric_that_raises_at_times"}],
         tracking={"enabled": True},

@@ -69,6 +69,20 @@ def _anywhere(slot: int, member: SampledSequence) -> bool:
     return True
 
 
+def require_room(request: GroupRequest, max_model_len: int) -> None:
+    """Refuse a request whose longest completion would not fit an engine's context.
+
+    Raises:
+        EngineError: saying how many tokens there are, and what to change.
+    """
+    num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
+    if num_prompt + num_new > max_model_len:
+        raise EngineError(
+            f"expected at most {max_model_len} tokens of context, found {num_prompt} of prompt and "
+            f"{num_new} new ones: raise generation.max_model_len or shorten the prompt"
+        )
+
+
 class SlotScheduler:
     """Continuous batching over a fixed number of slots, first come first served.
 

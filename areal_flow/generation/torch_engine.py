@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.errors import EngineError
 from areal_flow.generation.pages import PageTables, PromptPages, SlotPages
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample, uniforms
-from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
+from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
 from areal_flow.models.policy import assign_tensors, decode, empty_policy, paged_cache, prefill
@@ -80,13 +79,7 @@ class TorchEngine:
             self._cache = paged_cache(policy, num_pages=num_pages + 1, page_tokens=page_tokens)
 
     def add(self, request: GroupRequest) -> None:
-        num_tokens = len(request.prompt_tokens) + request.sampling.max_new_tokens
-        if num_tokens > self.settings.max_model_len:
-            raise EngineError(
-                f"expected at most {self.settings.max_model_len} tokens of context, found "
-                f"{len(request.prompt_tokens)} of prompt and {request.sampling.max_new_tokens} new "
-                "ones: raise generation.max_model_len or shorten the prompt"
-            )
+        require_room(request, self.settings.max_model_len)
         self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:

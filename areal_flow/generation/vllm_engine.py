@@ -30,6 +30,7 @@ from torch import Tensor
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.scheduler import require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.vllm_support import require_vllm_serves
 from areal_flow.generation.vllm_weights import ServedTensors, WeightsExtension, check_logprobs
@@ -103,17 +104,11 @@ class VLLMEngine:
         self._switch_weights()
 
     def add(self, request: GroupRequest) -> None:
-        num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
-        if not num_prompt:
+        if not len(request.prompt_tokens):
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
             raise EngineError(f"request {request.request_id} is running already")
-        if num_prompt + num_new > self.settings.max_model_len:
-            raise EngineError(
-                f"expected at most {self.settings.max_model_len} tokens of context, found "
-                f"{num_prompt} of prompt and {num_new} new ones: raise generation.max_model_len or "
-                "shorten the prompt"
-            )
+        require_room(request, self.settings.max_model_len)
         self._groups[request.request_id] = _Group(request)
         self._waiting.extend((request.request_id, index) for index in range(len(request.seeds)))
 

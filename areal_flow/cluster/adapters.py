@@ -46,7 +46,7 @@ class DaskRollouts:
 
     def __init__(self, client: Client, weights: WeightsReader, pool: WorkerPool) -> None:
         self._client = client
-        self._weights = weights
+        self._submissions = Submissions(client, weights)
         self._ready = ReadyGroups(client, pool)
 
     async def roll_out(self, episode: Episode) -> tuple[Future, Episode]:
@@ -73,13 +73,7 @@ class DaskRollouts:
 
     async def _roll_out(self, episodes: tuple[Episode, ...], suffix: str) -> Future:
         """Roll out some groups; if that is cancelled here, it is on the cluster."""
-        rolled_out = self._client.submit(
-            generator_tasks.rollout,
-            episodes,
-            self._weights.newest(),
-            key=f"rollout-{suffix}",
-            resources={"generator": 1},
-        )
+        rolled_out = await self._submissions.submit(episodes, key=f"rollout-{suffix}")
         try:
             with self._ready.another_comes(), suppress(FuturesCancelledError):
                 await wait(rolled_out)
@@ -89,6 +83,38 @@ class DaskRollouts:
         except asyncio.CancelledError:
             await self._client.cancel([rolled_out])
             raise
+
+
+class Submissions:
+    """Sends the rollouts that one turn of the event loop asks for as one graph.
+
+    A graph of sixteen costs the driver two thirds of what sixteen graphs do.
+    """
+
+    def __init__(self, client: Client, weights: WeightsReader) -> None:
+        self._client = client
+        self._weights = weights
+        self._asked: dict[str, tuple[Episode, ...]] = {}
+        self._sending: asyncio.Task[dict[str, Future]]
+
+    async def submit(self, episodes: tuple[Episode, ...], *, key: str) -> Future:
+        """Return the rollout of some groups, as Dask has it, once it is sent."""
+        if not self._asked:
+            self._sending = asyncio.create_task(self._send())
+        self._asked[key] = episodes
+        return (await asyncio.shield(self._sending)).pop(key)
+
+    async def _send(self) -> dict[str, Future]:
+        await asyncio.sleep(0)  # while the others of this turn ask
+        asked, self._asked = self._asked, {}
+        rollouts = self._client.map(
+            generator_tasks.rollout,
+            list(asked.values()),
+            [self._weights.newest()] * len(asked),
+            key=list(asked),
+            resources={"generator": 1},
+        )
+        return dict(zip(asked, rollouts, strict=True))
 
 
 class ReadyGroups:

@@ -6,6 +6,7 @@ stands in the run directory: `root` is a directory, or a link into shared memory
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from areal_flow.errors import ConfigError, StorageError
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
+from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import (
     SHARED_MEMORY,
@@ -44,6 +46,8 @@ class ChosenChannel:
         self.root = root
         self.last_load: LastLoad | None = None
         self._medium = medium
+        self._writes: DirectoryWriter | None = None
+        self._reads: DirectoryReader | None = None
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         if not (self.root.is_symlink() or self.root.exists()):
@@ -65,12 +69,18 @@ class ChosenChannel:
         return tensors
 
     def _writer(self) -> DirectoryWriter:
-        medium = SharedMemoryWriter if self.root.is_symlink() else DirectoryWriter
-        return medium(self.root)
+        if self._writes is None:
+            self._writes = (SharedMemoryWriter if self.root.is_symlink() else DeltaWriter)(
+                self.root
+            )
+        return self._writes
 
     def _reader(self) -> DirectoryReader:
-        medium = SharedMemoryReader if self.root.is_symlink() else DirectoryReader
-        return medium(self.root)
+        if not os.path.lexists(self.root):
+            return DirectoryReader(self.root)  # which has nothing, and says so
+        if self._reads is None:
+            self._reads = (SharedMemoryReader if self.root.is_symlink() else DeltaReader)(self.root)
+        return self._reads
 
 
 def check_medium(medium: Medium) -> None:

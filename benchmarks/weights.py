@@ -6,9 +6,10 @@ Random weights, float32. `memcpy` copies the same tensors once, in one thread. A
 hashed beside that, and published; then it is mapped or read, hashed, and copied into the policy.
 Both happen once more without hashes, which shows them apart. Then engines of the default job, with
 all slots decoding, get versions one after the other: how long each was read, and how long it took
-to switch and to decode the step after it. Last, how many bytes of a bfloat16 version a small step
-changes, and how long it takes to find and to apply them. The best of nine, of updates the median;
-media take turns. Needs 6 GB of memory, 3 of them in /dev/shm.
+to switch and to decode the step after it. Last, how many bytes a directory ships of a bfloat16
+version after a small step, and how long that takes beside whole files. The best of nine, of updates
+the median; media take turns, and a broadcast is over loopback. Needs 9 GB of memory, 3 of them in
+/dev/shm.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ from areal_flow.models.policy import (
     policy_tensors,
 )
 from areal_flow.types import GroupRequest, Sampling, as_tokens
-from areal_flow.weights.delta import apply_delta, make_delta
+from areal_flow.weights.channel import WeightsWriter
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import free_segments
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 
-MEDIA: tuple[Medium, ...] = ("directory", "shared_memory")
+MEDIA: tuple[Medium, ...] = ("directory", "shared_memory", "broadcast")
 MODELS = ("default", "11M", "100M")
 SHAPES = {
     "11M": {"vocab_size": 8192, "hidden_size": 320, "num_hidden_layers": 6},
@@ -77,7 +80,7 @@ def without_hashes() -> Any:
     return patch("areal_flow.models.hashing.hash_tensors", return_value="unhashed")
 
 
-def publish(channel: ChosenChannel, version: int, tensors: Mapping[str, Tensor]) -> None:
+def publish(channel: WeightsWriter, version: int, tensors: Mapping[str, Tensor]) -> None:
     channel.stage(version, tensors)
     channel.publish(version)
 
@@ -179,35 +182,37 @@ async def keep_decoding(engine: Engine, group: int, stop: asyncio.Event) -> None
         count += 1
 
 
-def deltas(policy: Any) -> dict[str, Any]:
-    """Return how large the bfloat16 deltas of AdamW's steps are, and how long one takes.
+def deltas(policy: Any, directory: Path) -> dict[str, Any]:
+    """Return what a directory ships of AdamW's steps in bfloat16, and the time beside whole files.
 
     The gradients are noise. A first step moves every weight by the whole rate, the most that AdamW
     can; later ones by less, the less the gradients agree.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=DELTA_RATE, betas=(0.9, 0.95))
-    served, served_hash = _as_served(policy)
-    num_bytes = sum(tensor.nbytes for tensor in served.values())
-    shares, seconds = [], {}
-    for _ in range(NUM_DELTAS):
+    roots = {"whole": directory / "whole", "delta": directory / "delta"}
+    writers = {"whole": DirectoryWriter(roots["whole"]), "delta": DeltaWriter(roots["delta"])}
+    readers = {"whole": DirectoryReader(roots["whole"]), "delta": DeltaReader(roots["delta"])}
+    num_bytes: dict[str, list[int]] = {name: [] for name in roots}
+    seconds: dict[str, list[float]] = {}
+    for version in range(NUM_DELTAS + 1):
+        tensors = policy_tensors(policy)
+        for name, writer in writers.items():
+            weights = {n: tensor.to(torch.bfloat16) for n, tensor in tensors.items()}
+            staged = timed(partial(publish, writer, version, weights))
+            loaded = timed(partial(readers[name].load, version))  # checks the hash
+            seconds.setdefault(f"{name}, publish", []).append(staged)
+            seconds.setdefault(f"{name}, load", []).append(loaded)
+            written = (roots[name] / f"{version:08d}").iterdir()
+            num_bytes[name].append(sum(file.stat().st_size for file in written))
         for parameter in policy.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        weights, content_hash = _as_served(policy)
-        hashes = {"base_hash": served_hash, "content_hash": content_hash}
-        began = perf_counter()
-        delta = make_delta(served, weights, **hashes)
-        made = perf_counter()
-        apply_delta(served, delta, base_hash=served_hash)
-        seconds = {"make_s": made - began, "apply_s": perf_counter() - made}
-        served, served_hash = weights, content_hash
-        shares.append(delta.nbytes / num_bytes)
-    return {"num_bytes": num_bytes, "shares": shares, **seconds}
-
-
-def _as_served(policy: Any) -> tuple[dict[str, Tensor], str]:
-    tensors = {n: tensor.to(torch.bfloat16) for n, tensor in policy_tensors(policy).items()}
-    return tensors, hash_tensors(tensors)
+    whole = num_bytes["whole"][0]
+    return {
+        "num_bytes": whole,
+        "shares": [shipped / whole for shipped in num_bytes["delta"][1:]],
+        "seconds": {name: min(taken[1:]) for name, taken in seconds.items()},
+    }
 
 
 def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -236,13 +241,19 @@ def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def print_deltas(found: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title=f"Deltas of bfloat16 weights at a rate of {DELTA_RATE:g}, of all bytes")
-    for label in ("model", "MB", "step 1", "step 2", f"step {NUM_DELTAS}", "make, s", "apply, s"):
+    table = Table(
+        title=f"bfloat16 in a directory at a rate of {DELTA_RATE:g}: bytes shipped, of all"
+    )
+    steps = ("step 1", "step 2", f"step {NUM_DELTAS}")
+    for label in ("model", "MB", *steps, "publish, s (whole)", "load, s (whole)"):
         table.add_column(label, justify="right")
     for model, of in found.items():
         costs = of["deltas"]
         shares = [f"{100 * costs['shares'][step]:.2f}%" for step in (0, 1, -1)]
-        seconds = [f"{costs[name]:.2f}" for name in ("make_s", "apply_s")]
+        seconds = [
+            f"{costs['seconds'][f'delta, {part}']:.3f} ({costs['seconds'][f'whole, {part}']:.3f})"
+            for part in ("publish", "load")
+        ]
         table.add_row(model, f"{costs['num_bytes'] / 1e6:.1f}", *shares, *seconds)
     Console(width=150).print(table)
 
@@ -269,7 +280,10 @@ def main() -> None:
         for model in arguments.models:
             directory = Path(scratch) / model
             policy = make_policy(model, directory / "model")
-            speeds[model] = {**gigabytes_per_s(policy, directory), "deltas": deltas(policy)}
+            speeds[model] = {
+                **gigabytes_per_s(policy, directory),
+                "deltas": deltas(policy, directory),
+            }
         found = {"models": speeds, "updates": asyncio.run(updates(Path(scratch)))}
     print_speeds(speeds)
     print_deltas(speeds)

@@ -10,6 +10,7 @@ import filecmp
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.config import Recipe
-from areal_flow.errors import ArealFlowError, ModelError, PromptError
+from areal_flow.errors import ArealFlowError, ModelError, PromptError, WeightsError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
@@ -35,6 +36,8 @@ from areal_flow.recovery.parents import Parent, find_parent, read_parent
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.maintenance import unreferenced_files
+from areal_flow.weights.broadcast import DESCRIPTION_FILE
+from areal_flow.weights.directory_deltas import DeltaReader
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
@@ -105,11 +108,14 @@ def listed_checkpoints(layout: RunLayout) -> list[Path]:
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
-    """Return the directories of published versions: those of the newest writer, which count."""
-    lease = newest_lease(layout.writers)
-    root = layout.weights_of(lease.writer_epoch if lease else 0)
+    """Return the directories of published versions: those of the newest writer, which count.
+
+    What is broadcast is nowhere but in the trainer's memory.
+    """
+    root = _weights_root(layout)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
-    return sorted({file.parent for file in files if file.parent.name.isdigit()})
+    directories = {file.parent for file in files if file.parent.name.isdigit()}
+    return sorted(each for each in directories if not (each / DESCRIPTION_FILE).exists())
 
 
 def read_directories(
@@ -120,15 +126,17 @@ def read_directories(
     Args:
         kind: checkpoint or weights, as in `ADVICE`.
     """
+    describe = partial(_checkpoint, layout)
+    if kind == "weights":
+        describe = partial(_weights, DeltaReader(_weights_root(layout)))
     for path in paths:
         found: dict[str, Any] | Finding
         place, expected = path.relative_to(layout.root).as_posix(), "published weights"
         if kind == "checkpoint":
             place, expected = f"checkpoint {int(path.name)}", "a complete checkpoint"
         try:
-            described = _checkpoint(layout, path) if kind == "checkpoint" else _weights(path)
-            found = {"place": place, **described}
-        except _UNREADABLE as error:
+            found = {"place": place, **describe(path)}
+        except (*_UNREADABLE, WeightsError) as error:
             cause = f"{type(error).__name__}: {error}"[:300]
             found = Finding(f"{kind}-unreadable", place, expected, cause, ADVICE[kind])
         if path.exists():
@@ -205,6 +213,11 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
         yield from _orphan_fragments(path)
 
 
+def _weights_root(layout: RunLayout) -> Path:
+    lease = newest_lease(layout.writers)
+    return layout.weights_of(lease.writer_epoch if lease else 0)
+
+
 def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
     from areal_flow.models.hashing import hash_file
 
@@ -219,14 +232,10 @@ def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
     }
 
 
-def _weights(path: Path) -> dict[str, Any]:
-    from areal_flow.models.hashing import hash_file
-
-    return {
-        "step": int(path.name),
-        "recorded_hash": (path / "hash").read_text(),
-        "tensors_hash": hash_file(path / "model.safetensors"),
-    }
+def _weights(reader: DeltaReader, path: Path) -> dict[str, Any]:
+    step = int(path.name)
+    _, recorded, found = reader.read(step)
+    return {"step": step, "recorded_hash": recorded, "tensors_hash": found}
 
 
 def _validate_arrow(path: Path) -> None:

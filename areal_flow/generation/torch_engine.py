@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,14 @@ from areal_flow.generation.sampling import sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
-from areal_flow.models.policy import assign_tensors, decode, empty_policy, paged_cache, prefill
+from areal_flow.models.policy import (
+    assign_tensors,
+    decode,
+    empty_policy,
+    fill_pages,
+    paged_cache,
+    prefill,
+)
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.channel import WeightsReader
 
@@ -148,10 +155,17 @@ class TorchEngine:
     def _prefill(self) -> None:
         """Compute what prompts and prefixes lack, as far as the budget of a step goes."""
         for planned in self._passes(self._plan_chunks()):
-            logits_NV = prefill(self.policy, self._cache, [chunk for chunk, _ in planned])
-            for (chunk, part), logits_V in zip(planned, logits_NV, strict=True):
-                if isinstance(part, PromptPages) and chunk.end == part.num_tokens:
-                    self._prompt_logits[part] = logits_V
+            chunks = [chunk for chunk, _ in planned]
+            prompts = {
+                row: part
+                for row, (chunk, part) in enumerate(planned)
+                if isinstance(part, PromptPages) and chunk.end == part.num_tokens
+            }
+            if not prompts:
+                fill_pages(self.policy, self._cache, chunks)
+                continue
+            logits_NV = prefill(self.policy, self._cache, chunks)
+            self._prompt_logits |= {prompt: logits_NV[row] for row, prompt in prompts.items()}
 
     def _passes(self, planned: Iterable[_Planned]) -> Iterator[list[_Planned]]:
         """Yield chunks that are computed together: on CPU as many as caches are good for."""
@@ -172,13 +186,16 @@ class TorchEngine:
         left = self.prefill_tokens_a_step
         for slot in list(self._lacking):
             member = self._scheduler.running[slot]
-            for part, pages, needed in self._parts(slot, member):
+            for part, pages, needed, sharing in self._parts(slot, member):
                 end = min(needed, part.num_computed + left)
                 if part.num_computed < end:
                     tokens = member.prefix(part.num_computed, end)
-                    yield Chunk(tokens, part.num_computed, pages), part
+                    copies = [self._pages.tables_SW[other] for other in sharing]
+                    yield Chunk(tokens, part.num_computed, pages, copies), part
                     left -= 0 if self._alone else len(tokens)
                     part.num_computed = end
+                    for other in sharing:
+                        self._pages.slots[other].num_computed = end
                 if part.num_computed < needed:
                     break
             else:
@@ -186,14 +203,24 @@ class TorchEngine:
 
     def _parts(
         self, slot: int, member: SampledSequence
-    ) -> Iterator[tuple[PromptPages | SlotPages, Pages, int]]:
-        """Yield what holds a member's prefix, its pages, and how far it must be computed."""
-        held = self._pages.slots[slot]
+    ) -> Iterator[tuple[PromptPages | SlotPages, Pages, int, Sequence[int]]]:
+        """Yield what holds a member's prefix, its pages, how far it must be computed, and the other
+        slots that it is computed for as well."""
+        held, pages = self._pages.slots[slot], self._pages.tables_SW[slot]
         if held.prompt is not None:
             prompt = held.prompt
             needed = prompt.num_shared if member.tokens else prompt.num_tokens
-            yield prompt, np.array(prompt.pages), needed
-        yield held, self._pages.tables_SW[slot], member.num_cached
+            yield prompt, np.array(prompt.pages), needed, ()
+            if held.num_computed < prompt.num_tokens and not self._alone:
+                sharing = [other for other in self._lacking if self._begins_alike(other, slot)]
+                yield held, pages, prompt.num_tokens, sharing
+        yield held, pages, member.num_cached, ()
+
+    def _begins_alike(self, other: int, slot: int) -> bool:
+        """Return whether another slot lacks as much of the end of the same prompt."""
+        held, of_other = self._pages.slots[slot], self._pages.slots[other]
+        lacking = (held.prompt, held.num_computed)
+        return other != slot and (of_other.prompt, of_other.num_computed) == lacking
 
     def _start_members(self) -> bool:
         """Sample the first tokens of members whose prompt is computed; return whether one has."""

@@ -3,8 +3,9 @@
 A sequence's pages lie anywhere, and sequences may share some. The module refuses to know which
 sequence holds which page; see `areal_flow.generation.pages`.
 
-Letters: N chunks, T packed tokens, Q padded chunk length, L padded length, P pages, W pages of the
-longest sequence, H heads, K key-value heads, D head dimension.
+Letters: N chunks, T packed tokens, U places that they are written to, Q padded chunk length,
+L padded length, P pages, W pages of the longest sequence, H heads, K key-value heads, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -68,10 +69,16 @@ class Chunk:
     """Tokens before them."""
     pages: Pages
     """Of the sequence, in its order, with room for these tokens."""
+    copies: Sequence[Pages] = ()
+    """Of other sequences with the same tokens so far: they get the same keys and values."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+
+class PagesAreFilled(Exception):
+    """Ends a pass of which nobody needs what comes after its last keys and values."""
 
 
 class ChunkLayout:
@@ -81,8 +88,19 @@ class ChunkLayout:
     of the same pass writes to a page that both hold.
     """
 
-    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self, cache: PagedCache, chunks: Sequence[Chunk], *, needs_logits: bool = True
+    ) -> None:
+        """Find where each token's keys and values go.
+
+        Args:
+            cache: of the policy.
+            chunks: of sequences that need not be each other's company.
+            needs_logits: whether the pass goes on after its last keys and values are written;
+                without, that raises `PagesAreFilled`.
+        """
         self.cache = cache
+        self._ends_after = None if needs_logits else max(cache.layers)
         positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
         paged = [
             chunk.pages[at // cache.page_tokens]
@@ -90,11 +108,18 @@ class ChunkLayout:
         ]
         position_T = np.concatenate(positions)
         self.position_ids = self._tensor(position_T)[None, :]
-        self._page_T = self._tensor(np.concatenate(paged))
-        self._offset_T = self._tensor(position_T % cache.page_tokens)
         ends = np.cumsum([len(at) for at in positions])
         self.last_N = self._tensor(ends - 1)
         starts = ends - [len(at) for at in positions]
+        copied = [
+            (copy[at // cache.page_tokens], np.arange(begin, begin + len(at)))
+            for chunk, at, begin in zip(chunks, positions, starts, strict=True)
+            for copy in chunk.copies
+        ]
+        from_U = np.concatenate([np.arange(len(position_T)), *(tokens for _, tokens in copied)])
+        self._page_U = self._tensor(np.concatenate([*paged, *(pages for pages, _ in copied)]))
+        self._offset_U = self._tensor(position_T[from_U] % cache.page_tokens)
+        self._from_U = self._tensor(from_U) if copied else slice(None)
         self._batches = [
             self._batch([chunks[i] for i in batch], starts[batch]) for batch in _batches(chunks)
         ]
@@ -121,15 +146,21 @@ class ChunkLayout:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
     ) -> Tensor:
         for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
-            cached[self._page_T, :, self._offset_T] = new[0].transpose(0, 1)
+            cached[self._page_U, :, self._offset_U] = new[0].transpose(0, 1)[self._from_U]
+        if layer == self._ends_after:
+            raise PagesAreFilled
         packed_THD = query[0].transpose(0, 1)
         attended_THD = value.new_empty((*packed_THD.shape[:2], value.shape[-1]))
         for batch in self._batches:
             keys, values = (batch.unpaged(pages) for pages in self.cache.layers[layer])
-            queries = packed_THD[batch.gather_NQ].transpose(1, 2)
-            found = attend_where_visible(queries, keys, values, batch.positions_NQ, rule)
-            rows = batch.gather_NQ.flatten()[batch.real]
-            attended_THD[rows] = found.transpose(1, 2).flatten(0, 1)[batch.real]
+            gather = batch.gather_NQ.flatten()
+            rows = packed_THD.index_select(0, gather)
+            rows = rows.view(*batch.gather_NQ.shape, *rows.shape[1:])
+            found = attend_where_visible(
+                rows.transpose(1, 2), keys, values, batch.positions_NQ, rule
+            )
+            real = found.transpose(1, 2).flatten(0, 1).index_select(0, batch.real)
+            attended_THD.index_copy_(0, gather[batch.real], real)
         return attended_THD[None]
 
 
@@ -144,7 +175,9 @@ class _ChunkBatch:
 
     def unpaged(self, pages: Tensor) -> Tensor:
         """Return `[N, K, L, D]` of the chunks' sequences."""
-        return pages[self.pages_NW].transpose(1, 2).flatten(2, 3)
+        gathered = pages.index_select(0, self.pages_NW.flatten())
+        by_chunk = gathered.view(*self.pages_NW.shape, *gathered.shape[1:])
+        return by_chunk.transpose(1, 2).flatten(2, 3)
 
 
 def _batches(chunks: Sequence[Chunk]) -> list[list[int]]:

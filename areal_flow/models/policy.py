@@ -11,6 +11,7 @@ positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from areal_flow.models.huggingface import (
     without_progress_bars,
 )
 from areal_flow.models.paged_decode import PagedDecodeLayout
-from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages
+from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -125,7 +126,16 @@ def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
     Returns:
         The logits `[N, V]` after the last token of each chunk.
     """
-    layout = ChunkLayout(cache, chunks)
+    return _prefill(policy, chunks, ChunkLayout(cache, chunks))
+
+
+def fill_pages(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+    """Do as `prefill`, but for the logits, and so without most of the last layer."""
+    with suppress(PagesAreFilled):
+        _prefill(policy, chunks, ChunkLayout(cache, chunks, needs_logits=False))
+
+
+def _prefill(policy: Any, chunks: Sequence[Chunk], layout: ChunkLayout) -> Tensor:
     packed_T = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks]))
     input_ids_1T = packed_T.to(policy.device)[None, :]
     return _logits(policy, input_ids_1T, layout.position_ids, layout, layout.last_N)[0]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_FILE = "model.safetensors"
+HASH_FILE = "hash"
 
 KEEP_VERSIONS = 4
 """Published versions that stay: the newest, and some for readers that are behind."""
@@ -44,28 +45,36 @@ class DirectoryReader:
 
     def load_with_hash(self, version: int) -> tuple[dict[str, Tensor], str]:
         """Do as `load`, and return the hash that was found, too."""
+        tensors, expected, found = self.read(version)
+        if found != expected:
+            raise WeightsError(
+                f"version {version}: expected weights with hash {expected}, found {found} in "
+                f"{self._published(version)}: the files were changed after they were published"
+            )
+        return tensors, found
+
+    def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:
+        """Return published weights, the hash that they were published with, and that of them.
+
+        Raises:
+            WeightsError: they are missing, or not what any writer writes.
+        """
         from areal_flow.models.hashing import hash_tensors
 
         directory = self._published(version)
         try:
-            tensors = self._read(directory / MODEL_FILE)
-            expected = (directory / "hash").read_text()
+            expected = (directory / HASH_FILE).read_text()
+            tensors = self._tensors(version)
         except (OSError, SafetensorError) as error:
             raise WeightsError(
                 f"version {version} cannot be read from {directory}: {error}"
             ) from error
-        found = hash_tensors(tensors)
-        if found != expected:
-            raise WeightsError(
-                f"version {version}: expected weights with hash {expected}, found {found} in "
-                f"{directory}: the files were changed after they were published"
-            )
-        return tensors, found
+        return tensors, expected, hash_tensors(tensors)
 
-    def _read(self, file: Path) -> dict[str, Tensor]:
+    def _tensors(self, version: int) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
-        tensors: dict[str, Tensor] = load_file(file)
+        tensors: dict[str, Tensor] = load_file(self._published(version) / MODEL_FILE)
         return tensors
 
     def _published(self, version: int) -> Path:
@@ -87,8 +96,8 @@ class DirectoryWriter(DirectoryReader):
             self._prepare(staged)
             with ThreadPoolExecutor(1) as beside:
                 served_hash = beside.submit(hash_tensors, copies)
-                self._write(copies, staged / MODEL_FILE)
-            (staged / "hash").write_text(served_hash.result())
+                self._write(version, copies)
+            (staged / HASH_FILE).write_text(served_hash.result())
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"could not write weights to {staged}: {error}. Free some space or check the "
@@ -98,13 +107,13 @@ class DirectoryWriter(DirectoryReader):
 
     def publish(self, version: int) -> None:
         published, staged = self._published(version), self._staged(version)
-        staged_hash = _hash_of(staged)
-        if staged_hash and staged_hash != _hash_of(published):
+        staged_hash = hash_of(staged)
+        if staged_hash and staged_hash != hash_of(published):
             shutil.rmtree(published, ignore_errors=True)
             staged.rename(published)
         elif not published.is_dir():
             raise WeightsError(f"version {version} was never staged in {self.root}")
-        for old in self._versions()[:-KEEP_VERSIONS]:
+        for old in self._outdated():
             self._retire(self._published(old))
         self._clear_staged(version)
 
@@ -113,10 +122,13 @@ class DirectoryWriter(DirectoryReader):
         self._clear_staged()
         staged.mkdir(parents=True)
 
-    def _write(self, tensors: Mapping[str, Tensor], file: Path) -> None:
+    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file
 
-        save_file(dict(tensors), file)
+        save_file(dict(tensors), self._staged(version) / MODEL_FILE)
+
+    def _outdated(self) -> list[int]:
+        return self._versions()[:-KEEP_VERSIONS]
 
     def _retire(self, published: Path) -> None:
         shutil.rmtree(published, ignore_errors=True)
@@ -130,9 +142,9 @@ class DirectoryWriter(DirectoryReader):
         return self.root / f".staged-{version:08d}"
 
 
-def _hash_of(directory: Path) -> str | None:
+def hash_of(directory: Path) -> str | None:
     """Return the hash of a version's tensors, which is written last; None if it is not whole."""
-    file = directory / "hash"
+    file = directory / HASH_FILE
     return file.read_text() if file.is_file() else None
 
 

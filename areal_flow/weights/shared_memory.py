@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+from areal_flow.weights.directory import HASH_FILE, MODEL_FILE, DirectoryReader, DirectoryWriter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,8 +84,8 @@ class SharedMemoryReader(DirectoryReader):
     def __init__(self, root: Path) -> None:
         super().__init__(segments_of(root))
 
-    def _read(self, file: Path) -> dict[str, Tensor]:
-        return map_tensors(file)
+    def _tensors(self, version: int) -> dict[str, Tensor]:
+        return map_tensors(self._published(version) / MODEL_FILE)
 
 
 class SharedMemoryWriter(DirectoryWriter):
@@ -101,10 +101,10 @@ class SharedMemoryWriter(DirectoryWriter):
             else:
                 reusable.rename(staged)
         staged.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (staged / "hash").unlink(missing_ok=True)  # first: from here on it is not whole
+        (staged / HASH_FILE).unlink(missing_ok=True)  # first: from here on it is not whole
 
-    def _write(self, tensors: Mapping[str, Tensor], file: Path) -> None:
-        write_tensors(tensors, file)
+    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        write_tensors(tensors, self._staged(version) / MODEL_FILE)
 
     def _retire(self, published: Path) -> None:
         if next(self.root.glob(".spare-*"), None) is None:

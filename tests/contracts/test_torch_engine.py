@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from areal_flow.generation import torch_engine
 from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.models.paged_prefill import Chunk, PagedCache
+from areal_flow.models.policy import fill_pages
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.engines import VOCABULARY, request_of, run_all, torch_subject, versions_of
 from tests.plain import plain
@@ -77,6 +81,29 @@ def test_switch_in_the_middle_of_a_prompt_computes_it_anew_unless_drained(
     completions = run_all(engine)["r"]
     assert {v for completion in completions for v in versions_of(completion)} == {version}
     check_exact(request, completions)
+
+
+@pytest.mark.parametrize(("batch_invariant", "num_ends"), [(False, 1), (True, 4)])
+def test_new_weights_have_a_prompt_computed_once_for_its_group(
+    batch_invariant: bool, num_ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its whole page and the 10 tokens after it; alone, where no company may change the bits."""
+    request = request_with_prompt("r", 42, seeds=4, length=12)
+    engine = engine_of(batch_invariant=batch_invariant)
+    engine.add(request)
+    for _ in range(5):
+        engine.step()
+    num_own = [member.num_cached - 42 for member in engine._scheduler.running.values()]
+    computed: list[int] = []
+
+    def counted(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+        computed.extend(len(chunk.tokens) for chunk in chunks)
+        fill_pages(policy, cache, chunks)
+
+    monkeypatch.setattr(torch_engine, "fill_pages", counted)
+    engine.load_weights(torch_subject().weights(1), version=1)
+    check_exact(request, run_all(engine)["r"])
+    assert sum(computed) == 32 + 10 * num_ends + sum(num_own)
 
 
 @pytest.mark.parametrize("interruption", ["interrupt", "keep", "drain"])

@@ -110,10 +110,16 @@ class EpisodeContext:
         self._services = services
         self._completions = completions
         self._scores = scores
-        self._seed = seed
+        self.seed = seed
+        """This member's own, at any attempt the same: all that a workflow draws follows from it."""
 
     async def generate(
-        self, tokens: Sequence[int] | Tokens, turn: int, *, branch: int = 0
+        self,
+        tokens: Sequence[int] | Tokens,
+        turn: int,
+        *,
+        branch: int = 0,
+        max_new_tokens: int | None = None,
     ) -> Completion:
         """Return what the policy says after `tokens`.
 
@@ -121,19 +127,22 @@ class EpisodeContext:
             tokens: prompt and conversation so far, never tokenised again.
             turn: counts the completions of a conversation, from 0. Turn and branch give the seed:
                 two completions of a member must differ in one of them.
+            max_new_tokens: of this completion; `generation.max_new_tokens` bounds it in any case.
 
         Raises:
-            ArealFlowError: the context has no room for one token more.
+            ArealFlowError: the context, or `max_new_tokens`, has no room for one token.
             EngineError: the generator cannot serve: the whole group will be tried again.
         """
-        max_new_tokens = min(self._services.sampling.max_new_tokens, self.num_tokens_left(tokens))
-        if max_new_tokens < 1:
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ArealFlowError(f"expected max_new_tokens of at least 1, found {max_new_tokens}")
+        room = min(self._services.sampling.max_new_tokens, self.num_tokens_left(tokens))
+        if room < 1:
             raise ArealFlowError(
                 f"the conversation has {len(tokens)} tokens, expected fewer than "
                 f"generation.max_model_len ({self._services.max_model_len})"
             )
-        seed = turn_seed(self._seed, turn, branch)
-        key = (turn, as_tokens(tokens).tobytes(), max_new_tokens)
+        seed = turn_seed(self.seed, turn, branch)
+        key = (turn, as_tokens(tokens).tobytes(), min(room, max_new_tokens or room))
         return await self._completions.ask(key, seed)
 
     async def score(self, completion: Sequence[int] | Tokens) -> Score:

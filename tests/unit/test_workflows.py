@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -108,6 +109,41 @@ def test_conversation_ends(
     assert max(answers) == num_answers
     assert all(len(draft.tokens) <= services.max_model_len for _, draft in group.drafts)
     assert all(draft.loss_mask[-1] for _, draft in group.drafts), "it ends with a completion"
+
+
+@dataclass
+class BoundBySeed:
+    """A workflow of somebody's: each member's completion has a bound of its own."""
+
+    num_bounds: int
+    least: int = 1
+    bounds: list[int] = field(default_factory=list)
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        bound = self.least + context.seed % self.num_bounds
+        self.bounds.append(bound)
+        completion = await context.generate(prompt.tokens, 0, max_new_tokens=bound)
+        return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
+
+
+def test_a_completion_is_as_long_as_its_workflow_and_the_recipe_allow() -> None:
+    workflow = BoundBySeed(num_bounds=30)
+    services = FakeServices(max_new_tokens=12)
+    group = asyncio.run(run_group(workflow, episode_of(group_size=40), services))
+    cut_off = 0
+    for (_, draft), bound in zip(group.drafts, workflow.bounds, strict=True):
+        length = len(draft.output_tokens)
+        assert length == min(bound, 12) or draft.output_tokens[-1] == STOP
+        cut_off += draft.finish_reason == "length"
+    assert cut_off > 10
+    assert len({len(draft.output_tokens) for _, draft in group.drafts}) > 5
+
+
+def test_a_completion_of_no_tokens_is_refused() -> None:
+    workflow = BoundBySeed(num_bounds=1, least=0)
+    group = asyncio.run(run_group(workflow, episode_of(), FakeServices()))
+    assert not group.drafts
+    assert all("max_new_tokens of at least 1, found 0" in error for error in group.errors)
 
 
 def test_answer_that_was_cut_off_is_not_asked_again() -> None:

@@ -23,15 +23,12 @@ from time import sleep, time
 
 import numpy as np
 import psutil
-import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 import areal_flow
-from areal_flow.models.directory import stop_token_ids
-from areal_flow.models.policy import empty_policy
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from benchmarks.endless_policy import write_endless_policy
 
 PROMPT_ROOM = 32
 DRIVER = "driver"
@@ -85,7 +82,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
         model = Path(scratch) / "model"
-        make_endless_policy(model)
+        longest = max(shape.num_tokens for shape in SHAPES)
+        write_endless_policy(model, max_model_len=longest + PROMPT_ROOM)
         found = [
             measure(Path(scratch), model, SHAPES[index], arguments.steps, arguments.skip)
             for index in arguments.shapes
@@ -95,22 +93,6 @@ def main() -> None:
     if arguments.json:
         lines = [asdict(m) | {"overhead_s": m.overhead_s} for m in found]
         arguments.json.write_text(json.dumps({"machine": machine, "runs": lines}, indent=2) + "\n")
-
-
-def make_endless_policy(directory: Path) -> None:
-    """Write the default job's policy with random weights, of which no completion ever stops."""
-    longest = max(shape.num_tokens for shape in SHAPES)
-    write_tiny_model(directory, max_model_len=longest + PROMPT_ROOM)
-    torch.manual_seed(0)
-    policy = empty_policy(directory)
-    with torch.no_grad():  # feature 0 stays what it is in every layer, and speaks against the end
-        policy.model.embed_tokens.weight[:, 0] = 4
-        for layer in policy.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
-        policy.lm_head.weight[:, 0] = 0
-        policy.lm_head.weight[stop_token_ids(directory), 0] = -30
-    policy.save_pretrained(directory)
 
 
 def measure(cwd: Path, model: Path, shape: Shape, num_steps: int, skip: int) -> Measurement:

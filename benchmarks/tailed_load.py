@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from transformers import Qwen2Config
 
 from areal_flow.generation.scheduler import SampledSequence
-from areal_flow.types import GroupRequest, Sampling
+from areal_flow.types import GroupRequest, Prompt, Sampling
+from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.protocol import TrajectoryDraft
 
 PROMPT_TOKENS = 32
 GROUP_SIZE = 8
@@ -50,11 +53,31 @@ MODELS = {"0.6M": config_of(128, 2, 1024), "11M": config_of(384, 5, 4096)}
 
 def random_load(num_groups: int, cut: int, vocabulary: int) -> Load:
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), 1.0, (num_groups, GROUP_SIZE))
-    return Load(
-        rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)),
-        np.clip(lengths, 8, cut).astype(np.int64),
-    )
+    lengths = random_lengths(rng, (num_groups, GROUP_SIZE), median=MEDIAN_TOKENS, cut=cut)
+    return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), lengths)
+
+
+def random_lengths(
+    rng: np.random.Generator, shape: tuple[int, ...], *, median: int, cut: int, sigma: float = 1.0
+) -> np.ndarray:
+    """Draw lengths in tokens from a lognormal distribution, of at least 8 and at most `cut`."""
+    return np.clip(rng.lognormal(np.log(median), sigma, shape), 8, cut).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class GivenLengths:
+    """A `Workflow` of one completion, as long as a draw from its member's seed says."""
+
+    median: int
+    sigma: float
+    cut: int
+
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        """Return one trajectory; of this length if the policy never ends one by itself."""
+        rng = np.random.default_rng(context.seed)
+        length = random_lengths(rng, (), **asdict(self))
+        completion = await context.generate(prompt.tokens, turn=0, max_new_tokens=int(length))
+        return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
 def end_at_given_lengths(load: Load) -> None:

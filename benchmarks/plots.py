@@ -1,0 +1,86 @@
+"""Draws what benchmarks found: one function a figure, from the report that `--json` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+GENERATE, TRAIN, WAIT = "#3b75af", "#d98032", "#b9cde2"
+
+
+def draw_schedules(report: Mapping[str, Any], path: Path) -> None:
+    """Draw a step of each schedule: what generators do, and below it what the trainer does."""
+    figure, axes = _figure(1, height=2.9)
+    (axis,) = axes
+    lanes = ["sync, trainer", "sync, generators", "async, trainer", "async, generator"]
+    for schedule, train_lane in (("sync", 0), ("async", 2)):
+        of_schedule = [m for m in report["measurements"] if m["schedule"] == schedule]
+        parts = {
+            name: mean(m[name] for m in of_schedule)
+            for name in ("seconds_generate", "seconds_straggling", "seconds_train", "seconds_step")
+        }
+        generated, straggling, trained, step = parts.values()
+        begin = generated + straggling if schedule == "sync" else 0.0
+        axis.barh(train_lane + 1, generated, color=GENERATE)
+        axis.barh(train_lane + 1, straggling, left=generated, color=WAIT)
+        axis.barh(train_lane, trained, left=begin, color=TRAIN)
+        axis.plot([step, step], [train_lane - 0.45, train_lane + 1.45], color="black")
+        axis.text(step, train_lane + 0.5, f"  {step:.1f} s", va="center")
+    legend = {
+        "generates": GENERATE,
+        "the slower generator alone": WAIT,
+        "trains": TRAIN,
+        "end of the step": "black",
+    }
+    figure.legend(
+        handles=[Patch(color=color, label=label) for label, color in legend.items()],
+        frameon=False,
+        ncols=4,
+        loc="outside lower center",
+    )
+    axis.set_yticks(range(4), lanes)
+    axis.set_xlabel("seconds of one step, means")
+    axis.margins(x=0.12)
+    axis.set_xlim(left=0)
+    axis.set_title(f"{report['title']}: sync takes {report['speedup']:.2f} times as long")
+    _save(figure, path)
+
+
+def draw_interruption(report: Mapping[str, Any], path: Path) -> None:
+    """Draw tokens a second and staleness by the rule that new weights follow."""
+    figure, (speed, staleness) = _figure(2)
+    rules = report["rules"]
+    names = list(rules)
+    rates = [rules[name]["tokens_per_second"] for name in names]
+    _bars(speed, names, rates, [f"{r:,.0f}" for r in rates], GENERATE)
+    speed.set_ylabel("tokens/s")
+    ages = [rules[name]["staleness"] for name in names]
+    _bars(staleness, names, ages, [f"{age:.2f}" for age in ages], TRAIN)
+    staleness.set_ylabel("mean staleness of a token, versions")
+    _save(figure, path)
+
+
+def _bars(
+    axis: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str], color: str
+) -> None:
+    axis.bar_label(axis.bar(names, values, width=0.6, color=color), labels)
+    axis.margins(y=0.12)
+
+
+def _figure(num_panels: int, *, height: float = 3.0) -> tuple[Figure, Sequence[Axes]]:
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(8, height), layout="constrained")
+        return figure, tuple(figure.subplots(1, num_panels, squeeze=False)[0])
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -6,7 +6,7 @@ end what runs before it takes them, `interrupt` prefills it again, `keep` goes o
 values. The rules take turns; the best of `--rounds` counts. Staleness of a token is how many
 versions older than the newest one its version is when its completion ends.
 
-    python -m benchmarks.interruption [--model 0.6M] [--rounds 2] [--json FILE]
+    python -m benchmarks.interruption [--model 0.6M] [--rounds 2] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.table import Table
 from areal_flow.generation.protocol import GenerationSettings, Interruption
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.policy import policy_from_config, policy_tensors
+from benchmarks.plots import draw_interruption
 from benchmarks.tailed_load import (
     GROUP_SIZE,
     MODELS,
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--cut", type=int, default=1024)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     config = MODELS[chosen.model]
@@ -114,10 +116,14 @@ def main() -> None:
         rate = f"{one.tokens_per_second:,.0f}"
         table.add_row(rule, rate, f"{ratio:.2f}", f"{one.staleness:.2f}", stall_ms)
     Console().print(table)
+    report = {
+        "machine": {"processor": platform.processor(), "torch": torch.__version__},
+        "rules": {rule: asdict(one) for rule, one in found.items()},
+    }
     if chosen.json:
-        machine = {"processor": platform.processor(), "torch": torch.__version__}
-        rules = {rule: asdict(one) for rule, one in found.items()}
-        chosen.json.write_text(json.dumps({"machine": machine, "rules": rules}))
+        chosen.json.write_text(json.dumps(report))
+    if chosen.plot:
+        draw_interruption(report, chosen.plot)
 
 
 if __name__ == "__main__":

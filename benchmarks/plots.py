@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 GENERATE, TRAIN, WAIT = "#3b75af", "#d98032", "#b9cde2"
+PUBLISHED_SPEEDUP = 2.77
+"""Of arXiv 2505.24298, a policy of 1.5B parameters."""
 
 
 def draw_schedules(report: Mapping[str, Any], path: Path) -> None:
@@ -50,6 +52,37 @@ def draw_schedules(report: Mapping[str, Any], path: Path) -> None:
     axis.margins(x=0.12)
     axis.set_xlim(left=0)
     axis.set_title(f"{report['title']}: sync takes {report['speedup']:.2f} times as long")
+    _save(figure, path)
+
+
+def draw_scaling(report: Mapping[str, Any], path: Path) -> None:
+    """Draw time per step by generators with the bounds, and how much quicker async is."""
+    figure, (seconds, ratio) = _figure(2)
+    sizes = report["sizes"]
+    numbers = [size["async"]["num_generators"] for size in sizes]
+    for schedule, color in (("sync", TRAIN), ("async", GENERATE)):
+        values = [size[schedule] for size in sizes]
+        steps = [value["seconds_step"] for value in values]
+        seconds.plot(numbers, steps, "o-", color=color, label=schedule)
+        bounds = [value["bound_s"] for value in values]
+        seconds.plot(numbers, bounds, ":", color=color, label=f"{schedule}, bound")
+    seconds.set_yscale("log")
+    seconds.set_ylabel("seconds a step (virtual)")
+    seconds.legend(frameon=False)
+    by_points = {"textcoords": "offset points", "ha": "right"}
+    speedups = [size["speedup"] for size in sizes]
+    ratio.plot(numbers, speedups, "o-", color="black")
+    for number, speedup in zip(numbers, speedups, strict=True):
+        ratio.annotate(f"{speedup:.2f}", (number, speedup), (-6, 6), **by_points)
+    ratio.axhline(PUBLISHED_SPEEDUP, color="gray", linestyle="--")
+    ratio.text(numbers[0], PUBLISHED_SPEEDUP, "published: 2.77", va="bottom", color="gray")
+    ratio.set_ylabel("trained tokens/s, async over sync")
+    ratio.margins(0.15)
+    ratio.set_ylim(bottom=0)
+    for axis in (seconds, ratio):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(numbers, [str(number) for number in numbers])
+        axis.set_xlabel("generators of async")
     _save(figure, path)
 
 

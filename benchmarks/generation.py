@@ -31,6 +31,7 @@ from benchmarks.tailed_load import (
     GROUP_SIZE,
     MODELS,
     PROMPT_TOKENS,
+    Lengths,
     Load,
     end_at_given_lengths,
     random_load,
@@ -100,7 +101,7 @@ def main() -> None:
     found: dict[str, dict[str, float | None]] = {}
     for name in chosen.models:
         config = MODELS[name]
-        load = random_load(chosen.groups, chosen.cut, config.vocab_size)
+        load = random_load(chosen.groups, Lengths(120, 1.0, chosen.cut), config.vocab_size)
         model = AutoModelForCausalLM.from_config(
             deepcopy(config), attn_implementation="sdpa"
         ).eval()

@@ -41,18 +41,17 @@ from areal_flow.controller.schedules import run_async_schedule, run_barrier_sche
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.types import Prompt, as_tokens
 from benchmarks.plots import draw_scaling
-from benchmarks.tailed_load import random_lengths
+from benchmarks.tailed_load import Lengths
 from benchmarks.virtual_cluster import Costs, VirtualCluster
 from tests.unit.virtual_time import run_in_virtual_time
 
-LONGEST = 27_648
-MEDIAN_TOKENS = 5_500
-"""Of a lognormal distribution with sigma 1, cut at `LONGEST`: 8,104 in the mean."""
+LENGTHS = Lengths(median=5_500, sigma=1.0, cut=27_648)
+"""8,104 tokens in the mean; 5% are cut."""
 MAX_ROWS = 256
 COSTS = Costs()
 BATCH = ControllerSettings(batch_size=8192, group_size=16, max_staleness=8)
 GENERATION = GenerationSettings(
-    max_new_tokens=LONGEST, max_model_len=LONGEST + 1024, max_num_seqs=MAX_ROWS
+    max_new_tokens=LENGTHS.cut, max_model_len=LENGTHS.cut + 1024, max_num_seqs=MAX_ROWS
 )
 GENERATORS_PER_TRAINER = 3
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
@@ -80,8 +79,7 @@ class Measurement:
 
 
 def completion_tokens(seed: int) -> int:
-    rng = np.random.default_rng(seed)
-    return int(random_lengths(rng, (), median=MEDIAN_TOKENS, cut=LONGEST))
+    return int(LENGTHS.draw(np.random.default_rng(seed)))
 
 
 def recipe_of(num_generators: int, num_steps: int) -> Recipe:
@@ -131,7 +129,7 @@ def measure(schedule: str, num_generators: int, *, num_steps: int, num_skipped: 
     masked = mean(row["num_masked_tokens"] for row in measured)
     seconds_generate = (trained + masked) / (num_generators * COSTS.decode_tokens_per_s(MAX_ROWS))
     seconds_train = mean(row["seconds_train"] for row in measured)
-    alone = LONGEST / COSTS.decode_tokens_per_s(1)
+    alone = LENGTHS.cut / COSTS.decode_tokens_per_s(1)
     bounds = {
         "async": max(seconds_generate, seconds_train),
         "sync": max(seconds_generate, alone) + seconds_train,
@@ -166,7 +164,7 @@ def main() -> None:
     print_table(found)
     report = {
         "costs": asdict(COSTS),
-        "lengths": {"median": MEDIAN_TOKENS, "longest": LONGEST},
+        "lengths": asdict(LENGTHS),
         "sizes": [
             {schedule: asdict(one) for schedule, one in pair.items()} | {"speedup": speedup(pair)}
             for pair in found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import Qwen2Config
@@ -15,7 +15,6 @@ from areal_flow.workflows.protocol import TrajectoryDraft
 
 PROMPT_TOKENS = 32
 GROUP_SIZE = 8
-MEDIAN_TOKENS = 120
 
 
 @dataclass(frozen=True)
@@ -51,33 +50,38 @@ def config_of(hidden: int, layers: int, vocabulary: int) -> Qwen2Config:
 MODELS = {"0.6M": config_of(128, 2, 1024), "11M": config_of(384, 5, 4096)}
 
 
-def random_load(num_groups: int, cut: int, vocabulary: int) -> Load:
-    rng = np.random.default_rng(0)
-    lengths = random_lengths(rng, (num_groups, GROUP_SIZE), median=MEDIAN_TOKENS, cut=cut)
-    return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), lengths)
-
-
-def random_lengths(
-    rng: np.random.Generator, shape: tuple[int, ...], *, median: int, cut: int, sigma: float = 1.0
-) -> np.ndarray:
-    """Draw lengths in tokens from a lognormal distribution, of at least 8 and at most `cut`."""
-    return np.clip(rng.lognormal(np.log(median), sigma, shape), 8, cut).astype(np.int64)
-
-
 @dataclass(frozen=True)
-class GivenLengths:
-    """A `Workflow` of one completion, as long as a draw from its member's seed says."""
+class Lengths:
+    """How long completions are, in tokens: lognormal, at least 8 and at most `cut`."""
 
     median: int
     sigma: float
     cut: int
 
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...] = ()) -> np.ndarray:
+        drawn = rng.lognormal(np.log(self.median), self.sigma, shape)
+        return np.clip(drawn, 8, self.cut).astype(np.int64)
+
+
+TAILS = Lengths(median=75, sigma=1.5, cut=2048)
+"""204 tokens in the mean; one of 70 is cut, so that most batches of 64 have one that is."""
+
+
+@dataclass(frozen=True)
+class GivenLengths(Lengths):
+    """A `Workflow` of one completion, as long as a draw from its member's seed says."""
+
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return one trajectory; of this length if the policy never ends one by itself."""
-        rng = np.random.default_rng(context.seed)
-        length = random_lengths(rng, (), **asdict(self))
-        completion = await context.generate(prompt.tokens, turn=0, max_new_tokens=int(length))
+        length = int(self.draw(np.random.default_rng(context.seed)))
+        completion = await context.generate(prompt.tokens, turn=0, max_new_tokens=length)
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
+
+
+def random_load(num_groups: int, lengths: Lengths, vocabulary: int) -> Load:
+    rng = np.random.default_rng(0)
+    drawn = lengths.draw(rng, (num_groups, GROUP_SIZE))
+    return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
 
 
 def end_at_given_lengths(load: Load) -> None:

@@ -1,30 +1,32 @@
 """Async against sync where completions are long and have a heavy tail, as in the paper.
 
 `schedule_comparison` says what is measured. A completion is as long as a draw from its member's
-seed says, whatever the policy learns: lognormal (sigma 1.5), 204 tokens in the mean, 2,048 at most.
-One of 70 is that long, so that most batches of 64 have one. Both schedules decode the same lengths,
-with a policy that never ends a completion by itself. Steps before `--skip` are left out: until then
-async trains the short ones of its first groups.
+seed says, whatever the policy learns: `TAILS`. Both schedules decode the same lengths, with a
+policy that never ends a completion by itself. Steps before `--skip` are left out: until then async
+trains the short ones of its first groups.
 
     python -m benchmarks.tails [--steps 30] [--skip 12] [--rounds 1] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.endless_policy import write_endless_policy
 from benchmarks.schedule_comparison import Job, compare_schedules
+from benchmarks.tailed_load import TAILS
 
-LONGEST = 2048
 PROMPT_ROOM = 32
 SETTINGS = {
     "sft.num-steps": 0,
     "workflow.name": "imported",
     "workflow.path": "benchmarks.tailed_load:GivenLengths",
-    "workflow.settings": f"{{ median = 75, sigma = 1.5, cut = {LONGEST} }}",
-    "generation.max-new-tokens": LONGEST,
-    "generation.max-model-len": LONGEST + PROMPT_ROOM,
+    "workflow.settings": ", ".join(
+        f"{name} = {value}" for name, value in asdict(TAILS).items()
+    ).join("{}"),
+    "generation.max-new-tokens": TAILS.cut,
+    "generation.max-model-len": TAILS.cut + PROMPT_ROOM,
     "generation.max-num-seqs": 128,
     "controller.group-size": 8,
     "controller.batch-size": 64,
@@ -38,7 +40,7 @@ SETTINGS = {
 
 def make_model(cwd: Path) -> Path:
     """Write the policy, with random weights."""
-    write_endless_policy(cwd / "model", max_model_len=LONGEST + PROMPT_ROOM)
+    write_endless_policy(cwd / "model", max_model_len=TAILS.cut + PROMPT_ROOM)
     return cwd / "model"
 
 

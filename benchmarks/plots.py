@@ -116,4 +116,4 @@ def _figure(num_panels: int, *, height: float = 3.0) -> tuple[Figure, Sequence[A
 
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)

@@ -18,6 +18,9 @@ from areal_flow.config import load_recipe
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
 from areal_flow.generation.vllm_support import BUILDS, installed_vllm
+from areal_flow.rewards.sandbox.limits import SandboxError
+from areal_flow.rewards.sandbox.self_test import choose_tier
+from areal_flow.rewards.sandbox.zygote_client import available_tiers
 from pipelines.cli.settings import Given
 from pipelines.cli.tables import Report, Table
 
@@ -102,8 +105,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     gpus = _gpus()
     yield gpus
     yield from _engines("cuda" if gpus[2] else "cpu")
-    means = "not needed: verifiers here compare answers, they run no model-written code"
-    yield "isolation", shutil.which("bwrap") or "none", None, means
+    yield _sandbox()
 
 
 def _loopback() -> Subject:
@@ -113,6 +115,17 @@ def _loopback() -> Subject:
     except OSError as error:
         return "loopback", str(error), False, "workers talk over 127.0.0.1"
     return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
+
+
+def _sandbox() -> Subject:
+    try:
+        tier = choose_tier()
+    except SandboxError as error:
+        return "sandbox", "none", None, f"only for the verifier 'code': {error}"
+    if tier == available_tiers()[0]:
+        return "sandbox", tier, True, "passes its self-test: 'code' runs programs in it"
+    means = "passes its self-test; without user namespaces no /tmp, and names of files show"
+    return "sandbox", tier, True, means
 
 
 def _version(package: str) -> str | None:

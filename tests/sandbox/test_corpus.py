@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from areal_flow.rewards.sandbox import run
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import SandboxError
 from areal_flow.rewards.sandbox.pool import SandboxPool
@@ -80,6 +82,20 @@ def test_killed_zygotes_lose_no_verdict(pool: SandboxPool, tmp_path: Path) -> No
         finished.set()
         killer.join()
     assert Counter(judgement.verdict for judgement in found) == {"right": 40 * len(plain)}
+
+
+def test_stopped_zygote_is_replaced(
+    pool: SandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SILENCE_S", 0.5)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+        for process in psutil.Process(pid).children(recursive=True):
+            process.suspend()
+    with surroundings(tmp_path) as around:
+        plain = next(case for case in HONEST if case.name == "stdin plain")
+        found = judge(pool, [plain] * 3, around, num_threads=1)
+    assert [judgement.verdict for judgement in found] == ["right"] * 3
 
 
 def test_corpus_breaks_a_naive_grader(pool: SandboxPool) -> None:

@@ -106,6 +106,35 @@ def test_tests_that_never_call_the_program_are_a_bad_reference(pool: SandboxPool
     assert verdict(pool, row, ADD) == "bad_reference"
 
 
+YES = "class Yes:\n    def __getattr__(self, name): return lambda *a: True\ndef f(): return Yes()"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "f().startswith('a')",
+        "f().issubset({1})",
+        "f() == 1",
+        "f()",
+        "not f()",
+        "f() < 2",
+        "1 in f()",
+    ],
+)
+def test_object_of_the_program_never_answers_for_a_test(pool: SandboxPool, test: str) -> None:
+    row = {"mode": "assert", "tests": f"assert {test}", "entry_point": "f"}
+    assert verdict(pool, row, YES) in ("wrong", "runtime_error")
+
+
+def test_methods_of_a_program_s_class_can_be_tested(pool: SandboxPool) -> None:
+    source = "class Stack(list):\n    pass\nclass Box:\n    def __init__(self, x): self.x = x\n"
+    source += "    def get(self): return self.x\n    def put(self, x): self.x = x\n"
+    tests = "box = Box([1])\nassert box.get() == [1]\nbox.put(2)\nassert box.get() == 2"
+    assert (
+        verdict(pool, {"mode": "assert", "tests": tests, "entry_point": "Box"}, source) == "right"
+    )
+
+
 def test_tests_that_do_not_end_time_out(pool: SandboxPool) -> None:
     impatient = SandboxPool(Limits(cpu_s=0.3), tier=pool.tier)
     row = {"mode": "assert", "tests": "while True: add(1, 2)", "entry_point": "add"}

@@ -22,6 +22,10 @@ from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.zygote_client import ZygoteClient
 
 STDERR_BYTES = 4096
+"""Kept of standard error."""
+MAX_STDERR_BYTES = 64 * 2**20
+SILENCE_S = 10.0
+"""A zygote that says nothing for so long, where it has to, is given up."""
 _CHUNK = 1 << 16
 _CPU_CLOCK = 2
 
@@ -55,10 +59,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Output:
-    """What comes out of a pipe: kept up to a limit, beyond which the process ends, or not."""
+    """What comes out of a pipe: its beginning is kept, and beyond a limit the process ends."""
 
+    kept: int
     limit: int
-    is_strict: bool
+    size: int = 0
     content: bytearray = field(default_factory=bytearray)
     is_over: bool = False
 
@@ -68,9 +73,9 @@ class _Output:
             chunk = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
-        room = self.limit - len(self.content)
-        self.content += chunk[:room]
-        self.is_over |= self.is_strict and len(chunk) > room
+        self.size += len(chunk)
+        self.content += chunk[: self.kept - len(self.content)]
+        self.is_over = self.size > self.limit
         return bool(chunk) and not self.is_over
 
 
@@ -135,9 +140,10 @@ class _Process:
         self._pidfd = -1
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.reply = self._socket.fileno()
+        self._socket.settimeout(SILENCE_S)
         self._outputs: dict[int, _Output] = {}
         given = [theirs.detach(), memory_file(program.stdin), self._pipe(limits.output_bytes)]
-        given += [self._pipe(STDERR_BYTES, is_strict=False), memory_file(program.source)]
+        given += [self._pipe(MAX_STDERR_BYTES, kept=STDERR_BYTES), memory_file(program.source)]
         for other in program.others:
             if other is None:
                 given.append(self._pipe(limits.output_bytes))
@@ -157,10 +163,10 @@ class _Process:
     def descriptors(self) -> tuple[int, ...]:
         return self.reply, *self._outputs
 
-    def _pipe(self, limit: int, *, is_strict: bool = True) -> int:
+    def _pipe(self, limit: int, *, kept: int | None = None) -> int:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
-        self._outputs[reading] = _Output(limit, is_strict)
+        self._outputs[reading] = _Output(limit if kept is None else kept, limit)
         return writing
 
     def handle(self, fd: int) -> bool:
@@ -175,7 +181,10 @@ class _Process:
         return has_more
 
     def _hear(self) -> None:
-        message, fds, _, _ = socket.recv_fds(self._socket, 1024, 1)
+        try:
+            message, fds, _, _ = socket.recv_fds(self._socket, 1024, 1)
+        except TimeoutError:
+            raise SandboxError(f"a zygote said nothing for {SILENCE_S:g} s") from None
         if not message:
             raise SandboxError("a sandbox died during a run")
         if fds:

@@ -26,6 +26,13 @@ MODULE = "solution"
 TESTS = "tests"
 
 
+_PREDICATES = {"equals"} | {
+    name
+    for kind in (str, bytes, set, float)
+    for name in dir(kind)
+    if name.startswith(("is", "starts", "ends"))
+}
+"""Methods of built-in values that say yes or no; what is built in is never borrowed."""
 _SILENT = ("StopIteration", "StopAsyncIteration")
 """Would end a test's `map` early, as if all were well."""
 
@@ -118,8 +125,8 @@ class Borrowed:
         self._candidate, self._number, self._kind = candidate, number, kind
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") or name in _PREDICATES:
+            raise AttributeError(f"a {self._kind} of the candidate's has no {name!r} here")
         return lambda *args, **kwargs: self._candidate.call(self._number, name, args, kwargs)
 
     def __bool__(self) -> bool:

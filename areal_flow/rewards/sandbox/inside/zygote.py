@@ -63,6 +63,7 @@ class Zygote:
         else:
             self._ruleset = landlock.make_ruleset(readable, devices)
             self._may_truncate = landlock.refuses_truncation()
+        self._pid = os.getpid()
         self._runs: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> None:
@@ -128,6 +129,8 @@ class Zygote:
             self._without_namespaces()
         _limit(request, counts_threads=self._is_root or self._namespaces is not None)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not self._namespaces and os.getppid() != self._pid:
+            raise ProcessLookupError("the zygote has ended")  # before it could be this one's end
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self._ruleset >= 0:
             landlock.restrict(self._ruleset)

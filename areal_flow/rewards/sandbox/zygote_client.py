@@ -17,6 +17,8 @@ from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 
 START_S = 60.0
 """A zygote that is not ready by then never will be; it takes a tenth of a second."""
+END_S = 1.0
+"""A zygote ends when its owner has gone; one that does not is ended by force."""
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
@@ -105,8 +107,11 @@ class ZygoteClient:
     def close(self) -> None:
         """End the zygote, and with it all its runs."""
         self._control.close()
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def available_tiers() -> tuple[str, ...]:

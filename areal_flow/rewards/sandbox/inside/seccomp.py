@@ -68,6 +68,8 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 _PRCTLS = (15, 16)
 """PR_SET_NAME, PR_GET_NAME."""
 _AF_UNIX = 1
+_OWN_PID = 0x6F776E21
+"""Stands for a process id, which is at most 2**22, until it is known."""
 
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -78,11 +80,15 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 Instruction = tuple[int, int, int, int]
 
 
-def filter_program(*, own_pid: int, may_truncate: bool = True) -> bytes:
-    """Return a filter as a program of classic BPF.
+def with_own_pid(program: bytes, pid: int) -> bytes:
+    """Return a filter that lets signals go to one process: its own, as it sees itself."""
+    return program.replace(struct.pack("I", _OWN_PID), struct.pack("I", pid))
+
+
+def filter_program(*, may_truncate: bool = True) -> bytes:
+    """Return a filter as a program of classic BPF, for `with_own_pid`.
 
     Args:
-        own_pid: the only process that may be signalled, as the program itself sees it.
         may_truncate: false where Landlock is too old to refuse truncation.
     """
     column = kernel.column()
@@ -99,8 +105,8 @@ def filter_program(*, own_pid: int, may_truncate: bool = True) -> bytes:
         _OPEN: _unless_bits(1, opens),
         _OPENAT: _unless_bits(2, opens),
         _CLONE: _if_argument(0, _THREAD_FLAGS),
-        _KILL: _if_argument(0, [own_pid]),
-        _TGKILL: _if_argument(0, [own_pid]),
+        _KILL: _if_argument(0, [_OWN_PID]),
+        _TGKILL: _if_argument(0, [_OWN_PID]),
         _IOCTL: _if_argument(1, _IOCTLS),
         _FCNTL: _if_argument(1, _FCNTLS),
         _PRCTL: _if_argument(0, _PRCTLS),

@@ -55,15 +55,16 @@ class Zygote:
         self._control = control
         self._namespaces: Namespaces | None = None
         self._ruleset = -1
-        self._may_truncate = True
+        may_truncate = True
         self._is_root = os.getuid() == 0
         readable, devices = settings["readable"], settings["devices"]
         if settings["tier"] == NAMESPACES:
             self._namespaces = enter(readable, devices)
         else:
             self._ruleset = landlock.make_ruleset(readable, devices)
-            self._may_truncate = landlock.refuses_truncation()
+            may_truncate = landlock.refuses_truncation()
         self._pid = os.getpid()
+        self._filter = seccomp.filter_program(may_truncate=may_truncate)
         self._runs: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> None:
@@ -135,10 +136,7 @@ class Zygote:
         if self._ruleset >= 0:
             landlock.restrict(self._ruleset)
             os.close(self._ruleset)
-        own_pid = os.getpid()
-        kernel.install_filter(
-            seccomp.filter_program(own_pid=own_pid, may_truncate=self._may_truncate)
-        )
+        kernel.install_filter(seccomp.with_own_pid(self._filter, os.getpid()))
 
     def _without_namespaces(self) -> None:
         """Leave root, if this is root: for a user that nobody is, who may read what root may.

@@ -24,7 +24,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
 from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.rewards.sandbox.self_test import choose_tier
+from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.trial import is_foreign
 from areal_flow.weights.media import check_medium
 
@@ -116,7 +116,9 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     """
     lines = []
     if any(reward.verifier == "code" for reward in recipe.rewards):
-        lines.append(f"Model-written code runs in sandboxes here, tier {choose_tier()}")
+        tier = choose_tier()
+        lost = f": {LOST[tier]}" if LOST[tier] else ""
+        lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
     chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
     if not chosen:
         return lines

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.run import Outcome, Program, run_programs
-from areal_flow.rewards.sandbox.self_test import choose_tier
+from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.sandbox.zygote_client import ZygoteClient
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class SandboxPool:
         self._slots = threading.BoundedSemaphore(2 * num_cores)
         self._lock = threading.Lock()
         self._num_runs = 0
-        logger.info("model-written code runs in sandboxes, tier %s", self.tier)
+        if lost := LOST[self.tier]:
+            logger.warning("model-written code runs in tier %s: %s", self.tier, lost)
 
     def run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
         """Run programs side by side; see `run_programs`.

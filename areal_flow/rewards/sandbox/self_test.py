@@ -19,6 +19,11 @@ NO_TIER = (
     "them (sysctl user.max_user_namespaces, the container's seccomp profile), or run reward "
     "workers where they are"
 )
+LOST = {
+    "namespaces": "",
+    "landlock": "without user namespaces programs have no /tmp, and can see names of files",
+}
+"""What a tier lacks, in words."""
 _CANARIES = """
 import ctypes, json, os, socket, sys
 def connect():

@@ -111,16 +111,16 @@ def _mbpp(row: Row, source: str) -> CodeTask:
     tests = "\n".join(row["test_list"])
     imports = "\n".join(row.get("test_imports") or [])
     setup = f"{imports}\n{row.get('test_setup_code') or ''}".strip()
-    entry_point = _tested_name(str(row.get("code") or ""), tests)
-    return CodeTask(source, "assert", test_source=tests, entry_point=entry_point, setup=setup)
+    borrowed = _tested_names(str(row.get("code") or ""), tests)
+    return CodeTask(source, "assert", test_source=tests, setup=setup, borrowed=borrowed)
 
 
-def _tested_name(reference: str, tests: str) -> str:
-    """Return the one function of a reference that tests call; nothing if it is not one."""
-    called = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-    defined = [n.name for n in ast.parse(reference).body if isinstance(n, ast.FunctionDef)]
-    found = [name for name in dict.fromkeys(defined) if name in called]
-    return found[0] if len(found) == 1 else ""
+def _tested_names(reference: str, tests: str) -> tuple[str, ...]:
+    """Return the functions of a reference that tests name."""
+    named = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    defined = [node.name for node in ast.parse(reference).body if isinstance(node, kinds)]
+    return tuple(name for name in dict.fromkeys(defined) if name in named)
 
 
 def _live_code_bench(row: Row, source: str) -> CodeTask:

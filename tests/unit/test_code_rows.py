@@ -101,6 +101,19 @@ def test_programs_that_help_their_own_tests_do_not_pass(pool: SandboxPool, name:
     assert verdict(pool, *FORGED[name]) == "wrong"
 
 
+def test_a_row_of_several_functions_borrows_those_and_no_more(pool: SandboxPool) -> None:
+    row = MBPP | {
+        "code": "def f(x): return [x]\ndef g(x): return [x, x]",
+        "test_list": ["assert Counter(f(1)) == Counter([1])", "assert g(2) == [2, 2]"],
+        "test_setup_code": "",
+    }
+    forged = "def Counter(x): return 0\ndef f(x): return []\ndef g(x): return [2, 2]"
+    assert verdict(pool, row, forged) == "runtime_error"
+    row["test_setup_code"] = "from collections import Counter"
+    assert verdict(pool, row, forged) == "wrong"
+    assert verdict(pool, row, row["code"]) == "right"
+
+
 def test_tests_that_never_call_the_program_are_a_bad_reference(pool: SandboxPool) -> None:
     row = {"mode": "assert", "tests": "assert True", "entry_point": "add"}
     assert verdict(pool, row, ADD) == "bad_reference"

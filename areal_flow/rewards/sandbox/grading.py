@@ -32,6 +32,8 @@ class CodeTask:
         test_source: the tests of the mode `assert`.
         entry_point: the function that is called, where the mode needs one.
         setup: a trusted source that runs before that of the tests.
+        borrowed: what tests of the mode `assert` use of the program, where that is not just the
+            entry point; with neither it is all that the program has.
     """
 
     source: str
@@ -40,6 +42,7 @@ class CodeTask:
     test_source: str = ""
     entry_point: str = ""
     setup: str = ""
+    borrowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,12 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
 
 def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
     nonce = secrets.token_hex(16)
-    first = {"nonce": nonce, "entry_point": task.entry_point, "setup": task.setup}
+    first = {
+        "nonce": nonce,
+        "entry_point": task.entry_point,
+        "setup": task.setup,
+        "borrowed": task.borrowed or [task.entry_point] * bool(task.entry_point),
+    }
 
     def programs() -> Sequence[Program]:
         calls_in, calls_out = os.pipe2(os.O_CLOEXEC)

@@ -175,7 +175,7 @@ def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
     built in, by which it would judge itself.
     """
     entry_point = first["entry_point"]
-    wanted = [entry_point] if entry_point else candidate.names
+    wanted = first["borrowed"] or candidate.names
     lent = {name: candidate.function(name) for name in wanted if not hasattr(builtins, name)}
     names: dict[str, Any] = dict(lent)
     if entry_point:
@@ -184,7 +184,7 @@ def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
     module.__dict__.update(lent)
     if first["setup"]:
         exec(first["setup"], names)
-        names |= lent if entry_point else {}
+        names |= lent if first["borrowed"] else {}
     found = program.run_source(names, name=TESTS)
     if entry_point and inspect.isfunction(found.get("check")):
         found["check"](lent[entry_point])

@@ -23,7 +23,10 @@ Logprobs = NDArray[np.float32]
 """One log-probability a token."""
 
 FinishReason = Literal["stop", "length"]
-Verdict = Literal["right", "wrong", "parse_error", "bad_answer", "error", "no_reward"]
+Verdict = Literal[
+    "right", "wrong", "timeout", "bad_reference", "parse_error", "runtime_error", "output_limit",
+    "memory_limit", "infrastructure_error", "bad_answer", "error", "no_reward",
+]  # fmt: skip
 
 
 class VersionSpan(NamedTuple):

@@ -24,6 +24,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
 from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.trial import is_foreign
 from areal_flow.weights.media import check_medium
 
@@ -107,19 +108,25 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Call each verifier that is not ours on the first prompt row; return a line about each.
 
     It is called with the right answer and with nothing as the completion, and may fail on one.
+    Of `code` the line says in which sandboxes it runs here.
 
     Raises:
+        SandboxError: the recipe runs code, and no sandbox passes its self-test.
         RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
     """
+    lines = []
+    if any(reward.verifier == "code" for reward in recipe.rewards):
+        tier = choose_tier()
+        lost = f": {LOST[tier]}" if LOST[tier] else ""
+        lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
     chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
     if not chosen:
-        return []
+        return lines
     prompt = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
     row = {"prompt": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
     found, ended = _trial(layout, row, limit_s=limit_s)
     columns = ", ".join(["prompt", "completion", "answer", "metadata", *prompt.metadata])
-    lines = []
     for verifier, judged in found.items():
         scores = judged["scores"] or []
         subject = f"rewards.verifier = {verifier!r}"

@@ -29,6 +29,7 @@ from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of
 from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.numeric import number_of
 from schemas import PromptRow, arrow_schema, validate
 
@@ -185,12 +186,14 @@ def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int
 def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer) -> Row:
     settings, generation = recipe.prompts, recipe.generation
     columns, answer = columns_of(row, settings), answer_of(row, settings)
-    is_numeric = any(reward.verifier == "numeric" for reward in recipe.rewards)
-    if is_numeric and number_of(answer) is None:
+    verifiers = {reward.verifier for reward in recipe.rewards}
+    if "numeric" in verifiers and number_of(answer) is None:
         raise ValueError(
             f"field {settings.answer_field!r}: the numeric verifier needs a number at the end, "
             f"found {columns['answer'][-40:]!r}"
         )
+    if "code" in verifiers:
+        _check_tests(columns)
     text = render(question_of(row, settings))
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     room = generation.max_model_len - generation.max_new_tokens
@@ -201,6 +204,14 @@ def _prompt_row(row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenize
         )
     prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
     return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+
+
+def _check_tests(columns: Row) -> None:
+    """Refuse a row that does not say how a program is tested."""
+    try:
+        code_task({"prompt": "", **json.loads(columns["metadata"])}, "pass")
+    except NoTests as error:
+        raise ValueError(f"the verifier 'code': {error}") from None
 
 
 def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:

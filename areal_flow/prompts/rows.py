@@ -25,14 +25,16 @@ ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target",
 def columns_of(row: Row, settings: PromptSettings) -> Row:
     """Return the columns of a prompt table that follow from the row alone.
 
-    They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty` and
-    `metadata`: as JSON all fields of the row and those of its field `metadata`, and as `answer` the
-    right answer with its own type.
+    They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty`, 0 where the
+    row has a word for it, and `metadata`: as JSON all fields of the row and those of its field
+    `metadata`, and as `answer` the right answer with its own type.
 
     Raises:
         ValueError: a field is missing, or holds what it must not.
     """
     answer, difficulty = answer_of(row, settings), row.get("difficulty", 0)
+    if isinstance(difficulty, str):
+        difficulty = 0
     if type(difficulty) is not int or not 0 <= difficulty <= MAX_DIFFICULTY:
         raise ValueError(
             f"field 'difficulty': expected an integer from 0 to {MAX_DIFFICULTY}, found "

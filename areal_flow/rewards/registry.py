@@ -18,6 +18,7 @@ from areal_flow.import_path import import_function
 from areal_flow.pass_rates import PASS_THRESHOLD, passes
 from areal_flow.rewards.batched import BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
+from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     FunctionReward,
@@ -33,6 +34,7 @@ from areal_flow.types import RewardPart, Score, Verdict
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,
     "exact": verify_exact,
+    "code": CodeReward,
 }
 """A function, or a class that is a `Reward` and takes no arguments."""
 
@@ -164,15 +166,15 @@ class WeightedRewards:
         )
         given = [score for score in scores if score.verdict != "no_reward"]
         if failed := [score for score in given if score.reward is None]:
-            return Score(None, "error", error=failed[0].error, parts=parts)
+            verdict = failed[0].verdict or "error"
+            return Score(None, verdict, error=failed[0].error, parts=parts)
         if not given:
             return Score(None, "no_reward", error="no verifier gave a reward", parts=parts)
         total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
         message = next((score.message for score in scores if score.message), "")
         first = given[0]
         passed: Verdict = "right" if passes(total, threshold=self._pass_threshold) else "wrong"
-        verdict = first.verdict or passed
-        return Score(total, verdict, first.extracted, message=message, parts=parts)
+        return Score(total, first.verdict or passed, first.extracted, message=message, parts=parts)
 
 
 async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:

@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli import inspecting, runs, tracking, training, workers
+from pipelines.cli import inspecting, runs, tracking, training, verifying, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
@@ -36,6 +36,7 @@ app.register_install_completion_command()
 for command in (
     *training.COMMANDS,
     *inspecting.COMMANDS,
+    *verifying.COMMANDS,
     *runs.COMMANDS,
     *tracking.COMMANDS,
     *workers.COMMANDS,

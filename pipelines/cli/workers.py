@@ -18,6 +18,8 @@ from areal_flow.config import load_recipe
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
 from areal_flow.generation.vllm_support import BUILDS, installed_vllm
+from areal_flow.rewards.sandbox.limits import SandboxError
+from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from pipelines.cli.settings import Given
 from pipelines.cli.tables import Report, Table
 
@@ -102,8 +104,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     gpus = _gpus()
     yield gpus
     yield from _engines("cuda" if gpus[2] else "cpu")
-    means = "not needed: verifiers here compare answers, they run no model-written code"
-    yield "isolation", shutil.which("bwrap") or "none", None, means
+    yield _sandbox()
 
 
 def _loopback() -> Subject:
@@ -113,6 +114,14 @@ def _loopback() -> Subject:
     except OSError as error:
         return "loopback", str(error), False, "workers talk over 127.0.0.1"
     return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
+
+
+def _sandbox() -> Subject:
+    try:
+        tier = choose_tier()
+    except SandboxError as error:
+        return "sandbox", "none", None, f"only for the verifier 'code': {error}"
+    return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"
 
 
 def _version(package: str) -> str | None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
 from areal_flow.rewards.registry import REWARDS, function_reward, load_reward
+from areal_flow.rewards.sandbox.limits import SandboxError
+from areal_flow.rewards.sandbox.self_test import choose_tier
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import Score
 
@@ -50,8 +53,34 @@ def judged_together(prompts: list[str], completions: list[str], **columns: Any) 
     ]
 
 
+class ProgramsThatPrint:
+    """The verifier `code`, asked whether a program prints the right answer."""
+
+    def __init__(self) -> None:
+        self._reward = CodeReward()
+
+    def open(self) -> None:
+        self._reward.open()
+
+    def close(self) -> None:
+        self._reward.close()
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        return await self._reward.score([self._as_program(given) for given in inputs])
+
+    def _as_program(self, given: RewardInput) -> RewardInput:
+        tests = [{"input": "", "output": given.answer}]
+        source = f"print({given.completion})"
+        return RewardInput(given.prompt, source, "", {"mode": "stdin", "tests": tests})
+
+
 SUBJECTS: dict[str, Callable[[Path], Reward]] = {
-    **{name: lambda path, name=name: load_reward(name, path).reward for name in REWARDS},
+    **{
+        name: lambda path, name=name: load_reward(name, path).reward
+        for name in REWARDS
+        if name != "code"
+    },
+    "code": lambda _: ProgramsThatPrint(),
     "class": lambda _: CountingReward(),
     "async function": lambda _: FunctionReward(judged_in_time),
     "batched function": lambda _: function_reward(judged_together, timeout_s=60),
@@ -61,6 +90,11 @@ SUBJECTS: dict[str, Callable[[Path], Reward]] = {
 
 @pytest.fixture(params=SUBJECTS)
 def reward(request: pytest.FixtureRequest, tmp_path: Path) -> Reward:
+    if request.param == "code":
+        try:
+            choose_tier()
+        except SandboxError as error:
+            pytest.skip(str(error))
     return SUBJECTS[request.param](tmp_path)
 
 

@@ -121,6 +121,6 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
 def test_doctor_says_what_will_work(tmp_path: Path) -> None:
     done = cli("doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    subjects = ("cores", "gpu", "vllm", "engine", "isolation", "free disk")
+    subjects = ("cores", "gpu", "vllm", "engine", "sandbox", "free disk")
     for subject in (*subjects, "train will work here"):
         assert subject in done.stdout

@@ -93,6 +93,20 @@ def test_bad_line_17_is_named_or_skipped(
     assert "line 17" in layout.bad_rows.read_text()
 
 
+def test_row_whose_program_nobody_can_test_is_refused(tmp_path: Path, layout: RunLayout) -> None:
+    tests = [{"input": "", "output": "2"}]
+    tested = [{**good(n), "mode": "stdin", "tests": tests} for n in range(20)]
+    path = write_rows(tmp_path / "p.jsonl", [*tested, {**good(20), "mode": "stdin", "tests": 3}])
+    asked = recipe(path).model_copy(update={"rewards": [RewardSettings(verifier="code")]})
+    with pytest.raises(PromptError, match=r"line 21: the verifier 'code': the row's tests cannot"):
+        prepare_prompts(asked, layout)
+
+
+def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayout) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{**good(n), "difficulty": "hard"} for n in range(20)])
+    assert prepare_prompts(recipe(path), layout).num_train == 16
+
+
 def test_first_ten_bad_rows_are_named_at_once_in_the_order_of_the_file(
     tmp_path: Path, layout: RunLayout
 ) -> None:

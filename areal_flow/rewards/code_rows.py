@@ -1,0 +1,167 @@
+"""How a program is tested, from a row as HumanEval, MBPP, LiveCodeBench and this project have it.
+
+| rows of            | told by                              | mode                          |
+|--------------------|--------------------------------------|-------------------------------|
+| this project       | `mode`, `tests` and `entry_point`    | what it says                  |
+| HumanEval          | `test` and `entry_point`             | `assert`                      |
+| MBPP               | `test_list`                          | `assert`                      |
+| LiveCodeBench      | `public_test_cases`, `starter_code`  | `stdin`, or `call`            |
+
+Rows are trusted; completions are only cut out of their text here, and never parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, get_args
+
+from areal_flow.errors import RewardError
+from areal_flow.rewards.sandbox.grading import CodeTask, Mode
+
+Row = Mapping[str, Any]
+
+
+MAX_SOURCE_CHARS = 2**20
+MAX_PRIVATE_BYTES = 2**28
+"""Of LiveCodeBench's hidden tests of one row, unpacked."""
+_THOUGHT_END = "</think>"
+_FENCE = "```"
+_LANGUAGES = ("python", "python3", "py", "")
+_METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
+
+
+class NoTests(RewardError):
+    """A row does not say how a program is tested."""
+
+
+def code_task(row: Row, completion: str) -> CodeTask | None:
+    """Return how a completion is graded; None if there is no code in it.
+
+    Raises:
+        NoTests: the row's tests are missing, or cannot be read.
+    """
+    source = extract_code(completion)
+    if not source.strip() or len(source) > MAX_SOURCE_CHARS:
+        return None
+    try:
+        for column, read in _READERS.items():
+            if column in row:
+                return read(row, source)
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, zlib.error) as error:
+        raise NoTests(f"the row's tests cannot be read: {type(error).__name__}: {error}") from None
+    raise NoTests(f"no tests in a row of {', '.join(row) or 'no columns'}: expected one of "
+                  f"{', '.join(_READERS)}")  # fmt: skip
+
+
+def extract_code(completion: str) -> str:
+    """Return the last fenced block of Python after the thinking, else all that is there."""
+    text = completion[-4 * MAX_SOURCE_CHARS :].rpartition(_THOUGHT_END)[2]
+    parts = text.split(_FENCE)
+    for block in reversed(parts[1::2]):
+        language, newline, source = block.partition("\n")
+        if newline and language.strip().lower() in _LANGUAGES:
+            return source
+    return text
+
+
+def _own(row: Row, source: str) -> CodeTask:
+    """Read a row of this project, and of `areal-flow verify`."""
+    mode, tests, entry_point = row["mode"], row["tests"], str(row.get("entry_point") or "")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))}")
+    if mode == "assert":
+        if not isinstance(tests, str):
+            raise ValueError(f"tests of mode 'assert': expected text, found {tests!r:.40}")
+        setup = str(row.get("setup") or "")
+        return CodeTask(source, mode, test_source=tests, entry_point=entry_point, setup=setup)
+    listed = json.loads(tests) if isinstance(tests, str) else tests
+    if mode == "stdin":
+        return CodeTask(source, mode, [(test["input"], test["output"]) for test in listed])
+    if not entry_point:
+        raise ValueError("mode 'call' needs an entry_point")
+    pairs = [(list(test["args"]), test["expected"]) for test in listed]
+    return CodeTask(source, mode, pairs, entry_point=entry_point)
+
+
+def _human_eval(row: Row, source: str) -> CodeTask:
+    """A completion is a whole function, or goes on where the prompt ends.
+
+    What the prompt defines beside the function helps the tests, too: it is the row's own there.
+    """
+    prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
+    head = re.escape(f"def {entry_point}")
+    if re.search(rf"^{head}\b", source, re.MULTILINE):
+        source = re.split(rf"^{head}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0] + source
+    else:
+        source = prompt + source
+    return CodeTask(
+        source, "assert", test_source=str(row["test"]), entry_point=entry_point, setup=prompt
+    )
+
+
+def _mbpp(row: Row, source: str) -> CodeTask:
+    tests = "\n".join(row["test_list"])
+    imports = "\n".join(row.get("test_imports") or [])
+    setup = f"{imports}\n{row.get('test_setup_code') or ''}".strip()
+    borrowed = _tested_names(str(row.get("code") or ""), tests)
+    return CodeTask(source, "assert", test_source=tests, setup=setup, borrowed=borrowed)
+
+
+def _tested_names(reference: str, tests: str) -> tuple[str, ...]:
+    """Return the functions of a reference that tests name."""
+    named = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    defined = [node.name for node in ast.parse(reference).body if isinstance(node, kinds)]
+    return tuple(name for name in dict.fromkeys(defined) if name in named)
+
+
+def _live_code_bench(row: Row, source: str) -> CodeTask:
+    cases = _live_cases(row["public_test_cases"]) + _live_cases(row.get("private_test_cases"))
+    if cases[0]["testtype"] == "stdin":
+        return CodeTask(source, "stdin", [(case["input"], case["output"]) for case in cases])
+    method = _METHOD.search(str(row["starter_code"]))
+    if method is None:
+        raise ValueError(f"no method in starter_code {row['starter_code']!r:.60}")
+    pairs = [
+        ([json.loads(line) for line in case["input"].splitlines()], json.loads(case["output"]))
+        for case in cases
+    ]
+    return CodeTask(source, "call", pairs, entry_point=method[1])
+
+
+@lru_cache(maxsize=64)
+def _live_cases(text: str | None) -> list[dict[str, Any]]:
+    """Return test cases: JSON, or JSON as it is hidden, in base64 of zlib of a pickled text."""
+    if not text:
+        return []
+    if not text.lstrip().startswith("["):
+        unpacker = zlib.decompressobj()
+        packed = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"hidden tests are larger than {MAX_PRIVATE_BYTES} bytes")
+        text = _TextUnpickler(io.BytesIO(packed)).load()
+    found: list[dict[str, Any]] = json.loads(text)
+    return found
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Unpickles text and nothing that could be code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"hidden tests hold {module}.{name}, expected text")
+
+
+_READERS = {
+    "mode": _own,
+    "test_list": _mbpp,
+    "public_test_cases": _live_code_bench,
+    "test": _human_eval,
+}

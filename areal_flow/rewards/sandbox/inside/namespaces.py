@@ -1,0 +1,159 @@
+"""A tree of read-only files and no more, and for each run namespaces of its own.
+
+A zygote lives in a user namespace whose only user is the ordinary one that it was started by, or
+nobody if that was root. It is the first process of a pid namespace, whose end is the end of all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from . import kernel
+
+SCRATCH = "/tmp"
+_SCRATCH_OPTIONS = "size=16m,nr_inodes=1k,mode=0777"
+_NOBODY = 65534
+_PR_SET_DUMPABLE = 4
+_OWN = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """What a zygote needs to confine a run, held open from before its own confinement."""
+
+    own_pids: int
+    proc: int
+    uid: int
+    gid: int
+
+    def prepare_fork(self) -> None:
+        """Have the next fork be the first process of a new pid namespace."""
+        kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        kernel.unshare(kernel.CLONE_NEWPID)
+
+    def confine(self) -> None:
+        """Take this process out of all that it shares with other runs, but the read-only files."""
+        kernel.unshare(_OWN | kernel.CLONE_NEWCGROUP)
+        _write_maps(self.proc, "self", self.uid, self.gid)
+        os.close(self.proc)
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("none", SCRATCH, "tmpfs", flags, _SCRATCH_OPTIONS)
+        os.chdir(SCRATCH)
+        kernel.set_capabilities()
+
+
+def enter(readable: Sequence[str], devices: Sequence[str]) -> Namespaces:
+    """Go on as a confined child of this process, which waits for it and ends as it ended.
+
+    Raises:
+        OSError: the kernel does not let this user have namespaces.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    proc = kernel.move_high(os.open("/proc", os.O_PATH | os.O_DIRECTORY))
+    if uid == 0:
+        uid = gid = _NOBODY
+        os.setgroups([])
+        with _MapsByRoot(proc, uid, gid) as maps:
+            kernel.unshare(_OWN | kernel.CLONE_NEWPID)
+            maps.write()
+    else:
+        kernel.unshare(_OWN | kernel.CLONE_NEWPID)
+        _write_maps(proc, "self", uid, gid)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    trees = {path: _tree_of(path) for path in (*readable, *devices)}
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    kernel.prctl(_PR_SET_DUMPABLE, 1)  # else root owns /proc/self, and no child can write its maps
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
+    own_pids = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    _make_root(trees, devices)
+    return Namespaces(own_pids, proc, uid, gid)
+
+
+class _MapsByRoot:
+    """A helper process that stays root, to give this one an ordinary user in its new namespace."""
+
+    def __init__(self, proc: int, uid: int, gid: int) -> None:
+        self._proc, self._uid, self._gid = proc, uid, gid
+
+    def __enter__(self) -> _MapsByRoot:
+        asked, self._ask = os.pipe()
+        owner = str(os.getpid())
+        self._helper = os.fork()
+        if self._helper == 0:
+            os.close(self._ask)
+            code = 1
+            with suppress(OSError):
+                if os.read(asked, 1):
+                    _write_maps(self._proc, owner, self._uid, self._gid)
+                    code = 0
+            os._exit(code)
+        os.close(asked)
+        return self
+
+    def write(self) -> None:
+        os.write(self._ask, b"!")
+        self._wait()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._helper:
+            self._wait(check=False)
+
+    def _wait(self, *, check: bool = True) -> None:
+        os.close(self._ask)
+        _, status = os.waitpid(self._helper, 0)
+        self._helper = 0
+        if check and status:
+            raise OSError("the ids of a user namespace cannot be mapped")
+
+
+def _write_maps(proc: int, pid: str, uid: int, gid: int) -> None:
+    """Give a process's user namespace one user and one group, of the same ids as outside."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
+                       ("gid_map", f"{gid} {gid} 1")):  # fmt: skip
+        file = os.open(f"{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+
+
+def _tree_of(path: str) -> int | str:
+    """Return the mounts at a path, or where it leads if it is a symbolic link."""
+    return os.readlink(path) if os.path.islink(path) else kernel.clone_tree(path)
+
+
+def _make_root(trees: dict[str, int | str], devices: Sequence[str]) -> None:
+    """Make a root of these places alone; nothing in it can be written but the devices."""
+    root = "/tmp"
+    kernel.mount("none", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=0755")
+    os.mkdir(root + SCRATCH)
+    for path, tree in trees.items():
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if isinstance(tree, str):
+            os.symlink(tree, target)
+            continue
+        if os.path.isdir(f"/proc/self/fd/{tree}"):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        kernel.attach_tree(tree, target)
+        is_device = path in devices
+        attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
+        kernel.set_mount_attributes(
+            target, attributes | (0 if is_device else kernel.MOUNT_ATTR_NODEV)
+        )
+        os.close(tree)
+    kernel.set_mount_attributes(root, kernel.MOUNT_ATTR_RDONLY, below=False)
+    os.chdir(root)
+    kernel.pivot_root_here()

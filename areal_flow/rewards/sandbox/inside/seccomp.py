@@ -1,0 +1,151 @@
+"""Which system calls a program may make: a list of those that read, compute, and hold a thread.
+
+No new process, no program, no socket but a pair of its own, no signal to another process, no change
+of what a file is. What is not on the list fails with EPERM.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+
+from . import kernel
+
+_ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286),
+    "pwritev2": (328, 287), "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
+    "dup": (32, 23), "dup2": (33, -1), "dup3": (292, 24), "pipe": (22, -1), "pipe2": (293, 59),
+    "poll": (7, -1), "ppoll": (271, 73), "select": (23, -1), "pselect6": (270, 72),
+    "epoll_create": (213, -1), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, -1), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441),
+    "eventfd": (284, -1), "eventfd2": (290, 19), "fstat": (5, 80), "stat": (4, -1),
+    "lstat": (6, -1), "newfstatat": (262, 79), "statx": (332, 291), "statfs": (137, 43),
+    "fstatfs": (138, 44), "access": (21, -1), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "readlink": (89, -1), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49),
+    "fchdir": (81, 50), "getdents": (78, -1), "getdents64": (217, 61), "mkdir": (83, -1),
+    "mkdirat": (258, 34), "rmdir": (84, -1), "unlink": (87, -1), "unlinkat": (263, 35),
+    "rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "symlink": (88, -1),
+    "symlinkat": (266, 36), "ftruncate": (77, 46), "flock": (73, 32), "fsync": (74, 82),
+    "fdatasync": (75, 83), "sendfile": (40, 71), "copy_file_range": (326, 285),
+    "umask": (95, 166), "mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216),
+    "mprotect": (10, 226), "madvise": (28, 233), "msync": (26, 227), "brk": (12, 214),
+    "membarrier": (324, 283), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136), "rt_sigsuspend": (130, 133),
+    "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132), "pause": (34, -1),
+    "alarm": (37, -1), "setitimer": (38, 103), "getitimer": (36, 102), "timer_create": (222, 107),
+    "timer_settime": (223, 110), "timer_gettime": (224, 108), "timer_delete": (226, 111),
+    "timer_getoverrun": (225, 109), "timerfd_create": (283, 85), "timerfd_settime": (286, 86),
+    "timerfd_gettime": (287, 87), "nanosleep": (35, 101), "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169),
+    "time": (201, -1), "times": (100, 153), "futex": (202, 98), "set_robust_list": (273, 99),
+    "set_tid_address": (218, 96), "rseq": (334, 293), "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123), "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120), "arch_prctl": (158, -1), "restart_syscall": (219, 128),
+    "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95),
+    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getpgid": (121, 155), "getpgrp": (111, -1),
+    "getsid": (124, 156), "getrlimit": (97, 163), "setrlimit": (160, 164), "getrusage": (98, 165),
+    "getpriority": (140, 141), "getcpu": (309, 168), "uname": (63, 160), "sysinfo": (99, 179),
+    "getrandom": (318, 278), "recvfrom": (45, 207), "shutdown": (48, 210),
+    "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
+}  # fmt: skip
+"""Numbers on x86_64 and aarch64; -1 where there is no such call."""
+_OPEN, _OPENAT = (2, -1), (257, 56)
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+_KILL, _TGKILL = (62, 129), (234, 131)
+_IOCTL, _FCNTL, _PRCTL = (16, 29), (72, 25), (157, 167)
+_PRLIMIT, _SOCKETPAIR, _SENDTO = (302, 261), (53, 199), (44, 206)
+
+_THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
+"""What glibc's and musl's `pthread_create` ask of `clone`; a new process asks for less."""
+_IOCTLS = (0x5421, 0x5450, 0x5451, 0x541B, 0x5401, 0x5413)
+"""FIONBIO, FIONCLEX, FIOCLEX, FIONREAD, TCGETS, TIOCGWINSZ."""
+_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+"""F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no owner, no signal."""
+_PRCTLS = (15, 16)
+"""PR_SET_NAME, PR_GET_NAME."""
+_AF_UNIX = 1
+_OWN_PID = 0x6F776E21
+"""Stands for a process id, which is at most 2**22, until it is known."""
+
+_AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_EPERM, _ENOSYS = 1, 38
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+
+Instruction = tuple[int, int, int, int]
+
+
+def with_own_pid(program: bytes, pid: int) -> bytes:
+    """Return a filter that lets signals go to one process: its own, as it sees itself."""
+    return program.replace(struct.pack("I", _OWN_PID), struct.pack("I", pid))
+
+
+def filter_program(*, may_truncate: bool = True) -> bytes:
+    """Return a filter as a program of classic BPF, for `with_own_pid`.
+
+    Args:
+        may_truncate: false where Landlock is too old to refuse truncation.
+    """
+    column = kernel.column()
+    program = [
+        _load(_ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+        _load(_NUMBER_AT),
+    ]
+    for numbers in _ALLOWED.values():
+        program += _on(numbers[column], [_returns(_ALLOW)])
+    opens = [] if may_truncate else [os.O_TRUNC]
+    conditional = {
+        _OPEN: _unless_bits(1, opens),
+        _OPENAT: _unless_bits(2, opens),
+        _CLONE: _if_argument(0, _THREAD_FLAGS),
+        _KILL: _if_argument(0, [_OWN_PID]),
+        _TGKILL: _if_argument(0, [_OWN_PID]),
+        _IOCTL: _if_argument(1, _IOCTLS),
+        _FCNTL: _if_argument(1, _FCNTLS),
+        _PRCTL: _if_argument(0, _PRCTLS),
+        _PRLIMIT: _if_argument(0, [0]),
+        _SOCKETPAIR: _if_argument(0, [_AF_UNIX]),
+        _SENDTO: _if_null(4),
+        _CLONE3: [_returns(_ERRNO | _ENOSYS)],  # has glibc call clone, whose flags can be seen
+    }
+    for numbers, body in conditional.items():
+        program += _on(numbers[column], body)
+    program.append(_returns(_ERRNO | _EPERM))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def _on(number: int, body: list[Instruction]) -> list[Instruction]:
+    return [(_EQUAL, 0, len(body), number), *body] if number >= 0 else []
+
+
+def _if_argument(index: int, values: Sequence[int]) -> list[Instruction]:
+    """Allow a call if the lower half of an argument, all that the kernel reads, is one of some."""
+    checks = [step for value in values for step in ((_EQUAL, 0, 1, value), _returns(_ALLOW))]
+    return [_load(_ARGUMENTS_AT + 8 * index), *checks, _returns(_ERRNO | _EPERM)]
+
+
+def _unless_bits(index: int, bits: Sequence[int]) -> list[Instruction]:
+    checks = [step for bit in bits for step in ((_ANY_BIT, 0, 1, bit), _returns(_ERRNO | _EPERM))]
+    return [_load(_ARGUMENTS_AT + 8 * index), *checks, _returns(_ALLOW)]
+
+
+def _if_null(index: int) -> list[Instruction]:
+    """Allow a call if both halves of an argument are 0."""
+    refuse = _returns(_ERRNO | _EPERM)
+    low, high = (_load(_ARGUMENTS_AT + 8 * index + half) for half in (0, 4))
+    return [low, (_EQUAL, 1, 0, 0), refuse, high, (_EQUAL, 1, 0, 0), refuse, _returns(_ALLOW)]
+
+
+def _load(offset: int) -> Instruction:
+    return _LOAD, 0, 0, offset
+
+
+def _returns(action: int) -> Instruction:
+    return _RETURN, 0, 0, action

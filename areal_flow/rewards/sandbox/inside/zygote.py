@@ -1,0 +1,208 @@
+"""A process that is made ready once and forked for each run: modules imported, files out of reach.
+
+It reads requests from a socket: a line of JSON, and the descriptors that the run gets. It never
+reads what they hold: its memory is copied into every run. Over a run's own socket it sends a
+descriptor of the process when that has begun, and its exit status and times when it has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import kernel, landlock, lending, program, seccomp, testing
+from .namespaces import Namespaces, enter
+
+MODULES = (
+    "abc", "array", "ast", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime",
+    "decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math",
+    "operator", "os", "queue", "random", "re", "statistics", "string", "sys", "threading", "time",
+    "traceback", "types", "typing", "unittest",
+)  # fmt: skip
+"""Imported before any run, since programs use them."""
+TASKS: dict[str, Callable[[], Any]] = {
+    program.SCRIPT: program.run_source,
+    program.LEND: lending.lend,
+    program.TEST: testing.test,
+}
+NAMESPACES, LANDLOCK = "namespaces", "landlock"
+MAX_DESCRIPTORS = 16
+MAX_THREADS = 128
+NOBODY_BASE = 1_000_000_000
+"""Without namespaces a run of root's gets a user of its own: this and its process id."""
+
+
+class Zygote:
+    """Forks a confined process a request.
+
+    | who        | waits for              | unblocked by                      |
+    |------------|------------------------|-----------------------------------|
+    | the zygote | a request, a run's end | its owner, whose end is its own; a run |
+    """
+
+    def __init__(self, control: socket.socket, settings: Mapping[str, Any]) -> None:
+        """Confine this process by its tier; with namespaces what returns is a child of it."""
+        self._control = control
+        self._namespaces: Namespaces | None = None
+        self._ruleset = -1
+        may_truncate = True
+        self._is_root = os.getuid() == 0
+        readable, devices = settings["readable"], settings["devices"]
+        if settings["tier"] == NAMESPACES:
+            self._namespaces = enter(readable, devices)
+        else:
+            self._ruleset = landlock.make_ruleset(readable, devices)
+            may_truncate = landlock.refuses_truncation()
+        self._pid = os.getpid()
+        self._filter = seccomp.filter_program(may_truncate=may_truncate)
+        self._runs: dict[int, tuple[int, socket.socket]] = {}
+
+    def serve(self) -> None:
+        """Answer requests until the owner is gone."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd in self._runs:
+                    poller.unregister(fd)
+                    self._reap(fd)
+                elif (pidfd := self._next_run()) is None:
+                    return
+                else:
+                    poller.register(pidfd, select.POLLIN)
+
+    def _next_run(self) -> int | None:
+        line, fds, _, _ = socket.recv_fds(self._control, 1024, MAX_DESCRIPTORS)
+        if not line:
+            return None
+        request, reply = json.loads(line), socket.socket(fileno=fds[0])
+        if self._namespaces:
+            self._namespaces.prepare_fork()
+        if (pid := os.fork()) == 0:
+            self._become(request, fds)
+        for fd in fds[1:]:
+            os.close(fd)
+        pidfd = os.pidfd_open(pid)
+        self._runs[pidfd] = pid, reply
+        _tell(reply, b"{}", [pidfd])
+        return pidfd
+
+    def _reap(self, pidfd: int) -> None:
+        pid, reply = self._runs.pop(pidfd)
+        _, status, usage = os.wait4(pid, 0)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        code = os.waitstatus_to_exitcode(status)
+        _tell(reply, json.dumps({"exit_code": code, "cpu_s": cpu_s}).encode())
+        reply.close()
+        os.close(pidfd)
+
+    def _become(self, request: Mapping[str, Any], fds: list[int]) -> None:
+        """Turn this fork into the run; never returns.
+
+        It says that it is confined, and so begins, over a descriptor that it then closes.
+        """
+        try:
+            os.setsid()
+            kept = self._namespaces.proc if self._namespaces else self._ruleset
+            reply = _place_descriptors(fds, kept)
+            self._confine(request)
+            os.write(reply, b"confined")
+            os.close(reply)
+        except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
+            os.write(2, f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        program.run(TASKS[request["mode"]])
+
+    def _confine(self, request: Mapping[str, Any]) -> None:
+        if self._namespaces:
+            self._namespaces.confine()
+        else:
+            self._without_namespaces()
+        _limit(request, counts_threads=self._is_root or self._namespaces is not None)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not self._namespaces and os.getppid() != self._pid:
+            raise ProcessLookupError("the zygote has ended")  # before it could be this one's end
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if self._ruleset >= 0:
+            landlock.restrict(self._ruleset)
+            os.close(self._ruleset)
+        kernel.install_filter(seccomp.with_own_pid(self._filter, os.getpid()))
+
+    def _without_namespaces(self) -> None:
+        """Leave root, if this is root: for a user that nobody is, who may read what root may.
+
+        What that is Landlock says. Python itself may lie where only root can read it.
+        """
+        os.chdir("/")
+        if self._is_root:
+            user = NOBODY_BASE + os.getpid()
+            os.setgroups([])
+            kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            kernel.set_capabilities([kernel.CAP_DAC_READ_SEARCH])
+
+
+def _limit(request: Mapping[str, Any], *, counts_threads: bool) -> None:
+    """Set what the run may use; its threads only where those of others do not count."""
+    seconds, memory = int(request["cpu_s"]) + 2, request["memory_bytes"]
+    limits = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: 16 * 2**20,
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if counts_threads:
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS
+    for name, limit in limits.items():
+        resource.setrlimit(name, (limit, limit))
+
+
+def _place_descriptors(fds: list[int], kept: int) -> int:
+    """Give the run its descriptors from 0 on, close all others, and return that of its socket."""
+    reply, *given = [fcntl.fcntl(fd, fcntl.F_DUPFD, kernel.HIGH_DESCRIPTOR) for fd in fds]
+    for number, fd in enumerate(given):
+        os.dup2(fd, number)
+    begin = len(given)
+    for fd in sorted((reply, kept)):
+        os.closerange(begin, fd)
+        begin = fd + 1
+    os.closerange(begin, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return reply
+
+
+def _tell(reply: socket.socket, message: bytes, fds: list[int] | None = None) -> None:
+    try:
+        socket.send_fds(reply, [message], fds or [])
+    except OSError:
+        return  # nobody waits for this run any more
+
+
+def main() -> None:
+    """Serve over a descriptor; the arguments are its number and the settings as JSON."""
+    settings = json.loads(sys.argv[2])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:] = [path for path in sys.path if path != settings["own_path"]]
+    sys.path += settings["site"]
+    for name in (*MODULES, *settings["modules"]):
+        importlib.import_module(name)
+    sys.argv[:] = [""]
+    zygote = Zygote(control, settings)
+    control.send(b"ready")
+    gc.collect()
+    gc.freeze()
+    zygote.serve()
+    os._exit(0)

@@ -1,0 +1,119 @@
+"""Hostile and honest programs, each with its verdict, in every tier that this machine has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_flow.rewards.sandbox import run
+from areal_flow.rewards.sandbox.inside import program
+from areal_flow.rewards.sandbox.limits import SandboxError
+from areal_flow.rewards.sandbox.pool import SandboxPool
+from areal_flow.rewards.sandbox.run import Program
+from areal_flow.rewards.sandbox.self_test import choose_tier
+from areal_flow.rewards.sandbox.zygote_client import available_tiers
+from tests.sandbox.corpus import CORPUS, FORGERIES, HONEST, Case
+from tests.sandbox.judging import ASSERTS, LIMITS, judge, living_below, runs_here, surroundings
+
+MIN_PROGRAMS = 120
+NAIVE = """
+import json
+candidate, tests = {candidate!r}, {tests!r}
+names = {{}}
+try:
+    exec(candidate, names)
+    names["candidate"] = names.get("add")
+    exec(tests, names)
+    names["check"](names["candidate"])
+except Exception:
+    print("wrong")
+else:
+    print("right")
+"""
+"""The grader that everybody writes first; here it runs in a sandbox itself."""
+
+
+@pytest.fixture(params=available_tiers())
+def pool(request: pytest.FixtureRequest) -> Iterator[SandboxPool]:
+    try:
+        tier = choose_tier((request.param,))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    sandboxes = SandboxPool(LIMITS, tier=tier)
+    yield sandboxes
+    sandboxes.close()
+
+
+def test_each_program_gets_its_verdict_and_leaves_nothing(
+    pool: SandboxPool, tmp_path: Path
+) -> None:
+    cases = [case for case in CORPUS if runs_here(case)]
+    with surroundings(tmp_path) as around:
+        found = judge(pool, cases, around)
+        wrong = [(c.name, f) for c, f in zip(cases, found, strict=True)
+                 if f.verdict not in c.verdicts]  # fmt: skip
+        assert not wrong
+        assert not around.escapes()
+        assert not living_below(pool)
+
+
+def test_killed_zygotes_lose_no_verdict(pool: SandboxPool, tmp_path: Path) -> None:
+    finished = threading.Event()
+
+    def kill() -> None:
+        for _ in range(3):
+            finished.wait(0.3)
+            with suppress(ProcessLookupError):
+                os.kill(pool.pids[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    with surroundings(tmp_path) as around:
+        plain = [case for case in HONEST if case.name.endswith(" plain")]
+        killer.start()
+        found = judge(pool, plain * 40, around, num_threads=4)
+        finished.set()
+        killer.join()
+    assert Counter(judgement.verdict for judgement in found) == {"right": 40 * len(plain)}
+
+
+def test_stopped_zygote_is_replaced(
+    pool: SandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SILENCE_S", 0.5)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+        for process in psutil.Process(pid).children(recursive=True):
+            process.suspend()
+    with surroundings(tmp_path) as around:
+        plain = next(case for case in HONEST if case.name == "stdin plain")
+        found = judge(pool, [plain] * 3, around, num_threads=1)
+    assert [judgement.verdict for judgement in found] == ["right"] * 3
+
+
+def test_corpus_breaks_a_naive_grader(pool: SandboxPool) -> None:
+    def fooled(case: Case) -> bool:
+        naive = NAIVE.format(candidate=case.source, tests=ASSERTS).encode()
+        (outcome,) = pool.run(lambda: [Program(program.SCRIPT, naive)])
+        return b"right" in outcome.stdout or outcome.stdout == b""  # or it never says "wrong"
+
+    forgeries = [c for c in FORGERIES if c.mode == "assert"]
+    broken = [case.name for case in forgeries if fooled(case)]
+    assert len(broken) >= 4, broken
+
+
+def test_without_a_tier_nothing_runs() -> None:
+    with pytest.raises(SandboxError, match="no sandbox passes its self-test"):
+        SandboxPool(tier=choose_tier(()))
+
+
+def test_corpus_is_large_and_its_names_are_distinct() -> None:
+    assert len(CORPUS) - len(HONEST) >= MIN_PROGRAMS
+    assert len({case.name for case in CORPUS}) == len(CORPUS)

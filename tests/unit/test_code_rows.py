@@ -1,0 +1,187 @@
+"""Rows of code as they are published, and where the code is in a completion."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from areal_flow.rewards.code_rows import NoTests, code_task, extract_code
+from areal_flow.rewards.sandbox.grading import grade
+from areal_flow.rewards.sandbox.limits import Limits, SandboxError
+from areal_flow.rewards.sandbox.pool import SandboxPool
+
+ADD = "def add(a, b):\n    return a + b\n"
+HUMAN_EVAL = {
+    "task_id": "HumanEval/38",
+    "prompt": 'def double(x: int):\n    """Helps the tests."""\n    return 2 * x\n\n\n'
+    'def halve(x: int):\n    """Undo `double`."""\n',
+    "canonical_solution": "    return x // 2\n",
+    "test": "METADATA = {}\n\n\ndef check(candidate):\n    for x in range(9):\n"
+    "        assert candidate(double(x)) == x\n",
+    "entry_point": "halve",
+}
+MBPP = {
+    "task_id": 2,
+    "text": "Write a function to find the shared elements of two lists.",
+    "code": "def similar_elements(a, b):\n  return tuple(set(a) & set(b))",
+    "test_setup_code": "",
+    "test_list": [
+        "assert set(similar_elements((3, 4, 5, 6),(5, 7, 4, 10))) == set((4, 5))",
+        "assert set(similar_elements((1, 2),(5, 4))) == set()",
+    ],
+    "challenge_test_list": [],
+}
+
+
+def hidden(cases: list[dict[str, Any]]) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
+
+
+LIVE_STDIN = {
+    "question_content": "Add.",
+    "starter_code": "",
+    "difficulty": "easy",
+    "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
+    "private_test_cases": hidden([{"input": "5 6\n", "output": "11\n", "testtype": "stdin"}]),
+}
+LIVE_CALL = {
+    "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
+    "public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}]),
+    "private_test_cases": hidden([{"input": "5\n6", "output": "11", "testtype": "functional"}]),
+}
+SOLVED = {
+    "own": (
+        {"mode": "call", "tests": [{"args": [1, 2], "expected": 3}], "entry_point": "add"},
+        ADD,
+    ),
+    "HumanEval, continued": (HUMAN_EVAL, HUMAN_EVAL["canonical_solution"]),
+    "HumanEval, whole": (HUMAN_EVAL, "```python\ndef halve(x):\n    return x // 2\n```"),
+    "MBPP": (MBPP, f"Here it is:\n```python\n{MBPP['code']}\n```\nIt intersects."),
+    "LiveCodeBench, stdin": (LIVE_STDIN, "print(sum(map(int, input().split())))"),
+    "LiveCodeBench, call": (LIVE_CALL, "class Solution:\n    def add(self, a, b): return a + b"),
+}
+FORGED = {
+    "own": (SOLVED["own"][0], "def add(a, b): return 3 if a == 0 else None"),
+    "HumanEval": (HUMAN_EVAL, "```\ndef double(x): return 0\ndef halve(x): return 0\n```"),
+    "MBPP": (MBPP, "def similar_elements(a, b): return ()\ndef set(x): return 0"),
+    "LiveCodeBench, stdin": (LIVE_STDIN, "print(3)"),
+    "LiveCodeBench, call": (LIVE_CALL, "class Solution:\n    def add(self, a, b): return 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    try:
+        sandboxes = SandboxPool()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    yield sandboxes
+    sandboxes.close()
+
+
+def verdict(pool: SandboxPool, row: dict[str, Any], completion: str) -> str:
+    task = code_task(row, completion)
+    assert task is not None
+    return grade(pool, task).verdict
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_right_programs_pass_the_tests_of_published_rows(pool: SandboxPool, name: str) -> None:
+    assert verdict(pool, *SOLVED[name]) == "right"
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_programs_that_help_their_own_tests_do_not_pass(pool: SandboxPool, name: str) -> None:
+    assert verdict(pool, *FORGED[name]) == "wrong"
+
+
+def test_a_row_of_several_functions_borrows_those_and_no_more(pool: SandboxPool) -> None:
+    row = MBPP | {
+        "code": "def f(x): return [x]\ndef g(x): return [x, x]",
+        "test_list": ["assert Counter(f(1)) == Counter([1])", "assert g(2) == [2, 2]"],
+        "test_setup_code": "",
+    }
+    forged = "def Counter(x): return 0\ndef f(x): return []\ndef g(x): return [2, 2]"
+    assert verdict(pool, row, forged) == "runtime_error"
+    row["test_setup_code"] = "from collections import Counter"
+    assert verdict(pool, row, forged) == "wrong"
+    assert verdict(pool, row, row["code"]) == "right"
+
+
+def test_tests_that_never_call_the_program_are_a_bad_reference(pool: SandboxPool) -> None:
+    row = {"mode": "assert", "tests": "assert True", "entry_point": "add"}
+    assert verdict(pool, row, ADD) == "bad_reference"
+
+
+YES = "class Yes:\n    def __getattr__(self, name): return lambda *a: True\ndef f(): return Yes()"
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "f().startswith('a')",
+        "f().issubset({1})",
+        "f() == 1",
+        "f()",
+        "not f()",
+        "f() < 2",
+        "1 in f()",
+    ],
+)
+def test_object_of_the_program_never_answers_for_a_test(pool: SandboxPool, test: str) -> None:
+    row = {"mode": "assert", "tests": f"assert {test}", "entry_point": "f"}
+    assert verdict(pool, row, YES) in ("wrong", "runtime_error")
+
+
+def test_methods_of_a_program_s_class_can_be_tested(pool: SandboxPool) -> None:
+    source = "class Stack(list):\n    pass\nclass Box:\n    def __init__(self, x): self.x = x\n"
+    source += "    def get(self): return self.x\n    def put(self, x): self.x = x\n"
+    tests = "box = Box([1])\nassert box.get() == [1]\nbox.put(2)\nassert box.get() == 2"
+    assert (
+        verdict(pool, {"mode": "assert", "tests": tests, "entry_point": "Box"}, source) == "right"
+    )
+
+
+def test_tests_that_do_not_end_time_out(pool: SandboxPool) -> None:
+    impatient = SandboxPool(Limits(cpu_s=0.3), tier=pool.tier)
+    row = {"mode": "assert", "tests": "while True: add(1, 2)", "entry_point": "add"}
+    assert verdict(impatient, row, ADD) == "timeout"
+    impatient.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "source"),
+    [
+        ("x = 1", "x = 1"),
+        ("<think>```\nno\n```</think>\n```python\nyes\n```", "yes\n"),
+        ("```python\nfirst\n```\nthen\n```py\nlast\n```\ndone", "last\n"),
+        ("```python\nnever closed", "never closed"),
+        ("```python\ncode\n```\noutput:\n```text\n3\n```", "code\n"),
+    ],
+)
+def test_code_is_the_last_block_of_python_after_the_thinking(completion: str, source: str) -> None:
+    assert extract_code(completion) == source
+
+
+@pytest.mark.parametrize("completion", ["", "```python\n```", "x" * 100_000_000])
+def test_completions_without_code_have_no_task(completion: str) -> None:
+    assert code_task({"mode": "assert", "tests": "1"}, completion) is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {}, {"mode": "fast", "tests": []}, {"mode": "call", "tests": [{"args": [1]}]},
+        {"mode": "stdin", "tests": 3}, {"public_test_cases": "not base64"},
+        {"public_test_cases": base64.b64encode(zlib.compress(pickle.dumps(os.system))).decode()},
+    ],
+)  # fmt: skip
+def test_rows_without_readable_tests_say_so(row: dict[str, Any]) -> None:
+    with pytest.raises(NoTests, match="tests"):
+        code_task(row, ADD)

@@ -1,0 +1,83 @@
+"""Comparison of answers: plain data that somebody hostile wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from areal_flow.rewards.sandbox.grading import same_output
+from areal_flow.rewards.sandbox.inside import kernel, plain, seccomp
+
+
+def no_reference(*_: Any) -> Any:
+    raise AssertionError("nothing here is a reference")
+
+
+def sent(value: Any) -> Any:
+    return plain.parse(json.dumps(plain.encode(value, no_reference)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 0, -(2**70), 1.5, "text", "\ud800", b"\xff", [1, [2]], (1, "a"), {1, 2},
+        frozenset({3}), {"a": [1], 2: None, (1, 2): "b"}, complex(1, -2), float("inf"),
+    ],
+)  # fmt: skip
+def test_plain_values_arrive_as_they_were(value: Any) -> None:
+    found = plain.decode(sent(value), no_reference)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_values_of_subclasses_arrive_as_built_in_ones() -> None:
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    found = plain.decode(sent([Number(3)]), no_reference)
+    assert type(found[0]) is int
+    assert plain.canonical(sent(Number(3))) != plain.canonical(sent(4))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "are_same"),
+    [
+        ({1, 2}, {2, 1}, True), ((1, 2), [1, 2], True), (2, 2.0, True), (1, True, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True), ("1", 1, False), (None, "None", False),
+        (2**60, 2**60 + 1, False), ([1, 2], {1, 2}, False), ({"k": "True"}, True, False),
+    ],
+)  # fmt: skip
+def test_answers_are_the_same_by_value_and_kind(left: Any, right: Any, are_same: bool) -> None:
+    assert (plain.canonical(sent(left)) == plain.canonical(sent(right))) is are_same
+
+
+@pytest.mark.parametrize("line", ["", "NaN", "[" * 100_000, "9" * 10_000, "{", b"\xff"])
+def test_lines_that_are_no_data_are_refused(line: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever JSON says of it
+        plain.parse(line)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "are_same"),
+    [
+        ("3\n", "3", True), ("3.0 ", "3", True), ("1  2\n\n", "1 2", True), ("1\n2", "1 2", False),
+        ("\uff13", "3", False), ("nan", "nan", True), ("0x3", "3", False), ("3", "3 3", False),
+        ("1e3", "1000", False), ("", "3", False),
+    ],
+)  # fmt: skip
+def test_printed_answers_are_compared_by_line_and_number(
+    found: str, expected: str, are_same: bool
+) -> None:
+    assert same_output(found, expected) is are_same
+
+
+@pytest.mark.skipif(kernel.MACHINE not in kernel.MACHINES, reason="no numbers for this machine")
+def test_filter_is_a_whole_number_of_instructions_and_fits_the_kernel() -> None:
+    program = seccomp.with_own_pid(seccomp.filter_program(), 1)
+    assert len(program) % 8 == 0
+    assert len(program) // 8 <= 4096

@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
-from areal_flow.generation.protocol import EngineCore, GenerationSettings, Interruption
-from areal_flow.generation.sampling import processed_logprobs
+from areal_flow.generation.protocol import (
+    EngineCore,
+    GenerationSettings,
+    Interruption,
+    StopSettings,
+)
+from areal_flow.generation.sampling import adjust_logits, processed_logprobs
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
@@ -23,6 +31,7 @@ from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.policies import small_policy
 
 VOCABULARY = 13
+LETTERS = "abcdefghijklm"
 VLLM_LENGTH = 64
 """The longest sequence of vLLM's engine under test, in tokens."""
 
@@ -41,9 +50,8 @@ def torch_subject() -> Subject:
     def make(*, max_num_seqs: int = 8, version: int = 0, **settings: Any) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
         settings = {"max_model_len": 64, "max_new_tokens": 1, **settings}
-        return TorchEngine(
-            policy, GenerationSettings(max_num_seqs=max_num_seqs, **settings), version=version
-        )
+        chosen = GenerationSettings(max_num_seqs=max_num_seqs, **settings)
+        return TorchEngine(policy, chosen, version=version, tokenizer=letters())
 
     return subject_of_policies(make)
 
@@ -64,10 +72,28 @@ def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) 
         logits = policies[version](
             input_ids=ids, position_ids=layout.position_ids, use_cache=False, layout=layout
         ).logits[0, len(prompt) - 1 : -1]
-        logprobs = processed_logprobs(logits, sampling)
-        return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return logprobs_of(logits, prompt, tokens, sampling)
 
     return Subject(make, lambda version: policy_tensors(policies[version]), reference)
+
+
+def logprobs_of(
+    logits_TV: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """Return the log-probability that each token of a completion was to be drawn with."""
+    prompts = [as_tokens(prompt)] * len(tokens)
+    own = [as_tokens(tokens[:at]) for at in range(len(tokens))]
+    logprobs_TV = processed_logprobs(adjust_logits(logits_TV, sampling, prompts, own), sampling)
+    found: list[float] = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return found
+
+
+def letters() -> Tokenizer:
+    """Return a tokenizer of the engines under test: token 0 is `a`, and so on."""
+    vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=LETTERS[0]))
+    tokenizer.decoder = Fuse()
+    return tokenizer
 
 
 def vllm_subject(*, tied: bool = False) -> Subject:
@@ -99,12 +125,18 @@ def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
     from areal_flow.generation import vllm_engine
     from areal_flow.generation.vllm_weights import ServedTensors
 
-    settings = GenerationSettings(max_num_seqs=512, max_model_len=VLLM_LENGTH, max_new_tokens=1)
+    settings = GenerationSettings(
+        max_num_seqs=512,
+        max_model_len=VLLM_LENGTH,
+        max_new_tokens=1,
+        stop=StopSettings(strings=("any",)),  # or vLLM would have no tokenizer
+    )
     with TemporaryDirectory() as directory:
         config = small_policy(vocab_size=VOCABULARY, tied=tied).config
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(directory)
         model = Path(directory)
+        letters().save(str(model / "tokenizer.json"))
         return vllm_engine.make_llm(model, settings), ServedTensors(model)
 
 
@@ -119,17 +151,15 @@ def bigram_subject() -> Subject:
     ) -> EngineCore:
         if interruption != "interrupt":
             pytest.skip("the bigram engine keeps nothing that could be old")
-        return BigramEngine(tables[version], version=version, max_num_seqs=max_num_seqs)
+        return BigramEngine(
+            tables[version], version=version, max_num_seqs=max_num_seqs, tokenizer=letters()
+        )
 
     def reference(
         version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
     ) -> list[float]:
-        if sampling.top_k or sampling.top_p < 1:
-            pytest.skip("the bigram engine samples the whole distribution")
-        logprobs = torch.tensor(tables[version], dtype=torch.float64).div(sampling.temperature)
-        logprobs = logprobs.log_softmax(1)
-        before = [prompt[-1], *tokens[:-1]]
-        return [float(logprobs[b, t]) for b, t in zip(before, tokens, strict=True)]
+        logits = torch.tensor(tables[version])[[prompt[-1], *tokens[:-1]]]
+        return logprobs_of(logits, prompt, tokens, sampling)
 
     return Subject(make, lambda version: {"logits": tables[version]}, reference)
 

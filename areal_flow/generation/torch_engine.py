@@ -20,7 +20,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor
 
 from areal_flow.generation.pages import PageTables, PromptPages, SlotPages
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.sampling import sample, uniforms
+from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
 from areal_flow.models.policy import (
     assign_tensors,
@@ -42,6 +43,9 @@ from areal_flow.models.policy import (
 )
 from areal_flow.types import Completion, GroupRequest, Sampling
 from areal_flow.weights.channel import WeightsReader
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PREFILL_TOKENS_A_STEP = 8192
 """So many tokens of prompts and prefixes delay the next token of those that decode, at most."""
@@ -57,7 +61,15 @@ _Planned = tuple[Chunk, PromptPages | SlotPages]
 class TorchEngine:
     """An `EngineCore` over any Hugging Face causal language model."""
 
-    def __init__(self, policy: Any, settings: GenerationSettings, *, version: int) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        settings: GenerationSettings,
+        *,
+        version: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Take a policy that serves `version`, and what makes text of tokens, for stop strings."""
         self.policy = policy
         self.settings = settings
         self.version = version
@@ -66,7 +78,7 @@ class TorchEngine:
         page_tokens = page_tokens_for(settings.max_model_len)
         num_pages = settings.num_pages(page_tokens)
         self._idle_page = num_pages
-        self._scheduler = SlotScheduler(settings.max_num_seqs)
+        self._scheduler = SlotScheduler(settings.max_num_seqs, tokenizer)
         self._pages = PageTables(
             num_pages=num_pages,
             page_tokens=page_tokens,
@@ -310,6 +322,10 @@ class TorchEngine:
                 [len(sequence.tokens) for sequence in sequences],
             )
             chosen_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
+            if sampling.depends_on_prefix:
+                prompts = [sequence.request.prompt_tokens for sequence in sequences]
+                own = [np.array(sequence.tokens) for sequence in sequences]
+                chosen_SV = adjust_logits(chosen_SV, sampling, prompts, own)
             tokens_S, logprobs_S = sample(chosen_SV, drawn_S.to(logits_SV.device), sampling)
             versions = [self._oldest_versions[slots[row]] for row in rows]
             for sequence, *sampled in zip(
@@ -347,4 +363,5 @@ def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader)
     policy = empty_policy(model, dtype=settings.dtype, device=settings.device)
     version = reader.newest()
     assign_tensors(policy, reader.load(version))
-    return TorchEngine(policy, settings, version=version)
+    tokenizer = tokenizer_of(model) if settings.stop.strings else None
+    return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp
@@ -23,6 +23,7 @@ from tests.engines import (
     SUBJECTS,
     VOCABULARY,
     Subject,
+    letters,
     request_of,
     run_all,
     torch_subject,
@@ -34,8 +35,25 @@ from tests.policies import small_policy, write_model_directory
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 4}, {"top_p": 0.8}],
-    ids=["plain", "cool", "top-k", "top-p"],
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 9, "stop_token_ids": (2, 3, 4)},
+        {
+            "temperature": 1.2,
+            "repetition_penalty": 1.3,
+            "min_new_tokens": 4,
+            "stop_token_ids": (2,),
+            "min_p": 0.05,
+            "top_k": 6,
+            "top_p": 0.9,
+        },
+    ],
+    ids=["plain", "cool", "top-k", "top-p", "min-p", "penalty", "min-tokens", "all-at-once"],
 )
 def test_logprobs_equal_a_full_forward(subject: Subject, sampling: dict[str, Any]) -> None:
     requests = [request_of(f"r{i}", **sampling) for i in range(5)]
@@ -208,6 +226,43 @@ def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
     for completion in stopped:
         assert completion.tokens[-1] in stops
         assert not {*completion.tokens[:-1]} & {*stops}
+
+
+def test_stop_token_comes_after_the_fewest_tokens(subject: Subject) -> None:
+    """As likely as not otherwise, so that a tenth token is the first that can be one."""
+    stops = {"stop_token_ids": tuple(range(6)), "length": 50}
+    found = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
+    assert all(c.finish_reason == "stop" and len(c.tokens) > 9 for c in found)
+    assert 10 in {len(c.tokens) for c in found}
+    free = run_all(subject.make(), request_of(seeds=8, **stops))["r"]
+    assert min(len(c.tokens) for c in free) < 10
+
+
+@pytest.mark.parametrize("fewest", [0, 12])
+def test_stop_string_ends_a_completion_where_a_token_completes_it(
+    subject: Subject, fewest: int
+) -> None:
+    """Its tokens and log-probabilities are those without the string, up to there."""
+    whole = request_of(seeds=16, length=40)
+    completions = run_all(subject.make(max_num_seqs=16), whole)["r"]
+    texts = [letters().decode(c.tokens.tolist()) for c in completions]
+    strings = (texts[0][13:15], texts[1][3:6], texts[2][20])
+    ends = [min_end(text, strings, fewest) for text in texts]
+    assert len({*ends}) > 2
+    stopping = replace(whole.sampling, stop_strings=strings, min_new_tokens=fewest)
+    requests = [replace(whole, sampling=stopping), request_of("s")]
+    found = run_all(subject.make(max_num_seqs=16), *requests)["r"]
+    for one, other, end in zip(found, completions, ends, strict=True):
+        assert one.finish_reason == ("stop" if end else "length")
+        assert plain(one.tokens) == plain(other.tokens[:end])
+        assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
+        assert len(versions_of(one)) == len(one.tokens)
+
+
+def min_end(text: str, strings: Sequence[str], fewest: int) -> int | None:
+    """Return where the first string ends that ends beyond so many characters."""
+    ends = range(fewest + 1, len(text) + 1)
+    return next((end for end in ends if text[:end].endswith(tuple(strings))), None)
 
 
 def test_length_limit_is_exact(subject: Subject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,8 +33,8 @@ from tests.policies import small_policy
 
 VOCABULARY = 13
 LETTERS = "abcdefghijklm"
-VLLM_LENGTH = 64
-"""The longest sequence of vLLM's engine under test, in tokens."""
+MAX_MODEL_LEN = 64
+"""The longest sequence of an engine under test, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class Subject:
     weights: Callable[[int], Mapping[str, Any]]
     reference: Callable[[int, Sequence[int], Sequence[int], Sampling], list[float]]
     """(version, prompt, tokens, sampling) -> log-probability of each token."""
+    max_model_len: int | None = MAX_MODEL_LEN
 
 
 def torch_subject() -> Subject:
     def make(*, max_num_seqs: int = 8, version: int = 0, **settings: Any) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
-        settings = {"max_model_len": 64, "max_new_tokens": 1, **settings}
+        settings = {"max_model_len": MAX_MODEL_LEN, "max_new_tokens": 1, **settings}
         chosen = GenerationSettings(max_num_seqs=max_num_seqs, **settings)
         return TorchEngine(policy, chosen, version=version, tokenizer=letters())
 
@@ -108,7 +110,7 @@ def vllm_subject(*, tied: bool = False) -> Subject:
         llm.abort_request(list(llm.output_processor.request_states), internal=True)
         settings = GenerationSettings(
             max_num_seqs=max_num_seqs,
-            max_model_len=VLLM_LENGTH,
+            max_model_len=MAX_MODEL_LEN,
             max_new_tokens=1,
             interruption=interruption,
         )
@@ -127,7 +129,7 @@ def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
 
     settings = GenerationSettings(
         max_num_seqs=512,
-        max_model_len=VLLM_LENGTH,
+        max_model_len=MAX_MODEL_LEN,
         max_new_tokens=1,
         stop=StopSettings(strings=("any",)),  # or vLLM would have no tokenizer
     )
@@ -161,7 +163,7 @@ def bigram_subject() -> Subject:
         logits = torch.tensor(tables[version])[[prompt[-1], *tokens[:-1]]]
         return logprobs_of(logits, prompt, tokens, sampling)
 
-    return Subject(make, lambda version: {"logits": tables[version]}, reference)
+    return Subject(make, lambda version: {"logits": tables[version]}, reference, max_model_len=None)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"torch": torch_subject, "bigram": bigram_subject}
@@ -193,3 +195,75 @@ def run_all(engine: EngineCore, *requests: GroupRequest) -> dict[str, list[Compl
 
 def versions_of(completion: Completion) -> list[int]:
     return [version for version, length in completion.version_spans for _ in range(length)]
+
+
+def request_with_prompt(
+    name: str, num_tokens: int, *, seeds: int, length: int, draw: str = ""
+) -> GroupRequest:
+    """Return a request with a random prompt: that of `draw`, or its name's own."""
+    rng = random.Random(draw or name)
+    prompt = as_tokens([rng.randrange(VOCABULARY) for _ in range(num_tokens)])
+    return GroupRequest(name, prompt, tuple(range(seeds)), Sampling(max_new_tokens=length))
+
+
+def assert_exact(
+    subject: Subject, request: GroupRequest, completions: Sequence[Completion]
+) -> None:
+    """Compare with full forwards of the version that drew each token."""
+    for completion in completions:
+        versions = versions_of(completion)
+        by_version = {
+            v: subject.reference(v, request.prompt_tokens, completion.tokens, request.sampling)
+            for v in {*versions}
+        }
+        expected = [by_version[version][at] for at, version in enumerate(versions)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def run_crowd(
+    engine: EngineCore,
+    subject: Subject,
+    rng: random.Random,
+    *,
+    longest_prompt: int,
+    longest: int,
+) -> None:
+    """Have 200 requests join and leave at random, some cancelled, under four versions.
+
+    Each that is not cancelled is complete, and some of them are compared with full forwards.
+    """
+    requests = [
+        request_with_prompt(
+            f"{i}",
+            rng.randint(1, longest_prompt),
+            seeds=rng.randint(1, 4),
+            length=rng.randint(1, longest),
+        )
+        for i in range(200)
+    ]
+    waiting, running = requests[::-1], set[str]()
+    found: dict[str, list[Completion]] = {}
+    cancelled, version = set[str](), 0
+    while waiting or engine.has_work():
+        if waiting and rng.random() < 0.3:
+            running.add(waiting[-1].request_id)
+            engine.add(waiting.pop())
+        if running and rng.random() < 0.03:
+            cancelled.add(gone := rng.choice(sorted(running)))
+            running.discard(gone)
+            engine.cancel(gone)
+        if version < 3 and rng.random() < 0.02:
+            version += 1
+            engine.load_weights(subject.weights(version), version=version)
+        for name, completions in engine.step():
+            found[name] = completions
+            running.discard(name)
+    assert found.keys() | cancelled == {request.request_id for request in requests}
+    assert cancelled
+    assert version == engine.version == 3
+    for request in rng.sample([r for r in requests if r.request_id in found], 20):
+        completions = found[request.request_id]
+        assert [len(c.tokens) for c in completions] == [request.sampling.max_new_tokens] * len(
+            request.seeds
+        )
+        assert_exact(subject, request, completions)

@@ -23,8 +23,10 @@ from tests.engines import (
     SUBJECTS,
     VOCABULARY,
     Subject,
+    assert_exact,
     letters,
     request_of,
+    request_with_prompt,
     run_all,
     torch_subject,
     versions_of,
@@ -297,6 +299,20 @@ def test_empty_prompt_is_refused(subject: Subject) -> None:
         subject.make().add(GroupRequest("r", as_tokens([]), (1,), Sampling(4)))
 
 
+def test_context_can_be_filled_and_no_request_exceeds_it(subject: Subject) -> None:
+    if subject.max_model_len is None:
+        pytest.skip("the bigram engine has no context that fills up")
+    prompt = request_with_prompt("r", 40, seeds=6, length=subject.max_model_len - 40)
+    engine = subject.make(max_num_seqs=4)
+    too_long = replace(prompt, request_id="s", prompt_tokens=as_tokens([1] * 41))
+    with pytest.raises(EngineError, match=rf"at most {subject.max_model_len} tokens of context"):
+        engine.add(too_long)
+    completions = run_all(engine, prompt)["r"]
+    assert [len(c.tokens) for c in completions] == [prompt.sampling.max_new_tokens] * 6
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert_exact(subject, prompt, completions)
+
+
 def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
     engine = subject.make()
     engine.add(request_of("r"))
@@ -306,9 +322,14 @@ def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
     engine.add(request_of("r"))
 
 
-def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
+@pytest.mark.parametrize(
+    "changed", [{}, {"min_p": 0.05, "top_p": 0.95, "repetition_penalty": 1.3}], ids=["whole", "cut"]
+)
+def test_group_distribution_is_the_one_that_was_asked_for(
+    subject: Subject, changed: dict[str, float]
+) -> None:
     """Chi-square of 4,000 sampled pairs against the exact probability of each pair."""
-    sampling = Sampling(max_new_tokens=2, temperature=0.9)
+    sampling = Sampling(max_new_tokens=2, temperature=0.9, **changed)  # type: ignore[arg-type]
     prompt = as_tokens([3, 5, 2])
     seeds = tuple(range(4000))
     members = run_all(subject.make(max_num_seqs=500), GroupRequest("r", prompt, seeds, sampling))[

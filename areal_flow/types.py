@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -65,6 +65,12 @@ class Sampling:
     """So many tokens come before a stop token or the end of a stop string can."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+
+    @property
+    def distribution(self) -> Sampling:
+        """Return what of this says how a token is drawn, without what says when to end."""
+        early_stops = self.stop_token_ids if self.min_new_tokens else ()
+        return replace(self, max_new_tokens=0, stop_token_ids=early_stops, stop_strings=())
 
     @property
     def depends_on_prefix(self) -> bool:

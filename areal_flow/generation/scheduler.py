@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.stop_strings import StopStringSearch
-from areal_flow.types import Completion, FinishReason, GroupRequest, VersionSpan
+from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,6 +28,8 @@ class SampledSequence:
 
     request: GroupRequest
     index: int
+    distribution: Sampling
+    """What its tokens are drawn from: the same object for all sequences that are drawn alike."""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[list[int]] = field(default_factory=list)
@@ -52,9 +54,10 @@ class SampledSequence:
         """Take the next token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if not self.spans or self.spans[-1][0] != version:
-            self.spans.append([version, 0])
-        self.spans[-1][1] += 1
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += 1
+        else:
+            self.spans.append([version, 1])
         sampling = self.request.sampling
         if token in sampling.stop_token_ids or (
             self.stop_strings and self.stop_strings.ends_with(token)
@@ -100,6 +103,7 @@ class SlotScheduler:
         self._tokenizer = tokenizer
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[SampledSequence] = deque()
+        self._distributions: dict[Sampling, Sampling] = {}
         self._groups: dict[str, list[SampledSequence]] = {}
         self.running: dict[int, SampledSequence] = {}
         """By slot."""
@@ -115,7 +119,9 @@ class SlotScheduler:
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
             raise EngineError(f"request {request.request_id} is running already")
-        members = [SampledSequence(request, index) for index in range(len(request.seeds))]
+        drawn = request.sampling.distribution
+        drawn = self._distributions.setdefault(drawn, drawn)
+        members = [SampledSequence(request, index, drawn) for index in range(len(request.seeds))]
         if request.sampling.stop_strings:
             if self._tokenizer is None:
                 raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")

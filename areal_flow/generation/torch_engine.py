@@ -41,7 +41,7 @@ from areal_flow.models.policy import (
     paged_cache,
     prefill,
 )
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 
 if TYPE_CHECKING:
@@ -312,11 +312,12 @@ class TorchEngine:
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
         members = [self._scheduler.running[slot] for slot in slots]
-        by_sampling: dict[Sampling, list[int]] = {}
+        by_distribution: dict[int, list[int]] = {}
         for row, member in enumerate(members):
-            by_sampling.setdefault(member.request.sampling, []).append(row)
-        for sampling, rows in by_sampling.items():
+            by_distribution.setdefault(id(member.distribution), []).append(row)
+        for rows in by_distribution.values():
             sequences = [members[row] for row in rows]
+            sampling = sequences[0].distribution
             drawn_S = uniforms(
                 [sequence.request.seeds[sequence.index] for sequence in sequences],
                 [len(sequence.tokens) for sequence in sequences],

@@ -10,6 +10,7 @@ import pytest
 
 from areal_flow.generation import torch_engine
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.sampling import sample
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.paged_prefill import Chunk, PagedCache
 from areal_flow.models.policy import fill_pages
@@ -132,6 +133,19 @@ def test_crowd_in_pages_of_fixed_memory_leaves_every_page_free(interruption: str
     rng = random.Random(300)
     run_crowd(engine, torch_subject(), rng, longest_prompt=80, longest=40)
     assert engine._pages.num_free == num_free
+
+
+def test_sequences_that_differ_only_in_where_they_end_are_sampled_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As turns of conversations are, each with another room for tokens."""
+    calls = []
+    monkeypatch.setattr(
+        torch_engine, "sample", lambda *args: (calls.append(len(args[0])), sample(*args))[1]
+    )
+    requests = [request_of(f"r{i}", length=5 + i, stop_token_ids=(i,)) for i in range(3)]
+    run_all(engine_of(max_num_seqs=16), *requests, request_of("s", temperature=0.5))
+    assert calls[:2] == [12, 4]
 
 
 def test_bfloat16_log_probabilities_are_those_of_a_full_forward_in_the_mean() -> None:

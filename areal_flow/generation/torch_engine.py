@@ -258,13 +258,10 @@ class TorchEngine:
 
     def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
         """Give each member its own copy of the page in which its prompt ends."""
-        sources, targets = [], []
         for prompt, slots in starting.items():
-            if prompt.num_shared < prompt.num_tokens:
-                sources += [prompt.pages[-1]] * len(slots)
-                targets += self._pages.tables_SW[slots, len(prompt.pages) - 1].tolist()
-        if targets:
-            self._cache.copy_pages(sources, targets)
+            if num_tokens := prompt.num_tokens - prompt.num_shared:
+                targets = self._pages.tables_SW[slots, len(prompt.pages) - 1]
+                self._cache.copy_page(prompt.pages[-1], targets.tolist(), num_tokens)
 
     def _close_prompt(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)

@@ -34,6 +34,7 @@ compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0, rx=tes
 """What pip would do on one core, and for the tests of all packages, too."""
 VLLM_TESTS = (
     "tests/contracts/test_engines.py",
+    "tests/contracts/test_engine_updates.py",
     "tests/contracts/test_threaded_engine.py",
     "tests/vllm",
 )

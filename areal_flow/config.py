@@ -22,7 +22,7 @@ from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.protocol import WHOLE_DISTRIBUTION, GenerationSettings
 from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
@@ -154,6 +154,16 @@ class EvaluationSettings(Settings):
     """Answers a prompt; several give pass@k."""
     temperature: float | None = Field(None, ge=0)
     """Of the answers; 0: always the likeliest token; by default that of `generation`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample answers from the likeliest tokens that have this probability together; 1: from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample answers from so many likeliest tokens; 0: from all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample answers from tokens with this share of the likeliest one's probability; 0: all."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides the logits of tokens that the prompt or the answer has already; 1: none."""
+    min_new_tokens: int = Field(0, ge=0)
+    """So many tokens of an answer come before it can stop."""
     stop_after_plateau: int = Field(0, ge=0)
     """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
 
@@ -170,6 +180,11 @@ class EvaluationSettings(Settings):
             "training goes on: set evaluation.every_steps",
         )
         return self
+
+    def sampling(self) -> dict[str, float]:
+        """Return what of `Sampling` held-out answers have of their own."""
+        own = {name: getattr(self, name) for name in WHOLE_DISTRIBUTION}
+        return own if self.temperature is None else {**own, "temperature": self.temperature}
 
 
 class TrackingSettings(Settings):
@@ -249,11 +264,9 @@ class Recipe(Settings):
             f"{self.groups_per_step} groups of a batch",
         )
         require(
-            self.generation.top_p == 1 and not self.generation.top_k,
-            f"generation.top_p ({self.generation.top_p}) must be 1 and top_k "
-            f"({self.generation.top_k}) 0 in training: behaviour log-probabilities would be those "
-            "of the truncated distribution, the trainer's those of the whole one, and importance "
-            "weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9)",
+            self.evaluation.min_new_tokens <= self.generation.max_new_tokens,
+            f"evaluation.min_new_tokens ({self.evaluation.min_new_tokens}) must not exceed "
+            f"generation.max_new_tokens ({self.generation.max_new_tokens})",
         )
         require(
             self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,

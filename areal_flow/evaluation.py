@@ -50,7 +50,7 @@ async def answer_held_out(
     evaluation's `policy_version`, and each row says which versions sampled it.
 
     Args:
-        settings: how many answers a prompt has, and at which temperature.
+        settings: how many answers a prompt has, and how they are sampled.
         name: of the evaluation; the rows carry it.
         seed: of the run.
         writer_epoch: of the driver that will append the rows, 0 if none will.
@@ -68,7 +68,7 @@ async def answer_held_out(
             0,
             writer_epoch,
             began,
-            settings.temperature,
+            settings.sampling(),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import exp, inf, log
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import WeightsError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
 from areal_flow.tracking.aliases import BEST, CURRENT
 from areal_flow.tracking.description import RunDescription
 from areal_flow.tracking.protocol import PASS_RATE_TAG
-from areal_flow.types import Completion, GroupRequest
+from areal_flow.types import Completion, GroupRequest, Sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class BigramEngine:
@@ -26,11 +30,16 @@ class BigramEngine:
     """
 
     def __init__(
-        self, logits: Sequence[Sequence[float]], *, version: int = 0, max_num_seqs: int = 4
+        self,
+        logits: Sequence[Sequence[float]],
+        *,
+        version: int = 0,
+        max_num_seqs: int = 4,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.version = version
         self._logits = logits
-        self._scheduler = SlotScheduler(max_num_seqs)
+        self._scheduler = SlotScheduler(max_num_seqs, tokenizer)
 
     def add(self, request: GroupRequest) -> None:
         self._scheduler.add(request)
@@ -55,10 +64,40 @@ class BigramEngine:
     def _extend(self, sequence: SampledSequence) -> None:
         request = sequence.request
         last = (sequence.tokens or request.prompt_tokens)[-1]
-        logprobs = _log_softmax(self._logits[last], request.sampling.temperature)
+        adjusted = _adjusted(self._logits[last], sequence)
+        logprobs = _log_softmax(adjusted, request.sampling.temperature)
+        logprobs = _truncated(logprobs, request.sampling)
         seed = f"{request.seeds[sequence.index]}:{len(sequence.tokens)}"
         token = _invert(logprobs, random.Random(seed).random())
         sequence.append(token, logprobs[token], self.version)
+
+
+def _adjusted(logits: Sequence[float], sequence: SampledSequence) -> Sequence[float]:
+    """Return logits after what depends on the tokens before; see `generation.sampling`."""
+    sampling = sequence.request.sampling
+    if not sampling.depends_on_prefix:
+        return logits
+    adjusted, penalty = list(logits), sampling.repetition_penalty
+    if len(sequence.tokens) < sampling.min_new_tokens:
+        for stop in sampling.stop_token_ids:
+            adjusted[stop] = -inf
+    for token in {*sequence.request.prompt_tokens.tolist(), *sequence.tokens}:
+        adjusted[token] *= 1 / penalty if adjusted[token] > 0 else penalty
+    return adjusted
+
+
+def _truncated(logprobs: list[float], sampling: Sampling) -> list[float]:
+    """Return log-probabilities after min-p, top-k and top-p, renormalised."""
+    if not sampling.min_p and not sampling.top_k and sampling.top_p == 1:
+        return logprobs
+    order = sorted(range(len(logprobs)), key=logprobs.__getitem__, reverse=True)
+    least = logprobs[order[0]] + log(sampling.min_p) if sampling.min_p else -inf
+    likely = [token for token in order if logprobs[token] >= least][: sampling.top_k or None]
+    masses = [0.0, *accumulate(exp(logprobs[token]) for token in likely)]
+    enough = sampling.top_p * masses[-1]
+    kept = [t for t, before in zip(likely, masses, strict=False) if before < enough]
+    whole = log(sum(exp(logprobs[token]) for token in kept))
+    return [lp - whole if t in kept else -inf for t, lp in enumerate(logprobs)]
 
 
 def _log_softmax(logits: Sequence[float], temperature: float) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -52,14 +52,33 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion is drawn. `top_p=1` and `top_k=0` keep the whole distribution;
-    `temperature=0` takes the likeliest token, with log-probability 0."""
+    """How a completion is drawn, and what ends it.
+
+    The defaults keep the whole distribution; `temperature=0` takes the likeliest token, with
+    log-probability 0. A stop token or a stop string ends the completion and is kept in it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    """So many tokens come before a stop token or the end of a stop string can."""
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    @property
+    def distribution(self) -> Sampling:
+        """Return what of this says how a token is drawn, without what says when to end."""
+        early_stops = self.stop_token_ids if self.min_new_tokens else ()
+        return replace(self, max_new_tokens=0, stop_token_ids=early_stops, stop_strings=())
+
+    @property
+    def depends_on_prefix(self) -> bool:
+        """Return whether logits are changed by the tokens before."""
+        return self.repetition_penalty != 1 or self.min_new_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +135,8 @@ class Episode:
     attempt: int
     writer_epoch: int
     submitted_at: datetime
-    temperature: float | None = None
-    """Of an evaluation's answers; that of the recipe's `generation` if None, as in training."""
+    sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What an evaluation's answers have of `Sampling` that is not the recipe's `generation`."""
 
     @property
     def group_id(self) -> str:

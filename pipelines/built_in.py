@@ -17,6 +17,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
+    check_stop_tokens,
     copy_model_description,
     resolve_model,
 )
@@ -48,11 +49,16 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     """Write configuration and tokenizer of the policy into the run directory.
 
     Raises:
-        ModelError: there is no such model, or it cannot be trained.
+        ModelError: there is no such model, it cannot be trained, or it lacks a stop token.
     """
     if make := MODELS.get(recipe.model):
         make(layout.model, max_model_len=recipe.generation.max_model_len)
-        return
+    else:
+        _copy_model(recipe, layout)
+    check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
+
+
+def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
     source = resolve_model(recipe.model)
     check_model_directory(source)
     from areal_flow.models.probe import probe_policy  # torch: only where there is a model

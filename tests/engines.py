@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,9 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
-from areal_flow.generation.protocol import EngineCore, GenerationSettings, Interruption
-from areal_flow.generation.sampling import processed_logprobs
+from areal_flow.generation.protocol import (
+    EngineCore,
+    GenerationSettings,
+    Interruption,
+    StopSettings,
+)
+from areal_flow.generation.sampling import adjust_logits, processed_logprobs
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.attention import PackedLayout
 from areal_flow.models.policy import policy_tensors
@@ -23,8 +32,9 @@ from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.policies import small_policy
 
 VOCABULARY = 13
-VLLM_LENGTH = 64
-"""The longest sequence of vLLM's engine under test, in tokens."""
+LETTERS = "abcdefghijklm"
+MAX_MODEL_LEN = 64
+"""The longest sequence of an engine under test, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +45,15 @@ class Subject:
     weights: Callable[[int], Mapping[str, Any]]
     reference: Callable[[int, Sequence[int], Sequence[int], Sampling], list[float]]
     """(version, prompt, tokens, sampling) -> log-probability of each token."""
+    max_model_len: int | None = MAX_MODEL_LEN
 
 
 def torch_subject() -> Subject:
     def make(*, max_num_seqs: int = 8, version: int = 0, **settings: Any) -> EngineCore:
         policy = small_policy(seed=version, vocab_size=VOCABULARY)
-        settings = {"max_model_len": 64, "max_new_tokens": 1, **settings}
-        return TorchEngine(
-            policy, GenerationSettings(max_num_seqs=max_num_seqs, **settings), version=version
-        )
+        settings = {"max_model_len": MAX_MODEL_LEN, "max_new_tokens": 1, **settings}
+        chosen = GenerationSettings(max_num_seqs=max_num_seqs, **settings)
+        return TorchEngine(policy, chosen, version=version, tokenizer=letters())
 
     return subject_of_policies(make)
 
@@ -64,10 +74,28 @@ def subject_of_policies(make: Callable[..., EngineCore], *, tied: bool = False) 
         logits = policies[version](
             input_ids=ids, position_ids=layout.position_ids, use_cache=False, layout=layout
         ).logits[0, len(prompt) - 1 : -1]
-        logprobs = processed_logprobs(logits, sampling)
-        return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return logprobs_of(logits, prompt, tokens, sampling)
 
     return Subject(make, lambda version: policy_tensors(policies[version]), reference)
+
+
+def logprobs_of(
+    logits_TV: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """Return the log-probability that each token of a completion was to be drawn with."""
+    prompts = [as_tokens(prompt)] * len(tokens)
+    own = [as_tokens(tokens[:at]) for at in range(len(tokens))]
+    logprobs_TV = processed_logprobs(adjust_logits(logits_TV, sampling, prompts, own), sampling)
+    found: list[float] = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return found
+
+
+def letters() -> Tokenizer:
+    """Return a tokenizer of the engines under test: token 0 is `a`, and so on."""
+    vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=LETTERS[0]))
+    tokenizer.decoder = Fuse()
+    return tokenizer
 
 
 def vllm_subject(*, tied: bool = False) -> Subject:
@@ -82,7 +110,7 @@ def vllm_subject(*, tied: bool = False) -> Subject:
         llm.abort_request(list(llm.output_processor.request_states), internal=True)
         settings = GenerationSettings(
             max_num_seqs=max_num_seqs,
-            max_model_len=VLLM_LENGTH,
+            max_model_len=MAX_MODEL_LEN,
             max_new_tokens=1,
             interruption=interruption,
         )
@@ -99,12 +127,18 @@ def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
     from areal_flow.generation import vllm_engine
     from areal_flow.generation.vllm_weights import ServedTensors
 
-    settings = GenerationSettings(max_num_seqs=512, max_model_len=VLLM_LENGTH, max_new_tokens=1)
+    settings = GenerationSettings(
+        max_num_seqs=512,
+        max_model_len=MAX_MODEL_LEN,
+        max_new_tokens=1,
+        stop=StopSettings(strings=("any",)),  # or vLLM would have no tokenizer
+    )
     with TemporaryDirectory() as directory:
         config = small_policy(vocab_size=VOCABULARY, tied=tied).config
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(directory)
         model = Path(directory)
+        letters().save(str(model / "tokenizer.json"))
         return vllm_engine.make_llm(model, settings), ServedTensors(model)
 
 
@@ -119,19 +153,17 @@ def bigram_subject() -> Subject:
     ) -> EngineCore:
         if interruption != "interrupt":
             pytest.skip("the bigram engine keeps nothing that could be old")
-        return BigramEngine(tables[version], version=version, max_num_seqs=max_num_seqs)
+        return BigramEngine(
+            tables[version], version=version, max_num_seqs=max_num_seqs, tokenizer=letters()
+        )
 
     def reference(
         version: int, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
     ) -> list[float]:
-        if sampling.top_k or sampling.top_p < 1:
-            pytest.skip("the bigram engine samples the whole distribution")
-        logprobs = torch.tensor(tables[version], dtype=torch.float64).div(sampling.temperature)
-        logprobs = logprobs.log_softmax(1)
-        before = [prompt[-1], *tokens[:-1]]
-        return [float(logprobs[b, t]) for b, t in zip(before, tokens, strict=True)]
+        logits = torch.tensor(tables[version])[[prompt[-1], *tokens[:-1]]]
+        return logprobs_of(logits, prompt, tokens, sampling)
 
-    return Subject(make, lambda version: {"logits": tables[version]}, reference)
+    return Subject(make, lambda version: {"logits": tables[version]}, reference, max_model_len=None)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"torch": torch_subject, "bigram": bigram_subject}
@@ -163,3 +195,75 @@ def run_all(engine: EngineCore, *requests: GroupRequest) -> dict[str, list[Compl
 
 def versions_of(completion: Completion) -> list[int]:
     return [version for version, length in completion.version_spans for _ in range(length)]
+
+
+def request_with_prompt(
+    name: str, num_tokens: int, *, seeds: int, length: int, draw: str = ""
+) -> GroupRequest:
+    """Return a request with a random prompt: that of `draw`, or its name's own."""
+    rng = random.Random(draw or name)
+    prompt = as_tokens([rng.randrange(VOCABULARY) for _ in range(num_tokens)])
+    return GroupRequest(name, prompt, tuple(range(seeds)), Sampling(max_new_tokens=length))
+
+
+def assert_exact(
+    subject: Subject, request: GroupRequest, completions: Sequence[Completion]
+) -> None:
+    """Compare with full forwards of the version that drew each token."""
+    for completion in completions:
+        versions = versions_of(completion)
+        by_version = {
+            v: subject.reference(v, request.prompt_tokens, completion.tokens, request.sampling)
+            for v in {*versions}
+        }
+        expected = [by_version[version][at] for at, version in enumerate(versions)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def run_crowd(
+    engine: EngineCore,
+    subject: Subject,
+    rng: random.Random,
+    *,
+    longest_prompt: int,
+    longest: int,
+) -> None:
+    """Have 200 requests join and leave at random, some cancelled, under four versions.
+
+    Each that is not cancelled is complete, and some of them are compared with full forwards.
+    """
+    requests = [
+        request_with_prompt(
+            f"{i}",
+            rng.randint(1, longest_prompt),
+            seeds=rng.randint(1, 4),
+            length=rng.randint(1, longest),
+        )
+        for i in range(200)
+    ]
+    waiting, running = requests[::-1], set[str]()
+    found: dict[str, list[Completion]] = {}
+    cancelled, version = set[str](), 0
+    while waiting or engine.has_work():
+        if waiting and rng.random() < 0.3:
+            running.add(waiting[-1].request_id)
+            engine.add(waiting.pop())
+        if running and rng.random() < 0.03:
+            cancelled.add(gone := rng.choice(sorted(running)))
+            running.discard(gone)
+            engine.cancel(gone)
+        if version < 3 and rng.random() < 0.02:
+            version += 1
+            engine.load_weights(subject.weights(version), version=version)
+        for name, completions in engine.step():
+            found[name] = completions
+            running.discard(name)
+    assert found.keys() | cancelled == {request.request_id for request in requests}
+    assert cancelled
+    assert version == engine.version == 3
+    for request in rng.sample([r for r in requests if r.request_id in found], 20):
+        completions = found[request.request_id]
+        assert [len(c.tokens) for c in completions] == [request.sampling.max_new_tokens] * len(
+            request.seeds
+        )
+        assert_exact(subject, request, completions)

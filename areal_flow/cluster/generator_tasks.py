@@ -52,9 +52,8 @@ class GeneratorRole:
         self.sampling = Sampling(
             max_new_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            stop_token_ids=stop_token_ids(context.layout.model),
+            stop_token_ids=stop_token_ids(context.layout.model) + generation.stop.token_ids,
+            stop_strings=generation.stop.strings,
         )
         self._chat = required_chat_template(context.recipe, context.layout.model)
         self._context = context

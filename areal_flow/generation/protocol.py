@@ -23,6 +23,39 @@ a token was computed from; its log-probability is the one of the mixture that it
 """
 
 
+WHOLE_DISTRIBUTION: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""What of `Sampling` gives tokens other probabilities than the trainer does, and at which values it
+does not. Only evaluations have settings of these names."""
+
+
+class StopSettings(Settings):
+    """What ends a completion beside the model's own end-of-sequence tokens; it is kept and trained.
+
+    Both hold in training and in evaluations.
+    """
+
+    strings: tuple[str, ...] = Field((), strict=False)
+    """Each ends a completion with the token that completes it in the text, which has special tokens
+    in it and begins after the prompt."""
+    token_ids: tuple[int, ...] = Field((), strict=False)
+    """Each ends a completion."""
+
+    @model_validator(mode="after")
+    def _can_end(self) -> StopSettings:
+        require("" not in self.strings, "generation.stop.strings must have no empty string")
+        require(
+            min(self.token_ids, default=0) >= 0,
+            f"generation.stop.token_ids ({[*self.token_ids]}) must be tokens of the model, from 0",
+        )
+        return self
+
+
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
@@ -31,12 +64,10 @@ class GenerationSettings(Settings):
     installed, and else torch."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits before sampling."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that have this probability together; 1: from all."""
-    top_k: int = Field(0, ge=0)
-    """Sample from so many likeliest tokens; 0: from all."""
     max_new_tokens: int = Field(64, ge=1)
     """The longest completion, in tokens."""
+    stop: StopSettings = StopSettings()
+    """What ends a completion beside the model's own end-of-sequence tokens."""
     max_model_len: int = Field(128, ge=2)
     """The longest prompt with its completion, in tokens."""
     max_num_seqs: int = Field(128, ge=1)
@@ -52,6 +83,22 @@ class GenerationSettings(Settings):
     """Of the served weights and the engine."""
     device: str = "cpu"
     """Of the engines, as torch names it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_truncation(cls, given: Any) -> Any:
+        """Refuse what is for evaluations; recipes of earlier runs name some of it, at no effect."""
+        if not isinstance(given, dict):
+            return given
+        for name, value in given.items():
+            require(
+                name not in WHOLE_DISTRIBUTION or value == WHOLE_DISTRIBUTION[name],
+                f"generation.{name} ({value}): training samples from the whole distribution. "
+                "Behaviour log-probabilities would be those of another one than the trainer's, "
+                "and importance weights would be biased (a mean of 0.9 instead of 1 at top_p 0.9): "
+                f"set evaluation.{name}, which is for held-out answers",
+            )
+        return {name: value for name, value in given.items() if name not in WHOLE_DISTRIBUTION}
 
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:

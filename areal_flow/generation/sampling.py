@@ -1,5 +1,8 @@
 """Draws tokens from logits, and says how probable each was in the distribution it was drawn from.
 
+What changes the distribution comes in vLLM's order: stop tokens that are too early, repetition
+penalty, temperature, min-p, top-k, top-p.
+
 A uniform number is a function of (seed, position), so a completion's randomness does not depend on
 its slot, its neighbours, a retry or an interruption.
 
@@ -9,13 +12,14 @@ Letters: S sequences, V vocabulary, B blocks of b tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from areal_flow.types import Sampling
+from areal_flow.types import Sampling, Tokens
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _BLOCK = 128
@@ -44,9 +48,9 @@ def sample(logits_SV: Tensor, uniforms_S: Tensor, sampling: Sampling) -> tuple[T
     """Draw one token a row by inverting the cumulative distribution.
 
     Args:
-        logits_SV: raw logits.
+        logits_SV: raw logits, or what `adjust_logits` returned.
         uniforms_S: float64 in [0, 1).
-        sampling: temperature, then top-k, then top-p.
+        sampling: temperature, then min-p, top-k and top-p.
 
     Returns:
         Tokens `[S]` and their log-probabilities `[S]` in the distribution that was sampled from.
@@ -79,8 +83,38 @@ def _pass(masses_SB: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
     return found_S1[:, 0], (1 - (upto_S1 - targets_S1) / masses_S1)[:, 0].clamp(min=0)
 
 
+def adjust_logits(
+    logits_SV: Tensor, sampling: Sampling, prompts: Sequence[Tokens], sampled: Sequence[Tokens]
+) -> Tensor:
+    """Return float32 logits after what depends on the tokens before: early stops and repetitions.
+
+    A logit of a token that stands in the prompt or was sampled is divided by the repetition penalty
+    if it is positive, else multiplied (CTRL, arXiv 1909.05858, section 4.1, with the sign that all
+    engines have).
+
+    Args:
+        logits_SV: raw logits.
+        prompts: of each row.
+        sampled: the tokens that each row has after its prompt.
+    """
+    logits_SV = logits_SV.float()
+    if early := [n for n, own in enumerate(sampled) if len(own) < sampling.min_new_tokens]:
+        logits_SV = logits_SV.clone()
+        for stop in sampling.stop_token_ids:
+            logits_SV[early, stop] = float("-inf")
+    if sampling.repetition_penalty == 1:
+        return logits_SV
+    seen_SV = torch.zeros(logits_SV.shape, dtype=torch.bool)
+    for seen_V, prompt, own in zip(seen_SV.numpy(), prompts, sampled, strict=True):
+        seen_V[prompt] = seen_V[own] = True
+    factors_SV = torch.where(
+        logits_SV > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty
+    )
+    return torch.where(seen_SV.to(logits_SV.device), logits_SV * factors_SV, logits_SV)
+
+
 def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Return float32 log-probabilities after temperature, top-k and top-p, renormalised.
+    """Return float32 log-probabilities after temperature, min-p, top-k and top-p, renormalised.
 
     At temperature 0 the likeliest token has all probability; of several, the first.
     """
@@ -88,11 +122,18 @@ def processed_logprobs(logits_SV: Tensor, sampling: Sampling) -> Tensor:
         certain_SV = torch.full_like(logits_SV, float("-inf"), dtype=torch.float32)
         return certain_SV.scatter_(1, logits_SV.argmax(dim=1, keepdim=True), 0.0)
     logprobs_SV = (logits_SV.float() / sampling.temperature).log_softmax(dim=1)
+    if sampling.min_p > 0:
+        logprobs_SV = _keep_min_p(logprobs_SV, sampling.min_p)
     if sampling.top_k:
         logprobs_SV = _keep_top_k(logprobs_SV, sampling.top_k)
     if sampling.top_p < 1:
         logprobs_SV = _keep_top_p(logprobs_SV, sampling.top_p)
     return logprobs_SV
+
+
+def _keep_min_p(logprobs_SV: Tensor, min_p: float) -> Tensor:
+    threshold_S1 = logprobs_SV.amax(dim=1, keepdim=True) + log(min_p)
+    return logprobs_SV.masked_fill(logprobs_SV < threshold_S1, float("-inf")).log_softmax(dim=1)
 
 
 def _keep_top_k(logprobs_SV: Tensor, top_k: int) -> Tensor:

@@ -9,12 +9,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_flow.errors import EngineError
-from areal_flow.types import Completion, FinishReason, GroupRequest, VersionSpan
+from areal_flow.generation.stop_strings import StopStringSearch
+from areal_flow.types import Completion, FinishReason, GroupRequest, Sampling, VersionSpan
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(slots=True)
@@ -23,10 +28,15 @@ class SampledSequence:
 
     request: GroupRequest
     index: int
+    distribution: Sampling
+    """What its tokens are drawn from: the same object for all sequences that are drawn alike."""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[list[int]] = field(default_factory=list)
     """Version and length of each stretch of tokens that one policy version sampled."""
+    finish_reason: FinishReason | None = None
+    """Why it has ended, if it has."""
+    stop_strings: StopStringSearch | None = None
 
     @property
     def num_cached(self) -> int:
@@ -40,22 +50,21 @@ class SampledSequence:
         parts = prompt[start:end], own[max(0, start - length) : max(0, end - length)]
         return np.concatenate(parts, dtype=np.int64)
 
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it has ended, if it has."""
-        if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
-            return "stop"
-        if len(self.tokens) >= self.request.sampling.max_new_tokens:
-            return "length"
-        return None
-
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take the next token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if not self.spans or self.spans[-1][0] != version:
-            self.spans.append([version, 0])
-        self.spans[-1][1] += 1
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += 1
+        else:
+            self.spans.append([version, 1])
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (
+            self.stop_strings and self.stop_strings.ends_with(token)
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= sampling.max_new_tokens:
+            self.finish_reason = "length"
 
     def completion(self) -> Completion:
         """Return what was sampled, once it has ended."""
@@ -89,9 +98,12 @@ class SlotScheduler:
     Members of a group may start at different times: whoever is next takes a slot that is free.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, tokenizer: Tokenizer | None = None) -> None:
+        """Take the number of slots, and what makes text of tokens, for stop strings."""
+        self._tokenizer = tokenizer
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[SampledSequence] = deque()
+        self._distributions: dict[Sampling, Sampling] = {}
         self._groups: dict[str, list[SampledSequence]] = {}
         self.running: dict[int, SampledSequence] = {}
         """By slot."""
@@ -100,13 +112,21 @@ class SlotScheduler:
         """Queue all members of a group.
 
         Raises:
-            EngineError: the prompt is empty, or a request of this id is running.
+            EngineError: the prompt is empty, a request of this id is running, or there are stop
+                strings and no tokenizer.
         """
         if not len(request.prompt_tokens):
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
             raise EngineError(f"request {request.request_id} is running already")
-        members = [SampledSequence(request, index) for index in range(len(request.seeds))]
+        drawn = request.sampling.distribution
+        drawn = self._distributions.setdefault(drawn, drawn)
+        members = [SampledSequence(request, index, drawn) for index in range(len(request.seeds))]
+        if request.sampling.stop_strings:
+            if self._tokenizer is None:
+                raise EngineError(f"request {request.request_id} has stop strings: no tokenizer")
+            for member in members:
+                member.stop_strings = StopStringSearch(self._tokenizer, request)
         self._groups[request.request_id] = members
         self._waiting.extend(members)
 

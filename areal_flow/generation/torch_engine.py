@@ -20,7 +20,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor
 
 from areal_flow.generation.pages import PageTables, PromptPages, SlotPages
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.generation.sampling import sample, uniforms
+from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.models.directory import tokenizer_of
 from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
 from areal_flow.models.policy import (
     assign_tensors,
@@ -40,8 +41,11 @@ from areal_flow.models.policy import (
     paged_cache,
     prefill,
 )
-from areal_flow.types import Completion, GroupRequest, Sampling
+from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PREFILL_TOKENS_A_STEP = 8192
 """So many tokens of prompts and prefixes delay the next token of those that decode, at most."""
@@ -57,7 +61,15 @@ _Planned = tuple[Chunk, PromptPages | SlotPages]
 class TorchEngine:
     """An `EngineCore` over any Hugging Face causal language model."""
 
-    def __init__(self, policy: Any, settings: GenerationSettings, *, version: int) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        settings: GenerationSettings,
+        *,
+        version: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Take a policy that serves `version`, and what makes text of tokens, for stop strings."""
         self.policy = policy
         self.settings = settings
         self.version = version
@@ -66,7 +78,7 @@ class TorchEngine:
         page_tokens = page_tokens_for(settings.max_model_len)
         num_pages = settings.num_pages(page_tokens)
         self._idle_page = num_pages
-        self._scheduler = SlotScheduler(settings.max_num_seqs)
+        self._scheduler = SlotScheduler(settings.max_num_seqs, tokenizer)
         self._pages = PageTables(
             num_pages=num_pages,
             page_tokens=page_tokens,
@@ -246,13 +258,10 @@ class TorchEngine:
 
     def _copy_ends(self, starting: Mapping[PromptPages, list[int]]) -> None:
         """Give each member its own copy of the page in which its prompt ends."""
-        sources, targets = [], []
         for prompt, slots in starting.items():
-            if prompt.num_shared < prompt.num_tokens:
-                sources += [prompt.pages[-1]] * len(slots)
-                targets += self._pages.tables_SW[slots, len(prompt.pages) - 1].tolist()
-        if targets:
-            self._cache.copy_pages(sources, targets)
+            if num_tokens := prompt.num_tokens - prompt.num_shared:
+                targets = self._pages.tables_SW[slots, len(prompt.pages) - 1]
+                self._cache.copy_page(prompt.pages[-1], targets.tolist(), num_tokens)
 
     def _close_prompt(self, request_id: str) -> None:
         prompt = self._prompts.pop(request_id, None)
@@ -300,16 +309,21 @@ class TorchEngine:
     def _sample(self, logits_SV: Tensor, slots: list[int]) -> None:
         """Append one token to the sequence of each slot; `logits_SV` has one row for each."""
         members = [self._scheduler.running[slot] for slot in slots]
-        by_sampling: dict[Sampling, list[int]] = {}
+        by_distribution: dict[int, list[int]] = {}
         for row, member in enumerate(members):
-            by_sampling.setdefault(member.request.sampling, []).append(row)
-        for sampling, rows in by_sampling.items():
+            by_distribution.setdefault(id(member.distribution), []).append(row)
+        for rows in by_distribution.values():
             sequences = [members[row] for row in rows]
+            sampling = sequences[0].distribution
             drawn_S = uniforms(
                 [sequence.request.seeds[sequence.index] for sequence in sequences],
                 [len(sequence.tokens) for sequence in sequences],
             )
             chosen_SV = logits_SV if len(rows) == len(slots) else logits_SV[rows]
+            if sampling.depends_on_prefix:
+                prompts = [sequence.request.prompt_tokens for sequence in sequences]
+                own = [np.array(sequence.tokens) for sequence in sequences]
+                chosen_SV = adjust_logits(chosen_SV, sampling, prompts, own)
             tokens_S, logprobs_S = sample(chosen_SV, drawn_S.to(logits_SV.device), sampling)
             versions = [self._oldest_versions[slots[row]] for row in rows]
             for sequence, *sampled in zip(
@@ -347,4 +361,5 @@ def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader)
     policy = empty_policy(model, dtype=settings.dtype, device=settings.device)
     version = reader.newest()
     assign_tensors(policy, reader.load(version))
-    return TorchEngine(policy, settings, version=version)
+    tokenizer = tokenizer_of(model) if settings.stop.strings else None
+    return TorchEngine(policy, settings, version=version, tokenizer=tokenizer)

@@ -34,6 +34,8 @@ from areal_flow.generation.scheduler import require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.generation.vllm_support import require_vllm_serves
 from areal_flow.generation.vllm_weights import ServedTensors, WeightsExtension, check_logprobs
+from areal_flow.models.directory import tokenizer_of
+from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
 from areal_flow.weights.channel import WeightsReader
 
@@ -193,12 +195,18 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the stop tokens are all there are
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop_strings),
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -226,7 +234,12 @@ def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
     ).create_engine_config()
     if on_cpu or settings.kv_cache_tokens:  # vLLM would take nearly all memory of the machine
         config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
-    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    if settings.stop.strings:
+        # The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
+        tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
+        llm.output_processor.tokenizer = tokenizer
+    return llm
 
 
 def _cache_bytes(config: Any, settings: GenerationSettings) -> int:

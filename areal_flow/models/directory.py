@@ -162,6 +162,21 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
     raise ModelError(f"{directory}: config.json names no eos_token_id")
 
 
+def check_stop_tokens(directory: Path, token_ids: Sequence[int]) -> None:
+    """Refuse tokens that are to end completions and that the tokenizer does not have.
+
+    Raises:
+        ModelError: naming the first.
+    """
+    tokenizer = tokenizer_of(directory)
+    for token in token_ids:
+        if tokenizer.id_to_token(token) is None:
+            raise ModelError(
+                f"generation.stop.token_ids: expected tokens of the model, found {token}: its "
+                f"tokenizer has {tokenizer.get_vocab_size()}"
+            )
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """Return a file's object, empty where there is no such file."""
     if not file.is_file():

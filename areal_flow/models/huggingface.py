@@ -76,7 +76,12 @@ def _unsharded() -> Iterator[None]:
 
 
 with _hidden("sklearn", "scipy"), _uncompiled(), _unsharded():
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AttentionInterface,
+        AutoConfig,
+        AutoModelForCausalLM,
+        TokenizersBackend,
+    )
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -85,6 +90,7 @@ __all__ = [
     "AttentionInterface",
     "AutoConfig",
     "AutoModelForCausalLM",
+    "TokenizersBackend",
     "render_jinja_template",
     "revert_weight_conversion",
     "without_progress_bars",

@@ -53,11 +53,11 @@ class PagedCache:
         }
         self.device = device
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Give each target page what its source has."""
+    def copy_page(self, source: int, targets: list[int], num_tokens: int) -> None:
+        """Give each target page the first tokens of a source."""
         for pair in self.layers.values():
             for pages in pair:
-                pages[targets] = pages[sources]
+                pages[targets, :, :num_tokens] = pages[source, :, :num_tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,9 +196,8 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
     async def generate(key: tuple[int, bytes, int], seeds: Sequence[int]) -> Sequence[Completion]:
         _, prefix, max_new_tokens = key
         tokens = np.frombuffer(prefix, np.int32)
-        chosen = services.sampling
-        temperature = chosen.temperature if episode.temperature is None else episode.temperature
-        sampling = replace(chosen, max_new_tokens=max_new_tokens, temperature=temperature)
+        changed = {**episode.sampling, "max_new_tokens": max_new_tokens}
+        sampling = replace(services.sampling, **changed)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
         return await services.generate(GroupRequest(name, tokens, tuple(seeds), sampling))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp
@@ -23,7 +23,10 @@ from tests.engines import (
     SUBJECTS,
     VOCABULARY,
     Subject,
+    assert_exact,
+    letters,
     request_of,
+    request_with_prompt,
     run_all,
     torch_subject,
     versions_of,
@@ -34,8 +37,25 @@ from tests.policies import small_policy, write_model_directory
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 4}, {"top_p": 0.8}],
-    ids=["plain", "cool", "top-k", "top-p"],
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 9, "stop_token_ids": (2, 3, 4)},
+        {
+            "temperature": 1.2,
+            "repetition_penalty": 1.3,
+            "min_new_tokens": 4,
+            "stop_token_ids": (2,),
+            "min_p": 0.05,
+            "top_k": 6,
+            "top_p": 0.9,
+        },
+    ],
+    ids=["plain", "cool", "top-k", "top-p", "min-p", "penalty", "min-tokens", "all-at-once"],
 )
 def test_logprobs_equal_a_full_forward(subject: Subject, sampling: dict[str, Any]) -> None:
     requests = [request_of(f"r{i}", **sampling) for i in range(5)]
@@ -210,6 +230,43 @@ def test_stop_token_ends_a_completion_and_is_kept(subject: Subject) -> None:
         assert not {*completion.tokens[:-1]} & {*stops}
 
 
+def test_stop_token_comes_after_the_fewest_tokens(subject: Subject) -> None:
+    """As likely as not otherwise, so that a tenth token is the first that can be one."""
+    stops = {"stop_token_ids": tuple(range(6)), "length": 50}
+    found = run_all(subject.make(), request_of(seeds=8, min_new_tokens=9, **stops))["r"]
+    assert all(c.finish_reason == "stop" and len(c.tokens) > 9 for c in found)
+    assert 10 in {len(c.tokens) for c in found}
+    free = run_all(subject.make(), request_of(seeds=8, **stops))["r"]
+    assert min(len(c.tokens) for c in free) < 10
+
+
+@pytest.mark.parametrize("fewest", [0, 12])
+def test_stop_string_ends_a_completion_where_a_token_completes_it(
+    subject: Subject, fewest: int
+) -> None:
+    """Its tokens and log-probabilities are those without the string, up to there."""
+    whole = request_of(seeds=16, length=40)
+    completions = run_all(subject.make(max_num_seqs=16), whole)["r"]
+    texts = [letters().decode(c.tokens.tolist()) for c in completions]
+    strings = (texts[0][13:15], texts[1][3:6], texts[2][20])
+    ends = [min_end(text, strings, fewest) for text in texts]
+    assert len({*ends}) > 2
+    stopping = replace(whole.sampling, stop_strings=strings, min_new_tokens=fewest)
+    requests = [replace(whole, sampling=stopping), request_of("s")]
+    found = run_all(subject.make(max_num_seqs=16), *requests)["r"]
+    for one, other, end in zip(found, completions, ends, strict=True):
+        assert one.finish_reason == ("stop" if end else "length")
+        assert plain(one.tokens) == plain(other.tokens[:end])
+        assert one.logprobs == pytest.approx(other.logprobs[:end], abs=1e-5)
+        assert len(versions_of(one)) == len(one.tokens)
+
+
+def min_end(text: str, strings: Sequence[str], fewest: int) -> int | None:
+    """Return where the first string ends that ends beyond so many characters."""
+    ends = range(fewest + 1, len(text) + 1)
+    return next((end for end in ends if text[:end].endswith(tuple(strings))), None)
+
+
 def test_length_limit_is_exact(subject: Subject) -> None:
     for length in (1, 2, 17):
         found = run_all(subject.make(), request_of(length=length))["r"]
@@ -242,6 +299,20 @@ def test_empty_prompt_is_refused(subject: Subject) -> None:
         subject.make().add(GroupRequest("r", as_tokens([]), (1,), Sampling(4)))
 
 
+def test_context_can_be_filled_and_no_request_exceeds_it(subject: Subject) -> None:
+    if subject.max_model_len is None:
+        pytest.skip("the bigram engine has no context that fills up")
+    prompt = request_with_prompt("r", 40, seeds=6, length=subject.max_model_len - 40)
+    engine = subject.make(max_num_seqs=4)
+    too_long = replace(prompt, request_id="s", prompt_tokens=as_tokens([1] * 41))
+    with pytest.raises(EngineError, match=rf"at most {subject.max_model_len} tokens of context"):
+        engine.add(too_long)
+    completions = run_all(engine, prompt)["r"]
+    assert [len(c.tokens) for c in completions] == [prompt.sampling.max_new_tokens] * 6
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert_exact(subject, prompt, completions)
+
+
 def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
     engine = subject.make()
     engine.add(request_of("r"))
@@ -251,9 +322,14 @@ def test_id_of_a_running_request_is_refused(subject: Subject) -> None:
     engine.add(request_of("r"))
 
 
-def test_group_distribution_is_the_policy_s(subject: Subject) -> None:
+@pytest.mark.parametrize(
+    "changed", [{}, {"min_p": 0.05, "top_p": 0.95, "repetition_penalty": 1.3}], ids=["whole", "cut"]
+)
+def test_group_distribution_is_the_one_that_was_asked_for(
+    subject: Subject, changed: dict[str, float]
+) -> None:
     """Chi-square of 4,000 sampled pairs against the exact probability of each pair."""
-    sampling = Sampling(max_new_tokens=2, temperature=0.9)
+    sampling = Sampling(max_new_tokens=2, temperature=0.9, **changed)  # type: ignore[arg-type]
     prompt = as_tokens([3, 5, 2])
     seeds = tuple(range(4000))
     members = run_all(subject.make(max_num_seqs=500), GroupRequest("r", prompt, seeds, sampling))[

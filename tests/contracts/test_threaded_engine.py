@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Mapping
@@ -118,6 +119,29 @@ async def test_wrong_weights_break_the_engine_for_good(subject: Subject) -> None
     with pytest.raises(EngineError, match="down"):
         await engine.generate(request_of())
     assert engine.broken
+
+
+async def test_dead_engine_answers_with_its_own_error_at_once(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = subject.make()
+    step, num_steps = core.step, itertools.count()
+
+    def step_or_die() -> list[tuple[str, list[Completion]]]:
+        if next(num_steps) == 3:
+            raise RuntimeError("out of memory, on purpose")
+        return step()
+
+    monkeypatch.setattr(core, "step", step_or_die)
+    engine = ThreadedEngine(core)
+    running = [engine.generate(request_of(f"r{i}", length=30)) for i in range(3)]
+    async with asyncio.timeout(10):
+        errors = await asyncio.gather(*running, return_exceptions=True)
+        for later in (engine.generate(request_of("s")), engine.load_weights(1, FixedReader(1, {}))):
+            errors += await asyncio.gather(later, return_exceptions=True)
+    assert all(isinstance(error, EngineError) for error in errors)
+    assert {str(error) for error in errors} == {"the engine is down: out of memory, on purpose"}
+    engine.close()
 
 
 async def test_closed_engine_refuses(subject: Subject) -> None:

@@ -9,12 +9,24 @@ from typing import Any
 import pytest
 
 from areal_flow.generation import torch_engine
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.sampling import sample
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.paged_prefill import Chunk, PagedCache
 from areal_flow.models.policy import fill_pages
-from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
-from tests.engines import VOCABULARY, request_of, run_all, torch_subject, versions_of
+from areal_flow.types import Completion, GroupRequest
+from tests.engines import (
+    VOCABULARY,
+    assert_exact,
+    request_of,
+    request_with_prompt,
+    run_all,
+    run_crowd,
+    torch_subject,
+    versions_of,
+)
 from tests.plain import plain
+from tests.policies import small_policy
 
 
 def engine_of(**settings: Any) -> TorchEngine:
@@ -23,23 +35,8 @@ def engine_of(**settings: Any) -> TorchEngine:
     return engine
 
 
-def request_with_prompt(name: str, num_tokens: int, *, seeds: int, length: int) -> GroupRequest:
-    rng = random.Random(name)
-    prompt = as_tokens([rng.randrange(VOCABULARY) for _ in range(num_tokens)])
-    return GroupRequest(name, prompt, tuple(range(seeds)), Sampling(max_new_tokens=length))
-
-
 def check_exact(request: GroupRequest, completions: list[Completion]) -> None:
-    """Compare with full forwards of the version that drew each token."""
-    subject = torch_subject()
-    for completion in completions:
-        versions = versions_of(completion)
-        by_version = {
-            v: subject.reference(v, request.prompt_tokens, completion.tokens, request.sampling)
-            for v in {*versions}
-        }
-        expected = [by_version[version][at] for at, version in enumerate(versions)]
-        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    assert_exact(torch_subject(), request, completions)
 
 
 @pytest.mark.parametrize("max_model_len", [128, 300])
@@ -128,42 +125,43 @@ def test_one_sequence_of_the_longest_context_fits_the_smallest_memory() -> None:
     check_exact(request, run_all(engine, request, request_of("other", length=50))["r"])
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_tokens", "interruption"), [(0, "interrupt"), (300, "interrupt"), (300, "drain")]
-)
-def test_crowd_that_joins_leaves_and_is_interrupted_at_random(
-    kv_cache_tokens: int, interruption: str
-) -> None:
-    """200 requests, some cancelled, under three versions; every page is free in the end."""
-    rng = random.Random(kv_cache_tokens)
-    subject = torch_subject()
-    engine = engine_of(max_num_seqs=8, kv_cache_tokens=kv_cache_tokens, interruption=interruption)
+@pytest.mark.parametrize("interruption", ["interrupt", "drain"])
+def test_crowd_in_pages_of_fixed_memory_leaves_every_page_free(interruption: str) -> None:
+    engine = engine_of(max_num_seqs=8, kv_cache_tokens=300, interruption=interruption)
     engine.prefill_tokens_a_step = 48
     num_free = engine._pages.num_free
-    requests = [
-        request_with_prompt(f"{i}", rng.randint(1, 80), seeds=rng.randint(1, 4), length=length)
-        for i in range(200)
-        for length in (rng.randint(1, 40),)
-    ]
-    waiting, running = requests[::-1], set[str]()
-    found: dict[str, list[Completion]] = {}
-    cancelled, version = set[str](), 0
-    while waiting or engine.has_work():
-        if waiting and rng.random() < 0.3:
-            running.add(waiting[-1].request_id)
-            engine.add(waiting.pop())
-        if running and rng.random() < 0.03:
-            cancelled.add(gone := rng.choice(sorted(running)))
-            running.discard(gone)
-            engine.cancel(gone)
-        if version < 3 and rng.random() < 0.02:
-            version += 1
-            engine.load_weights(subject.weights(version), version=version)
-        for name, completions in engine.step():
-            found[name] = completions
-            running.discard(name)
-    assert found.keys() | cancelled == {request.request_id for request in requests}
-    assert version == engine.version == 3
+    rng = random.Random(300)
+    run_crowd(engine, torch_subject(), rng, longest_prompt=80, longest=40)
     assert engine._pages.num_free == num_free
-    for request in rng.sample(requests, 20):
-        check_exact(request, found.get(request.request_id, []))
+
+
+def test_sequences_that_differ_only_in_where_they_end_are_sampled_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As turns of conversations are, each with another room for tokens."""
+    calls = []
+    monkeypatch.setattr(
+        torch_engine, "sample", lambda *args: (calls.append(len(args[0])), sample(*args))[1]
+    )
+    requests = [request_of(f"r{i}", length=5 + i, stop_token_ids=(i,)) for i in range(3)]
+    run_all(engine_of(max_num_seqs=16), *requests, request_of("s", temperature=0.5))
+    assert calls[:2] == [12, 4]
+
+
+def test_bfloat16_log_probabilities_are_those_of_a_full_forward_in_the_mean() -> None:
+    policy = small_policy(vocab_size=VOCABULARY).bfloat16()
+    settings = GenerationSettings(max_num_seqs=16, max_model_len=128, max_new_tokens=40)
+    request = request_with_prompt("r", 33, seeds=16, length=40)
+    completions = run_all(TorchEngine(policy, settings, version=0), request)["r"]
+    differences = [
+        abs(found - expected)
+        for completion in completions
+        for found, expected in zip(
+            completion.logprobs,
+            torch_subject().reference(
+                0, request.prompt_tokens, completion.tokens, request.sampling
+            ),
+            strict=True,
+        )
+    ]
+    assert 1e-4 < sum(differences) / len(differences) < 0.05

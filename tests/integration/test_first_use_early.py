@@ -137,6 +137,15 @@ def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+def test_stop_token_that_no_tokenizer_has_is_refused_with_nothing_left_behind(
+    tmp_path: Path,
+) -> None:
+    done = cli("train", *small_arguments(), "--generation.stop.token-ids", "[4711]", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "generation.stop.token_ids: expected tokens of the model, found 4711" in done.stderr
+    assert not [*(tmp_path / "runs").glob("*")]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """Return where a model directory was trained, and what that printed to both streams."""

@@ -30,7 +30,11 @@ def error_of(table: dict[str, object]) -> str:
         ({"controller": {"max_staleness": -1}}, "controller.max_staleness = -1"),
         ({"controller": {"batch_size": 10, "group_size": 4}}, "group_size (4) must divide"),
         ({"generation": {"top_p": 0.9}}, "importance weights would be biased"),
-        ({"generation": {"top_k": 5}}, "top_k (5) 0 in training"),
+        ({"generation": {"top_k": 5}}, "generation.top_k (5): training samples from the whole"),
+        ({"generation": {"min_new_tokens": 2}}, "set evaluation.min_new_tokens, which"),
+        ({"generation": {"stop": {"strings": [""]}}}, "must have no empty string"),
+        ({"generation": {"stop": {"token_ids": [-1]}}}, "token_ids ([-1]) must be tokens"),
+        ({"evaluation": {"min_new_tokens": 65}}, "must not exceed generation.max_new_tokens (64)"),
         ({"generation": {"max_new_tokens": 128}}, "must leave room for a prompt"),
         ({"prompts": {"source": "file"}}, "--prompts FILE"),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
@@ -83,6 +87,11 @@ def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path) -> None:
 def test_benchmarks_ask_for_settings_that_exist(settings: dict[str, object]) -> None:
     asked = parse_overrides([f"{name}={value}" for name, value in settings.items()])
     load_recipe(next(path for path in RECIPES if path.stem == "arithmetic"), asked)
+
+
+def test_recipe_of_an_earlier_run_may_name_the_whole_distribution() -> None:
+    stored = {"generation": {"temperature": 0.7, "top_p": 1.0, "top_k": 0}}
+    assert build_recipe(stored, source="test").generation.temperature == 0.7
 
 
 def test_missing_and_malformed_recipes(tmp_path: Path) -> None:

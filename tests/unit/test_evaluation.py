@@ -147,6 +147,23 @@ def test_temperature_is_that_of_generation_unless_the_evaluation_has_its_own() -
     assert len(completions(temperature=0.0)) == 1, "one question, the likeliest answer"
 
 
+@pytest.mark.parametrize(
+    "own", [{"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}, {"repetition_penalty": 3.0}]
+)
+def test_held_out_answers_are_sampled_as_the_evaluation_says(own: dict[str, float]) -> None:
+    answering = Answering(SingleTurn())
+    answers = answers_of(answering, **own)
+    assert answers != answers_of(Answering(SingleTurn()))
+    (episode, *_) = answering.episodes[0]
+    assert own.items() <= episode.sampling.items()
+
+
+def test_fewest_tokens_of_a_held_out_answer_are_not_those_of_training() -> None:
+    rows = answers_of(Answering(SingleTurn()), min_new_tokens=5)
+    assert min(row["num_output_tokens"] for row in rows) > 5
+    assert min(row["num_output_tokens"] for row in answers_of(Answering(SingleTurn()))) < 5
+
+
 def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
         build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
 from areal_flow.errors import ModelError
-from areal_flow.models.directory import check_model_directory
+from areal_flow.models.directory import check_model_directory, check_stop_tokens
 from areal_flow.models.policy import load_policy, policy_from_config
 from areal_flow.models.probe import probe_policy
 from tests.policies import write_model_directory
@@ -43,6 +43,12 @@ def prepare(directory: Path) -> None:
 
 def test_whole_directory_is_accepted(model: Path) -> None:
     prepare(model)
+
+
+def test_stop_token_that_the_tokenizer_lacks_is_refused(model: Path) -> None:
+    check_stop_tokens(model, [0, 5])
+    with pytest.raises(ModelError, match=r"stop.token_ids: .*found 4711: its tokenizer has \d+"):
+        check_stop_tokens(model, [5, 4711])
 
 
 def test_loading_draws_no_bars_and_leaves_those_of_others(

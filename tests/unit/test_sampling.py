@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
-from areal_flow.generation.sampling import sample
-from areal_flow.types import Sampling
+from areal_flow.generation.sampling import adjust_logits, processed_logprobs, sample, uniforms
+from areal_flow.types import Sampling, as_tokens
 
 
 def random_logits(num_rows: int, vocabulary: int, *, scale: float) -> torch.Tensor:
@@ -37,3 +38,67 @@ def test_number_just_below_one_draws_no_token_without_probability() -> None:
     for top_k in (0, 1, 7):
         _, logprobs_S = sample(logits_SV, uniforms_S, Sampling(1, top_k=top_k))
         assert torch.isfinite(logprobs_S).all()
+
+
+LOGITS_1V = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+"""Probabilities .6439, .2369, .0871, .0321."""
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, [0.6439, 0.2369, 0.0871, 0.0321]),
+        ({"temperature": 2.0}, [0.4551, 0.2760, 0.1674, 0.1015]),
+        ({"min_p": 0.3}, [0.7311, 0.2689, 0, 0]),
+        ({"min_p": 1.0}, [1, 0, 0, 0]),
+        ({"temperature": 2.0, "min_p": 0.3}, [0.5065, 0.3072, 0.1863, 0]),
+        ({"top_k": 3}, [0.6652, 0.2447, 0.0900, 0]),
+        ({"top_p": 0.7}, [0.7311, 0.2689, 0, 0]),
+        # The likeliest has .64 of all, and .73 of the two that min-p or top-k leave.
+        ({"top_p": 0.7, "min_p": 0.3}, [1, 0, 0, 0]),
+        ({"top_p": 0.7, "top_k": 2}, [1, 0, 0, 0]),
+    ],
+)
+def test_processed_probabilities_in_numbers(
+    sampling: dict[str, float], expected: list[float]
+) -> None:
+    """min-p, top-k, top-p in this order, after temperature, renormalised each time."""
+    found_1V = processed_logprobs(LOGITS_1V, Sampling(1, **sampling)).exp()  # type: ignore[arg-type]
+    assert found_1V[0].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_repetition_penalty_and_early_stops_in_numbers() -> None:
+    """Positive logits are divided, negative ones multiplied, once however often a token occurred;
+    a row that has its fewest tokens may stop."""
+    sampling = Sampling(9, repetition_penalty=2.0, min_new_tokens=2, stop_token_ids=(1,))
+    prompts = [as_tokens([0, 0]), as_tokens([1, 2])]
+    own = [as_tokens([3]), as_tokens([2, 2])]
+    found_SV = adjust_logits(LOGITS_1V.expand(2, -1), sampling, prompts, own)
+    assert found_SV.tolist() == [[1, float("-inf"), 0, -2], [2, 0.5, 0, -1]]
+    assert LOGITS_1V.tolist() == [[2, 1, 0, -1]]
+
+
+def test_sampled_tokens_follow_the_processed_distribution() -> None:
+    """Chi-square of 20,000 draws after everything that can change a distribution."""
+    sampling = Sampling(
+        9,
+        temperature=1.4,
+        min_p=0.05,
+        top_k=7,
+        top_p=0.95,
+        repetition_penalty=1.3,
+        min_new_tokens=1,
+        stop_token_ids=(4,),
+    )
+    logits_SV = random_logits(1, 13, scale=1.5).expand(20_000, -1)
+    nothing = [as_tokens([])] * len(logits_SV)
+    adjusted_SV = adjust_logits(logits_SV, sampling, [as_tokens([1, 5])] * len(nothing), nothing)
+    numbers_S = uniforms(range(len(nothing)), [0] * len(nothing))
+    tokens_S, _ = sample(adjusted_SV, numbers_S, sampling)
+    exact_V = processed_logprobs(adjusted_SV[:1], sampling)[0].exp().double()
+    counted_V = torch.bincount(tokens_S, minlength=13)
+    possible_V = exact_V > 0
+    assert 2 < possible_V.sum() < 8
+    assert counted_V[~possible_V].sum() == 0
+    expected_V = exact_V[possible_V] / exact_V.sum() * len(nothing)
+    assert chisquare(counted_V[possible_V], expected_V).pvalue > 1e-3

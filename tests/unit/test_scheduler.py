@@ -150,7 +150,8 @@ def test_request_that_cannot_start_is_refused() -> None:
 
 
 def test_cache_lacks_the_keys_of_the_newest_token_only() -> None:
-    sequence = SampledSequence(GroupRequest("a", as_tokens([4, 5, 6]), (1,), Sampling(4)), 0)
+    request = GroupRequest("a", as_tokens([4, 5, 6]), (1,), Sampling(4))
+    sequence = SampledSequence(request, 0, request.sampling.distribution)
     sequence.append(7, -1.0, 0)
     assert (sequence.num_cached, sequence.finish_reason) == (3, None)
     sequence.append(8, -1.0, 0)

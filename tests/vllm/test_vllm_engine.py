@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -46,24 +45,6 @@ def subject() -> Subject:
     return vllm_subject()
 
 
-def test_prefix_of_old_weights_is_never_read_again(subject: Subject) -> None:
-    """Neither by a group that runs during the switch nor by one that comes after it."""
-    engine = subject.make()
-    run_all(engine, long_request("before"))
-    engine.add(long_request("during"))
-    found: dict[str, list[Completion]] = {}
-    for _ in range(6):
-        found.update(engine.step())
-    engine.load_weights(subject.weights(1), version=1)
-    engine.add(long_request("after"))
-    while engine.has_work():
-        found.update(engine.step())
-    assert {v for completion in found["during"] for v in versions_of(completion)} == {0, 1}
-    assert {v for completion in found["after"] for v in versions_of(completion)} == {1}
-    for completion in (*found["during"], *found["after"]):
-        assert_of_versions(subject, completion, LONG_PROMPT)
-
-
 def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
     subject: Subject,
 ) -> None:
@@ -84,28 +65,6 @@ def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
     for completion in found["after"]:
         assert set(versions_of(completion)) == {1}
         assert_of_versions(subject, completion, LONG_PROMPT)
-
-
-def test_interruptions_at_any_moments_leave_every_log_probability_exact(
-    subject: Subject,
-) -> None:
-    rng = np.random.default_rng(0)
-    switches = {int(step): 1 + n % 3 for n, step in enumerate(rng.choice(40, 12, replace=False))}
-    engine = subject.make(max_num_seqs=6)
-    for i in range(4):
-        engine.add(request_of(f"r{i}", length=20))
-    found: dict[str, list[Completion]] = {}
-    for step in range(40):
-        found.update(engine.step())
-        if step in switches:
-            engine.load_weights(subject.weights(switches[step]), version=switches[step])
-    while engine.has_work():
-        found.update(engine.step())
-    assert len(found) == 4
-    for name, completions in found.items():
-        for completion in completions:
-            assert len(versions_of(completion)) == len(completion.tokens) == 20
-            assert_of_versions(subject, completion, request_of(name).prompt_tokens)
 
 
 def test_cancelled_requests_give_their_pages_back(subject: Subject) -> None:
@@ -219,19 +178,3 @@ def test_tied_head_changes_with_the_embedding() -> None:
     (completion, *_) = run_all(engine, request_of())["r"]
     assert set(versions_of(completion)) == {1}
     assert_of_versions(subject, completion, request_of().prompt_tokens)
-
-
-def test_memory_does_not_grow_with_updates(subject: Subject) -> None:
-    engine = subject.make()
-    weights = [subject.weights(version) for version in range(4)]
-    process = psutil.Process()
-    sizes = []
-    for update in range(1, 401):
-        engine.add(request_of(f"r{update}", length=3))
-        engine.step()
-        engine.load_weights(weights[update % 4], version=update)
-        while engine.has_work():
-            engine.step()
-        if update in (100, 400):
-            sizes.append(process.memory_info().rss)
-    assert sizes[1] - sizes[0] < 16 << 20

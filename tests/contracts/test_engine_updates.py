@@ -1,0 +1,102 @@
+"""What every engine promises while new weights arrive: exact numbers, no stale prefix, no leak."""
+
+from __future__ import annotations
+
+import random
+
+import psutil
+import pytest
+
+from areal_flow.generation.protocol import EngineCore
+from areal_flow.types import Completion, GroupRequest
+from tests.engines import (
+    Subject,
+    assert_exact,
+    request_of,
+    request_with_prompt,
+    run_all,
+    run_crowd,
+    versions_of,
+)
+from tests.plain import plain
+
+MEMORY_GROWTH_BYTES = 16 << 20
+
+
+def run_switching(
+    engine: EngineCore,
+    subject: Subject,
+    switches: dict[int, int],
+    *requests: GroupRequest,
+) -> dict[str, list[Completion]]:
+    """Run requests, with weights of a version after some decode steps."""
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[Completion]] = {}
+    for step in range(1, max(switches, default=0) + 1):
+        found.update(engine.step())
+        if step in switches:
+            engine.load_weights(subject.weights(switches[step]), version=switches[step])
+    return found | run_all(engine)
+
+
+def test_stale_prefix_is_never_read_again(subject: Subject) -> None:
+    """Neither by a group that runs during the switch nor by one that comes after it: each has the
+    same prompt, longer than a page of keys and values."""
+    engine = subject.make()
+    before, during, after = (
+        request_with_prompt(name, 40, seeds=4, length=20, draw="same")
+        for name in ("before", "during", "after")
+    )
+    run_all(engine, before)
+    found = run_switching(engine, subject, {6: 1}, during) | run_all(engine, after)
+    assert {v for completion in found["during"] for v in versions_of(completion)} == {0, 1}
+    assert {v for completion in found["after"] for v in versions_of(completion)} == {1}
+    assert_exact(subject, during, found["during"])
+    assert_exact(subject, after, found["after"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interruptions_at_random_moments_leave_every_log_probability_exact(
+    subject: Subject, seed: int
+) -> None:
+    """Twelve in 40 steps, so that a request has several, also in two steps that follow."""
+    rng = random.Random(seed)
+    switches = {step: n % 4 for n, step in enumerate(sorted(rng.sample(range(1, 41), 12)), 1)}
+    requests = [request_of(f"r{i}", length=20) for i in range(4)]
+    found = run_switching(subject.make(max_num_seqs=6), subject, switches, *requests)
+    changes = [len(c.version_spans) for completions in found.values() for c in completions]
+    assert max(changes) > 3
+    for request in requests:
+        completions = found[request.request_id]
+        assert [len(versions_of(c)) for c in completions] == [20] * 4
+        assert_exact(subject, request, completions)
+
+
+def test_200_requests_join_leave_and_are_interrupted_at_random(subject: Subject) -> None:
+    run_crowd(subject.make(), subject, random.Random(0), longest_prompt=30, longest=30)
+
+
+def test_seeds_reproduce_after_a_crowd(subject: Subject) -> None:
+    """Nothing of those that came before is left: neither in slots nor in pages nor in a cache."""
+    engine = subject.make()
+    run_crowd(engine, subject, random.Random(1), longest_prompt=30, longest=12)
+    engine.load_weights(subject.weights(0), version=4)
+    found = run_all(engine, request_of("r"))["r"]
+    fresh = run_all(subject.make(), request_of("r"))["r"]
+    assert [plain(c.tokens) for c in found] == [plain(c.tokens) for c in fresh]
+
+
+def test_memory_does_not_grow_over_500_updates(subject: Subject) -> None:
+    engine = subject.make()
+    weights = [subject.weights(version) for version in range(4)]
+    process = psutil.Process()
+    sizes = []
+    for update in range(1, 501):
+        engine.add(request_of(f"r{update}", length=3))
+        engine.step()
+        engine.load_weights(weights[update % 4], version=update)
+        run_all(engine)
+        if update in (100, 500):
+            sizes.append(process.memory_info().rss)
+    assert sizes[1] - sizes[0] < MEMORY_GROWTH_BYTES

@@ -216,11 +216,14 @@ def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        tensor_parallel_size=settings.vllm.tensor_parallel_size,
+        gpu_memory_utilization=settings.vllm.gpu_memory_utilization,
+        quantization=settings.vllm.quantization,
         block_size=BLOCK_TOKENS,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step's tokens are those of the weights before it
-        enforce_eager=on_cpu,
+        enforce_eager=on_cpu or settings.vllm.enforce_eager,
         disable_log_stats=True,
         worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
     ).create_engine_config()
@@ -246,7 +249,7 @@ async def start_vllm_engine(
 
 
 def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> VLLMEngine:
-    require_vllm_serves(model, device=settings.device)
+    require_vllm_serves(model, settings)
     gc.collect()  # a broken predecessor's memory
     # Engines of a process share these modules. One that broke in an update left them half loaded,
     # and log-probabilities of the next one differed by 0.005.

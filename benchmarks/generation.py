@@ -1,68 +1,75 @@
-"""Tokens a second of the torch engine, and of static batches through `transformers.generate`.
+"""Tokens a second of the torch engine, of vLLM, and of static batches through `generate`.
 
 Groups of eight complete random prompts of 32 tokens; each completion has a length of its own, drawn
 from a lognormal distribution (sigma 1) and cut. Every way samples the same number of tokens with
-the same model, sequences at a time and threads; a static batch goes on until its longest completion
-ends. The ways take turns; the best of `--rounds` counts.
+the same weights, sequences at a time and threads; a static batch of `transformers.generate` goes on
+until its longest completion ends. The ways take turns; the best of `--rounds` counts. vLLM takes
+part if an interpreter that has it is named, with this adapter and no compilation.
 
-    python benchmarks/generation.py [--threads 1] [--rounds 2] [--json FILE]
+Then what a token costs the torch engine while 8, 32, 128 and 256 sequences decode, all as long.
+
+    python benchmarks/generation.py [--threads 2] [--vllm PYTHON] [--rounds 2] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.policy import assign_tensors, policy_from_config, policy_tensors
 from benchmarks.tailed_load import (
     GROUP_SIZE,
     MODELS,
-    PROMPT_TOKENS,
-    Lengths,
     Load,
     end_at_given_lengths,
+    moderate_tails,
     random_load,
+    run_all,
+    seconds_of,
+    settings_for,
 )
 
+ROOT = Path(__file__).parents[1]
+ACTIVE = (8, 32, 128, 256)
+"""Sequences that decode at a time where the cost of a token is measured."""
+ACTIVE_TOKENS = 48
 
-def by_engine(policy: Any, load: Load, max_num_seqs: int) -> Callable[[], None]:
-    settings = GenerationSettings(
-        max_num_seqs=max_num_seqs,
-        max_new_tokens=load.longest,
-        max_model_len=PROMPT_TOKENS + load.longest,
-    )
-    end_at_given_lengths(load)
+Way = Callable[[], float]
+"""Does the whole load; returns the seconds that it took."""
 
-    def run() -> None:
-        engine = TorchEngine(policy, settings, version=0)
-        for group in range(len(load.prompts)):
-            engine.add(load.request(group))
-        num_tokens = 0
-        while engine.has_work():
-            num_tokens += sum(len(c.tokens) for _, group in engine.step() for c in group)
-        assert num_tokens == load.lengths.sum()
+
+def by_engine(policy: Any, load: Load, max_num_seqs: int) -> Way:
+    settings = settings_for(load, max_num_seqs)
+
+    def run() -> float:
+        end_at_given_lengths(load)
+        return seconds_of(lambda: run_all(TorchEngine(policy, settings, version=0), load))
 
     return run
 
 
-def by_static_batches(model: Any, load: Load, max_num_seqs: int) -> Callable[[], None]:
+def by_static_batches(model: Any, load: Load, max_num_seqs: int) -> Way:
     groups = max_num_seqs // GROUP_SIZE
 
     @torch.inference_mode()
-    def run() -> None:
+    def generate() -> None:
         for start in range(0, len(load.prompts), groups):
             prompts = load.prompts[start : start + groups].repeat(GROUP_SIZE, axis=0)
             longest = int(load.lengths[start : start + groups].max())
@@ -77,13 +84,91 @@ def by_static_batches(model: Any, load: Load, max_num_seqs: int) -> Callable[[],
                 pad_token_id=0,
             )
 
-    return run
+    return lambda: seconds_of(generate)
 
 
-def seconds_of(work: Callable[[], None]) -> float:
-    began = perf_counter()
-    work()
-    return perf_counter() - began
+@contextmanager
+def by_vllm(model: Any, name: str, chosen: argparse.Namespace) -> Iterator[Way]:
+    """Keep vLLM's interpreter for as long as turns are taken."""
+    threads = {"OMP_NUM_THREADS": str(chosen.threads), "OMP_WAIT_POLICY": "passive"}
+    load = map(str, (name, chosen.groups, chosen.cut, chosen.max_num_seqs))
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        command = [chosen.vllm, "-m", "benchmarks.generation_vllm", directory, *load]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            cwd=ROOT,
+            env=os.environ | threads | {"PYTHONPATH": str(ROOT)},
+        ) as process:
+            turns, answers = process.stdin, process.stdout
+            assert turns is not None
+            assert answers is not None
+            if "ready\n" not in answers:
+                raise SystemExit(f"{chosen.vllm} cannot run vLLM: see above")
+
+            def run() -> float:
+                turns.write("go\n")
+                return float(answers.readline())
+
+            yield run
+            turns.close()
+
+
+def seconds_per_token(policy: Any, num_active: int) -> float:
+    """Return what a token costs while so many sequences decode; their prompts are prefilled."""
+    lengths = np.full((num_active // GROUP_SIZE, GROUP_SIZE), ACTIVE_TOKENS)
+    prompts = random_load(
+        len(lengths), moderate_tails(ACTIVE_TOKENS), policy.config.vocab_size
+    ).prompts
+    load = Load(prompts, lengths)
+    end_at_given_lengths(load)
+    engine = TorchEngine(policy, settings_for(load, num_active), version=0)
+    for group in range(len(prompts)):
+        engine.add(load.request(group))
+    for _ in range(ACTIVE_TOKENS // 4):
+        engine.step()
+    running = engine._scheduler.running.values()
+    assert len(running) == num_active
+    num_tokens = sum(ACTIVE_TOKENS - len(sequence.tokens) for sequence in running)
+
+    def decode() -> None:
+        while engine.has_work():
+            engine.step()
+
+    return seconds_of(decode) / num_tokens
+
+
+def best_of(rounds: int, ways: dict[Any, Way]) -> dict[Any, float]:
+    """Return the shortest time of each way; they take turns."""
+    taken = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for way, work in ways.items():
+            taken[way] = min(taken[way], work())
+    return taken
+
+
+def measure(name: str, chosen: argparse.Namespace) -> tuple[dict[str, float], dict[int, float]]:
+    """Return tokens a second by way, and a token's seconds by the number of active sequences."""
+    config = MODELS[name]
+    load = random_load(chosen.groups, moderate_tails(chosen.cut), config.vocab_size)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None
+    policy = policy_from_config(deepcopy(config))
+    assign_tensors(policy, policy_tensors(model))
+    ways = {"torch": by_engine(policy, load, chosen.max_num_seqs)}
+    with ExitStack() as running:
+        if chosen.vllm:
+            ways["vllm"] = running.enter_context(by_vllm(model, name, chosen))
+        ways["hf_generate"] = by_static_batches(model, load, chosen.max_num_seqs)
+        taken = best_of(chosen.rounds, ways)
+    costs = best_of(
+        chosen.rounds, {active: partial(seconds_per_token, policy, active) for active in ACTIVE}
+    )
+    return {way: float(load.lengths.sum()) / seconds for way, seconds in taken.items()}, costs
 
 
 def main() -> None:
@@ -93,38 +178,33 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--cut", type=int, default=1024)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    table = Table("model", "way", "seconds", "tokens/s", "over generate")
-    found: dict[str, dict[str, float | None]] = {}
+    speeds = Table("model", "way", "tokens/s", "over generate")
+    costs = Table("model", *(f"{active} active, us a token" for active in ACTIVE), "dearest")
+    rates: dict[str, dict[str, float | None]] = {}
+    seconds: dict[str, dict[int, float]] = {}
     for name in chosen.models:
-        config = MODELS[name]
-        load = random_load(chosen.groups, Lengths(120, 1.0, chosen.cut), config.vocab_size)
-        model = AutoModelForCausalLM.from_config(
-            deepcopy(config), attn_implementation="sdpa"
-        ).eval()
-        model.generation_config.eos_token_id = None
-        policy = policy_from_config(deepcopy(config))
-        assign_tensors(policy, policy_tensors(model))
-        ways = {
-            "torch": by_engine(policy, load, chosen.max_num_seqs),
-            "hf_generate": by_static_batches(model, load, chosen.max_num_seqs),
-        }
-        taken = {way: float("inf") for way in ways}
-        for _ in range(chosen.rounds):
-            for way, work in ways.items():
-                taken[way] = min(taken[way], seconds_of(work))
-        rates = {way: float(load.lengths.sum()) / seconds for way, seconds in taken.items()}
-        for way, rate in rates.items():
-            ratio = rate / rates["hf_generate"]
-            table.add_row(name, way, f"{taken[way]:.2f}", f"{rate:,.0f}", f"{ratio:.2f}")
-        found[name] = {**rates, "vllm": None}
-    Console().print(table)
+        found, seconds[name] = measure(name, chosen)
+        for way, rate in found.items():
+            speeds.add_row(name, way, f"{rate:,.0f}", f"{rate / found['hf_generate']:.2f}")
+        each = seconds[name].values()
+        ratio = f"{max(each) / min(each):.2f} times"
+        costs.add_row(name, *(f"{1e6 * cost:.1f}" for cost in each), ratio)
+        rates[name] = {"vllm": None, **found}
+    Console().print(speeds, costs)
     if chosen.json:
         machine = {"processor": platform.processor(), "torch": torch.__version__}
-        chosen.json.write_text(json.dumps({"machine": machine, "tokens_per_second": found}))
+        figures = {
+            "machine": machine,
+            "arguments": {key: str(value) for key, value in vars(chosen).items()},
+            "tokens_per_second": rates,
+            "seconds_per_token_by_active_sequences": seconds,
+        }
+        chosen.json.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

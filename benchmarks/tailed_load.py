@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 from transformers import Qwen2Config
 
+from areal_flow.generation.protocol import EngineCore, GenerationSettings
 from areal_flow.generation.scheduler import SampledSequence
 from areal_flow.types import GroupRequest, Prompt, Sampling
 from areal_flow.workflows.context import EpisodeContext
@@ -78,10 +80,38 @@ class GivenLengths(Lengths):
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
+def moderate_tails(cut: int) -> Lengths:
+    """Return the lengths of `generation.py`, 198 tokens in the mean before the cut."""
+    return Lengths(median=120, sigma=1.0, cut=cut)
+
+
 def random_load(num_groups: int, lengths: Lengths, vocabulary: int) -> Load:
     rng = np.random.default_rng(0)
     drawn = lengths.draw(rng, (num_groups, GROUP_SIZE))
     return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
+
+
+def settings_for(load: Load, max_num_seqs: int) -> GenerationSettings:
+    return GenerationSettings(
+        max_num_seqs=max_num_seqs,
+        max_new_tokens=load.longest,
+        max_model_len=PROMPT_TOKENS + load.longest,
+    )
+
+
+def run_all(engine: EngineCore, load: Load) -> None:
+    for group in range(len(load.prompts)):
+        engine.add(load.request(group))
+    num_tokens = 0
+    while engine.has_work():
+        num_tokens += sum(len(c.tokens) for _, group in engine.step() for c in group)
+    assert num_tokens == load.lengths.sum()
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
 
 
 def end_at_given_lengths(load: Load) -> None:

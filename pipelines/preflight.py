@@ -65,12 +65,12 @@ def check_devices(recipe: Recipe) -> None:
                 f"{settings}: expected CUDA, found none that torch {found['torch']} can use; "
                 "install a build of torch for CUDA and its driver, or set device to 'cpu'"
             )
-        num_wanted = sum(worker.needs_gpu for worker in place_workers(recipe))
+        num_wanted = sum(worker.num_gpus for worker in place_workers(recipe))
         if num_wanted > found["num_gpus"]:
             raise ConfigError(
-                f"expected a GPU for each of {num_wanted} trainers and generators with device "
-                f"'cuda', found {found['num_gpus']}: start fewer, or mend cluster.num_gpus "
-                "or CUDA_VISIBLE_DEVICES, which name more"
+                f"expected {num_wanted} GPUs for the trainers and generators with device 'cuda', "
+                f"found {found['num_gpus']}: start fewer, or mend cluster.num_gpus or "
+                "CUDA_VISIBLE_DEVICES, which name more"
             )
         for name, chosen in on_gpu.items():
             if chosen.dtype == "bfloat16" and found["without_bfloat16"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -98,16 +98,17 @@ def letters() -> Tokenizer:
     return tokenizer
 
 
-def vllm_subject(*, tied: bool = False) -> Subject:
-    """All engines that it makes share one of vLLM's, which takes seconds to start."""
+def vllm_subject(*, in_process: bool = True, tied: bool = False) -> Subject:
+    """All engines that it makes share one core of vLLM, which takes seconds to start."""
     from areal_flow.generation import vllm_engine
 
-    llm, served = shared_llm(tied=tied)
+    core, served = shared_core(in_process=in_process, tied=tied)
 
     def make(
         *, max_num_seqs: int = 8, version: int = 0, interruption: Interruption = "interrupt"
     ) -> EngineCore:
-        llm.abort_request(list(llm.output_processor.request_states), internal=True)
+        left = list(core.llm.output_processor.request_states)
+        core.llm.abort_request(left, internal=True)
         settings = GenerationSettings(
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
@@ -115,16 +116,17 @@ def vllm_subject(*, tied: bool = False) -> Subject:
             interruption=interruption,
         )
         weights = subject.weights(version)
-        return vllm_engine.VLLMEngine(llm, served, settings, weights, version=version)
+        return vllm_engine.VLLMEngine(core, served, settings, weights, version=version)
 
     subject = subject_of_policies(make, tied=tied)
     return subject
 
 
 @cache
-def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
-    """Return vLLM's engine of the small policy, and what it is served with; one a process."""
+def shared_core(*, in_process: bool, tied: bool) -> tuple[Any, Any]:
+    """Return vLLM's core with the small policy, and what it is served with."""
     from areal_flow.generation import vllm_engine
+    from areal_flow.generation.vllm_core import CoreProcess, InProcessCore, engine_config
     from areal_flow.generation.vllm_weights import ServedTensors
 
     settings = GenerationSettings(
@@ -139,7 +141,9 @@ def shared_llm(*, tied: bool = False) -> tuple[Any, Any]:
         config.save_pretrained(directory)
         model = Path(directory)
         letters().save(str(model / "tokenizer.json"))
-        return vllm_engine.make_llm(model, settings), ServedTensors(model)
+        core = (InProcessCore if in_process else CoreProcess)(engine_config(model, settings))
+        vllm_engine.find_stop_strings(core.llm, model)
+        return core, ServedTensors(model)
 
 
 def bigram_subject() -> Subject:
@@ -169,6 +173,7 @@ def bigram_subject() -> Subject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {"torch": torch_subject, "bigram": bigram_subject}
 if find_spec("vllm"):  # in the environment of `nox -s tests_vllm` alone
     SUBJECTS["vllm"] = vllm_subject
+    SUBJECTS["vllm-core-process"] = partial(vllm_subject, in_process=False)
 
 
 def _seeded(seed: int) -> torch.Generator:

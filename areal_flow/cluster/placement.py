@@ -34,15 +34,16 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """One worker process: its name, role, slots, environment, host and GPU."""
+    """One worker process: its name, role, slots, environment, host and GPUs."""
 
     name: str
     role: str
     num_slots: int
     environment: dict[str, str] = field(default_factory=dict)
-    needs_gpu: bool = False
+    num_gpus: int = 0
     host: str = THIS_MACHINE
-    gpu: str = ""
+    gpus: tuple[str, ...] = ()
+    """None until it is placed, then `num_gpus` of its host."""
 
     @property
     def resources(self) -> dict[str, int]:
@@ -66,13 +67,14 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
     """
     machines = machines or machines_of(recipe.cluster)
     wanted = _wanted_workers(recipe)
-    num_wanted = sum(worker.needs_gpu for worker in wanted)
+    num_wanted = sum(worker.num_gpus for worker in wanted)
     num_found = len(machines.hosts) * len(machines.gpus)
     if num_wanted > num_found:
-        roles = [worker.role for worker in wanted if worker.needs_gpu]
+        roles = [worker.role for worker in wanted if worker.num_gpus]
+        each = recipe.generation.vllm.tensor_parallel_size
         raise ConfigError(
-            f"expected a GPU for each of {roles.count('trainer')} trainer(s) and "
-            f"{roles.count('generator')} generator(s) with device 'cuda' ({num_wanted} in all), "
+            f"expected a GPU for each of {roles.count('trainer')} trainer(s) and {each} for each "
+            f"of {roles.count('generator')} generator(s) with device 'cuda' ({num_wanted} in all), "
             f"found {num_found} GPU(s) on {len(machines.hosts)} machine(s); start fewer workers, "
             "or set cluster.num_gpus (of each machine) if they were not found"
         )
@@ -85,46 +87,50 @@ def place_workers(recipe: Recipe, machines: Machines | None = None) -> list[Work
 def place_beside(
     worker: WorkerPlacement, others: Sequence[WorkerPlacement], machines: Machines
 ) -> WorkerPlacement:
-    """Return a worker with a GPU that no other one has, or else on the host with the fewest others.
+    """Return a worker with GPUs that no other one has, or else on the host with the fewest others.
 
     Hosts are filled one by one with GPU workers, so that the ranks of a trainer are neighbours.
 
     Raises:
-        ConfigError: it needs a GPU and none is free.
+        ConfigError: no host has as many free GPUs as it needs.
     """
-    if worker.needs_gpu:
-        taken = {(other.host, other.gpu) for other in others if other.needs_gpu}
-        every = [(host, gpu) for host in machines.hosts for gpu in machines.gpus]
-        free = [place for place in every if place not in taken]
-        if not free:
-            raise ConfigError(
-                f"expected a free GPU for {worker.name}, found all {len(every)} taken; remove a "
-                "worker that has one first"
-            )
-        host, gpu = free[0]
-        environment = worker.environment | {VISIBLE_GPUS: gpu}
-        return replace(worker, host=host, gpu=gpu, environment=environment)
-    hosts = [other.host for other in others]
-    return replace(worker, host=min(machines.hosts, key=hosts.count))
+    if not worker.num_gpus:
+        hosts = [other.host for other in others]
+        return replace(worker, host=min(machines.hosts, key=hosts.count))
+    taken = {(other.host, gpu) for other in others for gpu in other.gpus}
+    most = 0
+    for host in machines.hosts:
+        free = [gpu for gpu in machines.gpus if (host, gpu) not in taken]
+        most = max(most, len(free))
+        if len(free) >= worker.num_gpus:
+            gpus = tuple(free[: worker.num_gpus])
+            environment = worker.environment | {VISIBLE_GPUS: ",".join(gpus)}
+            return replace(worker, host=host, gpus=gpus, environment=environment)
+    raise ConfigError(
+        f"expected {worker.num_gpus} free GPU(s) of one machine for {worker.name}, found "
+        f"{most} of {len(machines.gpus)}; remove a worker that has some first"
+    )
 
 
 def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
     cluster = recipe.cluster
-    generator_gpu = _is_gpu("generation.device", recipe.generation.device)
-    trainer_gpu = _is_gpu("trainer.device", recipe.trainer.device)
+    generation = recipe.generation
+    trainer_gpus = int(_is_gpu("trainer.device", recipe.trainer.device))
+    on_gpu = _is_gpu("generation.device", generation.device)
+    generator_gpus = generation.vllm.tensor_parallel_size if on_gpu else 0
     generator = worker_environment(cluster.threads_per_worker)
     trainer = worker_environment(cluster.num_trainer_threads)
     # Beside GPU workers, a reward worker must not take memory of the first one's device.
-    hidden = {VISIBLE_GPUS: ""} if generator_gpu or trainer_gpu else {}
+    hidden = {VISIBLE_GPUS: ""} if generator_gpus or trainer_gpus else {}
     reward = worker_environment(1) | hidden
     kinds = (
-        ("trainer", cluster.num_trainers, 1, trainer, trainer_gpu),
-        ("generator", cluster.num_generators, groups_in_flight(recipe), generator, generator_gpu),
-        ("reward", cluster.num_reward_workers, 1, reward, False),
+        ("trainer", cluster.num_trainers, 1, trainer, trainer_gpus),
+        ("generator", cluster.num_generators, groups_in_flight(recipe), generator, generator_gpus),
+        ("reward", cluster.num_reward_workers, 1, reward, 0),
     )
     return [
-        WorkerPlacement(f"{role}-{index}", role, num_slots, environment, needs_gpu)
-        for role, num_processes, num_slots, environment, needs_gpu in kinds
+        WorkerPlacement(f"{role}-{index}", role, num_slots, environment, num_gpus)
+        for role, num_processes, num_slots, environment, num_gpus in kinds
         for index in range(num_processes)
     ]
 
@@ -132,8 +138,8 @@ def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
 def _is_gpu(setting: str, device: str) -> bool:
     if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{setting} = {device!r}: expected 'cpu' or 'cuda'; each process sees one GPU only, "
-            f"which it is given. To choose among them, start with {VISIBLE_GPUS} set"
+            f"{setting} = {device!r}: expected 'cpu' or 'cuda'; each process sees only the GPUs "
+            f"that it is given. To choose among them, start with {VISIBLE_GPUS} set"
         )
     return device == "cuda"
 

@@ -56,6 +56,20 @@ class StopSettings(Settings):
         return self
 
 
+class VLLMSettings(Settings):
+    """What vLLM alone can do."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one machine that each generator's model is split over."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """The share of a GPU's memory for weights and cache, while `kv_cache_tokens` is 0."""
+    quantization: Literal["fp8"] | None = None
+    """Weights are rounded to 8 bits when a generator loads them; the trainer's are not."""
+    enforce_eager: bool = False
+    """Neither compile nor record CUDA graphs: starts sooner, decodes slower. On the CPU it is so
+    anyhow."""
+
+
 class GenerationSettings(Settings):
     """The engine of each generator, and how completions are drawn."""
 
@@ -83,6 +97,8 @@ class GenerationSettings(Settings):
     """Of the served weights and the engine."""
     device: str = "cpu"
     """Of the engines, as torch names it."""
+    vllm: VLLMSettings = VLLMSettings()
+    """What vLLM alone can do."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +128,16 @@ class GenerationSettings(Settings):
             f"generation.kv_cache_tokens ({self.kv_cache_tokens}) must be 0 or at least "
             f"max_model_len ({self.max_model_len}): one sequence must fit",
         )
+        for name, value in self.vllm.model_dump(exclude_defaults=True).items():
+            setting = f"generation.vllm.{name} ({value})"
+            require(
+                self.engine != "torch",
+                f"{setting} is of vLLM alone; set generation.engine to 'vllm', or leave it out",
+            )
+            require(
+                self.device == "cuda" or name == "enforce_eager",
+                f"{setting} needs generation.device = 'cuda', found {self.device!r}",
+            )
         return self
 
     def num_pages(self, page_tokens: int) -> int:

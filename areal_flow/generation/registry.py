@@ -65,9 +65,15 @@ def require_installed(settings: GenerationSettings) -> None:
     Raises:
         ConfigError: saying what to install, or which setting to change.
     """
-    if choose_engine(settings).name == "vllm":
+    name, reason = choose_engine(settings)
+    if name == "vllm":
         require_vllm_promises(settings)
         require_vllm(settings.device)
+    elif chosen := settings.vllm.model_dump(exclude_defaults=True):
+        raise ConfigError(
+            f"generation.vllm.{', '.join(chosen)}: expected the engine 'vllm', found {name!r} "
+            f"({reason}): leave it out, or set generation.engine to 'vllm'"
+        )
 
 
 def require_served(settings: GenerationSettings, model: Path) -> None:
@@ -77,7 +83,7 @@ def require_served(settings: GenerationSettings, model: Path) -> None:
         ConfigError: saying what the engine expects of it.
     """
     if choose_engine(settings).name == "vllm":
-        require_vllm_serves(model, device=settings.device)
+        require_vllm_serves(model, settings)
 
 
 def engine_factory(name: str) -> EngineFactory:

@@ -31,10 +31,15 @@ SWITCH_INTERVAL_S = 2e-4
 
 
 class ThreadedEngine:
-    """An `Engine` whose core runs in a thread of its own. Made and used on one event loop."""
+    """An `Engine` whose core runs in a thread of its own. Made and used on one event loop.
 
-    def __init__(self, core: EngineCore) -> None:
+    Args:
+        end: what frees the core's own process, if it has one; called again, it does nothing.
+    """
+
+    def __init__(self, core: EngineCore, end: Callable[[], None] = lambda: None) -> None:
         self._core = core
+        self._end = end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._loads: list[tuple[int, asyncio.Future[None]]] = []
@@ -94,6 +99,7 @@ class ThreadedEngine:
         self._closing = True
         self._commands.put(lambda: None)
         self._thread.join()
+        self._end()
 
     def _promise(self) -> asyncio.Future[Any]:
         if self._broken or self._closing:

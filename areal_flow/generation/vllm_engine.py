@@ -1,68 +1,45 @@
-"""vLLM's engine in this process, driven as any `EngineCore`: one `LLMEngine.step` a decode step.
+"""vLLM's engine, driven as any `EngineCore`: one `LLMEngine.step` a decode step.
 
 It adapts, and decides little: which completions vLLM runs (so that `drain` can hold the others
 back), and what new weights do to them. Kernels, paged memory, shared prefixes and sampling are
 vLLM's. A prompt's prefix is shared only by completions that start on one policy version: the
 version salts vLLM's prefix cache.
 
-Whoever imports this module gets a process for generation alone: vLLM seeds torch's global
-generator and makes `torch.set_num_threads` do nothing. `start_vllm_engine` is what the registry
-names.
+Where its core runs, in this process or in one of its own, is a matter of `vllm_core`.
+`start_vllm_engine` is what the registry names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import tempfile
-import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-import torch._dynamo
 from torch import Tensor
 
 from areal_flow.errors import EngineError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.scheduler import require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
+from areal_flow.generation.vllm_core import CoreProcess, InProcessCore, VLLMCore, engine_config
 from areal_flow.generation.vllm_support import require_vllm_serves
-from areal_flow.generation.vllm_weights import ServedTensors, WeightsExtension, check_logprobs
+from areal_flow.generation.vllm_weights import ServedTensors, check_logprobs
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.models.huggingface import TokenizersBackend
 from areal_flow.types import Completion, GroupRequest, Sampling, VersionSpan
 from areal_flow.weights.channel import WeightsReader
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, without a child
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share cores
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-"""vLLM reads these when it is imported, and has no other setting for them."""
-
-os.environ.update(ENVIRONMENT)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault(
-    "VLLM_CACHE_ROOT", str(Path(tempfile.gettempdir()) / f"areal-flow-vllm-{os.getuid()}")
-)
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-
-from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402
-from vllm.model_executor.layers import rotary_embedding  # noqa: E402
-from vllm.outputs import CompletionOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-
-BLOCK_TOKENS = 32
-"""Tokens of one page of keys and values; on CPU, vLLM needs a multiple of 32."""
+# isort: split
+# Only now: `vllm_core` has set what vLLM reads when it is imported.
+from vllm import LLMEngine, SamplingParams
+from vllm.config import VllmConfig
+from vllm.model_executor.layers import rotary_embedding
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 
 
 @dataclass(slots=True)
@@ -83,11 +60,11 @@ class _Member:
 
 
 class VLLMEngine:
-    """An `EngineCore` over an `LLMEngine` of this process, whose weights it loads first."""
+    """An `EngineCore` over one of vLLM's, whose weights it loads first."""
 
     def __init__(
         self,
-        llm: LLMEngine,
+        core: VLLMCore,
         served: ServedTensors,
         settings: GenerationSettings,
         tensors: Mapping[str, Tensor],
@@ -95,7 +72,7 @@ class VLLMEngine:
         version: int,
     ) -> None:
         self.settings = settings
-        self._llm = llm
+        self._core, self._llm = core, core.llm
         self._served = served
         self._groups: dict[str, _Group] = {}
         self._waiting: deque[tuple[str, int]] = deque()
@@ -130,6 +107,8 @@ class VLLMEngine:
             self._switch_weights()
         if not self._pending:
             self._admit()
+        if not self._running:
+            return []
         complete = []
         for output in self._llm.step():
             member = self._running.pop(output.request_id)
@@ -163,13 +142,13 @@ class VLLMEngine:
         """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""
         assert self._pending is not None
         tensors, version = self._pending
-        checkpoint = self._served.checkpoint(tensors)
-        self._llm.collective_rpc("serve_tensors", args=(checkpoint, self._served.tied))
-        # Only with its running requests the cache is sure to be dropped; they prefill again.
-        self._llm.reset_prefix_cache(
-            reset_running_requests=self.settings.interruption == "interrupt"
-        )
-        self._llm.engine_core.set_weight_version(str(version))
+        call, clear_cache = self._core.call, self.settings.interruption != "keep"
+        with self._core.offered(self._served.checkpoint(tensors)) as (serve, found_by):
+            # Running requests stay; without the cache they prefill again.
+            call("pause_scheduler", "keep", clear_cache)
+            call("collective_rpc", serve, None, (found_by, self._served.tied))
+            call("set_weight_version", str(version))
+            call("resume_scheduler")
         self.version, self._pending = version, None
 
     def _completion(self, output: CompletionOutput, member: _Member) -> Completion:
@@ -211,62 +190,58 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
     )
 
 
-def make_llm(model: Path, settings: GenerationSettings) -> LLMEngine:
-    """Make vLLM's engine of a model directory, with random weights."""
-    on_cpu = settings.device == "cpu"
-    if on_cpu:  # or the first step would need a C++ compiler, and half a minute
-        torch._dynamo.config.disable = True
-    config = EngineArgs(
-        model=str(model),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        block_size=BLOCK_TOKENS,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        async_scheduling=False,  # a step's tokens are those of the weights before it
-        enforce_eager=on_cpu,
-        disable_log_stats=True,
-        worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
-    ).create_engine_config()
-    if on_cpu or settings.kv_cache_tokens:  # vLLM would take nearly all memory of the machine
-        config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
-    llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-    if settings.stop.strings:
-        # The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
-        tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
-        llm.output_processor.tokenizer = tokenizer
-    return llm
+def find_stop_strings(llm: LLMEngine, model: Path) -> None:
+    """Have vLLM decode with the model's own tokenizer.
 
-
-def _cache_bytes(config: Any, settings: GenerationSettings) -> int:
-    """Return the memory of as many tokens as a generator keeps."""
-    model, parallel = config.model_config, config.parallel_config
-    num_heads = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel)
-    token_bytes: int = 2 * num_heads * model.get_head_size() * model.dtype.itemsize
-    num_blocks = settings.num_pages(BLOCK_TOKENS) + 1  # vLLM keeps the first for itself
-    return num_blocks * BLOCK_TOKENS * token_bytes
+    The one that it would choose itself adds tokens, and `min_tokens` holds those back, too.
+    """
+    tokenizer = TokenizersBackend(tokenizer_object=tokenizer_of(model))
+    llm.output_processor.tokenizer = tokenizer
 
 
 async def start_vllm_engine(
     model: Path, settings: GenerationSettings, reader: WeightsReader
 ) -> ThreadedEngine:
-    """Start an engine in this process; see `EngineFactory`."""
-    return ThreadedEngine(await asyncio.to_thread(_load_core, model, settings, reader))
+    """Start an engine, on a GPU with a core process; see `EngineFactory`."""
+    make_core = CoreProcess if settings.device == "cuda" else InProcessCore
+    return await start_engine(model, settings, reader, make_core)
 
 
-def _load_core(model: Path, settings: GenerationSettings, reader: WeightsReader) -> VLLMEngine:
-    require_vllm_serves(model, device=settings.device)
+async def start_engine(
+    model: Path,
+    settings: GenerationSettings,
+    reader: WeightsReader,
+    make_core: Callable[[VllmConfig], VLLMCore],
+) -> ThreadedEngine:
+    """Start an engine with a core of some kind, and check what it computes."""
+    require_vllm_serves(model, settings)
+    core = await asyncio.to_thread(_make_core, model, settings, make_core)
+    try:
+        engine = await asyncio.to_thread(_load_weights, core, model, settings, reader)
+    except BaseException:
+        core.close()
+        raise
+    return ThreadedEngine(engine, end=core.close)
+
+
+def _make_core(
+    model: Path, settings: GenerationSettings, make_core: Callable[[VllmConfig], VLLMCore]
+) -> VLLMCore:
     gc.collect()  # a broken predecessor's memory
     # Engines of a process share these modules. One that broke in an update left them half loaded,
     # and log-probabilities of the next one differed by 0.005.
     rotary_embedding._ROPE_DICT.clear()
+    core = make_core(engine_config(model, settings))
+    if settings.stop.strings:
+        find_stop_strings(core.llm, model)
+    return core
+
+
+def _load_weights(
+    core: VLLMCore, model: Path, settings: GenerationSettings, reader: WeightsReader
+) -> VLLMEngine:
     version = reader.newest()
     tensors = reader.load(version)
-    llm, served = make_llm(model, settings), ServedTensors(model)
-    core = VLLMEngine(llm, served, settings, tensors, version=version)
-    check_logprobs(core, model, tensors, settings)
-    return core
+    engine = VLLMEngine(core, ServedTensors(model), settings, tensors, version=version)
+    check_logprobs(engine, model, tensors, settings)
+    return engine

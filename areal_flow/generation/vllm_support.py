@@ -58,20 +58,26 @@ def require_vllm_promises(settings: GenerationSettings) -> None:
         )
 
 
-def require_vllm_serves(model: Path, *, device: str) -> None:
+def require_vllm_serves(model: Path, settings: GenerationSettings) -> None:
     """Refuse a model that vLLM computes wrongly or not at all, by its configuration alone.
 
     Raises:
         ConfigError: naming what the model has, and what there is.
     """
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    if device == "cpu" and any(config.get(name) for name in EXPERTS):
+    num_gpus = settings.vllm.tensor_parallel_size
+    if num_gpus > 1 and config["num_attention_heads"] % num_gpus:
+        raise ConfigError(
+            f"generation.vllm.tensor_parallel_size ({num_gpus}) must divide the "
+            f"{config['num_attention_heads']} attention heads of {model}/config.json"
+        )
+    if settings.device == "cpu" and any(config.get(name) for name in EXPERTS):
         raise ConfigError(
             f"generation.engine = 'vllm': on the CPU vLLM cannot serve new weights of a mixture of "
             f"experts, found one in {model}/config.json: set generation.engine to 'torch'"
         )
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if device == "cpu" and head_size not in CPU_HEAD_SIZES:
+    if settings.device == "cpu" and head_size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"generation.engine = 'vllm': expected attention heads as wide as one of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} on the CPU, found {head_size} in "

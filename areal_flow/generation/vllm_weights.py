@@ -23,8 +23,9 @@ from areal_flow.models.attention import PackedLayout
 from areal_flow.models.huggingface import revert_weight_conversion
 from areal_flow.models.policy import assign_tensors, empty_policy, logits_at
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.weights.shared_memory import map_tensors
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.5}
 """The largest mean difference of log-probabilities that is rounding; a wrong tensor makes more."""
 NUM_CHECKED = 16
 
@@ -45,6 +46,10 @@ class WeightsExtension:
         parameters = dict(self.model_runner.get_model().named_parameters(remove_duplicate=False))
         copies = {name: tensors[source] for name, source in tied.items() if name in parameters}
         self.model_runner.reload_weights(weights_iterator=iter({**tensors, **copies}.items()))
+
+    def serve_file(self, file: str, tied: Mapping[str, str]) -> None:
+        """Do so with the tensors of a file in memory; see `map_tensors`."""
+        self.serve_tensors(map_tensors(Path(file)), tied)
 
 
 class ServedTensors:
@@ -96,10 +101,11 @@ def check_logprobs(
     while core.has_work():
         completions += [each for _, group in core.step() for each in group]
     difference = float(np.mean([_difference(policy, prompt, each) for each in completions]))
-    if not difference <= TOLERANCES[settings.dtype]:
+    tolerance = TOLERANCES[settings.vllm.quantization or settings.dtype]
+    if not difference <= tolerance:
         raise ModelError(
             f"vLLM does not compute {model} as its own forward does: log-probabilities differ by "
-            f"{difference:.2g} in the mean, expected at most {TOLERANCES[settings.dtype]:g}: set "
+            f"{difference:.2g} in the mean, expected at most {tolerance:g}: set "
             "generation.engine to 'torch'"
         )
 

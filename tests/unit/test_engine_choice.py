@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.generation import registry, vllm_support
-from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
 from areal_flow.generation.registry import choose_engine, require_installed, require_served
 from areal_flow.generation.vllm_support import BUILDS, VERSION
 
@@ -76,6 +78,31 @@ def test_vllm_without_the_build_for_its_device_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"engine": "torch", "vllm": {"quantization": "fp8"}}, r"quantization \(fp8\) is of vLLM"),
+        ({"engine": "vllm", "vllm": {"quantization": "fp8"}}, r"needs generation.device = 'cuda'"),
+        ({"engine": "auto", "vllm": {"tensor_parallel_size": 2}}, r"parallel_size \(2\) needs gen"),
+        ({"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.5}}, r"found 'cpu'"),
+    ],
+)
+def test_setting_of_vllm_that_would_do_nothing_is_refused(
+    generation: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_recipe({"generation": generation}, source="test")
+
+
+def test_settings_of_vllm_are_refused_where_auto_takes_torch(installed: set[str]) -> None:
+    vllm = VLLMSettings(tensor_parallel_size=2, quantization="fp8")
+    settings = GenerationSettings(engine="auto", device="cuda", vllm=vllm)
+    with pytest.raises(ConfigError, match=r"vllm.tensor_parallel_size, .* 'torch' \(vLLM is not"):
+        require_installed(settings)
+    installed.add("cuda")
+    require_installed(settings)
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"head_dim": 16}, "one of 32, 64, .*, found 16 in"),
@@ -91,6 +118,18 @@ def test_model_that_vllm_cannot_serve_on_the_cpu_is_refused_for_it_alone(
         require_served(GenerationSettings(engine="vllm"), tmp_path)
     require_served(GenerationSettings(engine="torch"), tmp_path)
     require_served(GenerationSettings(engine="vllm", device="cuda"), tmp_path)
+
+
+def test_model_is_split_by_its_attention_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64, "num_attention_heads": 6}))
+
+    def require_split(num_gpus: int) -> None:
+        vllm = VLLMSettings(tensor_parallel_size=num_gpus)
+        require_served(GenerationSettings(engine="vllm", device="cuda", vllm=vllm), tmp_path)
+
+    require_split(3)
+    with pytest.raises(ConfigError, match=r"size \(4\) must divide the 6 attention heads"):
+        require_split(4)
 
 
 def test_one_version_of_vllm_is_named_everywhere() -> None:

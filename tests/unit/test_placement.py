@@ -62,8 +62,8 @@ def test_gpu_workers_have_a_device_each_or_nothing_starts(
 def test_trainers_and_generators_are_apart() -> None:
     machines = Machines(gpus=("0", "1", "2"))
     placed = place_workers(recipe(2, 1), machines)
-    devices = {worker.name: worker.gpu for worker in placed if worker.needs_gpu}
-    assert devices == {"trainer-0": "0", "generator-0": "1", "generator-1": "2"}
+    devices = {worker.name: worker.gpus for worker in placed if worker.num_gpus}
+    assert devices == {"trainer-0": ("0",), "generator-0": ("1",), "generator-1": ("2",)}
 
 
 @given(st.integers(1, 8), st.integers(1, 3))
@@ -77,9 +77,27 @@ def test_workers_without_gpu_are_spread_and_see_no_difference(
     assert all(VISIBLE_GPUS not in worker.environment for worker in placed)
 
 
+def split_over(tensor_parallel_size: int, num_generators: int = 1) -> Recipe:
+    vllm = {"tensor_parallel_size": tensor_parallel_size}
+    generation = {"device": "cuda", "engine": "vllm", "vllm": vllm}
+    cluster = {"num_generators": num_generators}
+    return build_recipe({"generation": generation, "cluster": cluster}, source="test")
+
+
+def test_generator_that_is_split_has_its_gpus_on_one_host() -> None:
+    machines = Machines(("a", "b"), ("0", "1", "2"))
+    placed = place_workers(split_over(2, num_generators=2), machines)
+    found = {worker.host: worker.environment[VISIBLE_GPUS] for worker in placed if worker.gpus}
+    assert found == {"a": "0,1", "b": "0,1"}
+    with pytest.raises(ConfigError, match=r"and 4 for each of 1 generator.* found 3 GPU"):
+        place_workers(split_over(4), Machines(gpus=("0", "1", "2")))
+    with pytest.raises(ConfigError, match=r"expected 4 free GPU\(s\).* found 3 of 3"):
+        place_workers(split_over(4), machines)
+
+
 def test_only_one_of_the_roles_may_use_gpus() -> None:
     placed = place_workers(recipe(4, 1, generation="cpu"), Machines(gpus=("0",)))
-    assert [worker.name for worker in placed if worker.gpu] == ["trainer-0"]
+    assert [worker.name for worker in placed if worker.gpus] == ["trainer-0"]
 
 
 def test_device_by_number_is_refused_with_the_other_way() -> None:
@@ -126,6 +144,6 @@ def test_what_could_not_be_launched_is_refused_early(cluster: dict[str, Any], ru
 def test_gpus_of_other_machines_are_stated_not_found() -> None:
     remote = {"hosts": ["127.0.0.1", "localhost"]}
     stated = place_workers(recipe(launcher="ssh", remote=remote, num_gpus=1))
-    assert {worker.host for worker in stated if worker.gpu} == {"127.0.0.1", "localhost"}
+    assert {worker.host for worker in stated if worker.gpus} == {"127.0.0.1", "localhost"}
     with pytest.raises(ConfigError, match=r"found 0 GPU\(s\) on 2 machine\(s\).*cluster.num_gpus"):
         place_workers(recipe(launcher="ssh", remote=remote))

@@ -236,16 +236,20 @@ def test_scheduler_that_ends_ends_the_pool_and_every_process() -> None:
 
 def test_worker_is_added_on_a_free_gpu_or_not_at_all() -> None:
     machines = Machines(gpus=("0", "1"))
-    needing = WorkerPlacement("generator-0", "generator", 4, needs_gpu=True)
+    needing = WorkerPlacement("generator-0", "generator", 4, num_gpus=1)
 
     async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
         await pool.start_until_joined([place_beside(needing, [], machines)])
         assert await add_to(pool, "generator", 1) == ["generator-1"]
-        with pytest.raises(ConfigError, match="all 2 taken"):
+        with pytest.raises(ConfigError, match=r"expected 1 free GPU\(s\).* found 0 of 2"):
             await add_to(pool, "generator", 1)
         await remove_from(pool, "generator-0")
         assert await add_to(pool, "generator", 1) == ["generator-2"]
-        placed = {m.name: m.placement.gpu for m in pool.registry.all() if m.placement}
-        assert placed == {"generator-0": "0", "generator-1": "1", "generator-2": "0"}
+        placed = {m.name: m.placement.gpus for m in pool.registry.all() if m.placement}
+        assert placed == {
+            "generator-0": ("0",),
+            "generator-1": ("1",),
+            "generator-2": ("0",),
+        }
 
     with_pool(test, machines)

@@ -25,7 +25,7 @@ BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
     [
         (BOTH, 0, "trainer.device = 'cuda' and generation.device = 'cuda': expected CUDA, found"),
         ({"generation": {"device": "cuda"}, "cluster": {"num_gpus": 4}}, 0, "set device to 'cpu'"),
-        ({**BOTH, "cluster": {"num_gpus": 4}}, 1, "for each of 2 trainers and generators"),
+        ({**BOTH, "cluster": {"num_gpus": 4}}, 1, "expected 2 GPUs for the trainers"),
         (
             {"trainer": {"device": "cuda", "dtype": "bfloat16"}, "cluster": {"num_gpus": 1}},
             1,

@@ -11,15 +11,14 @@ import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
-from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import engine_factory
 from areal_flow.generation.vllm_support import CPU_HEAD_SIZES, installed_vllm
 from areal_flow.generation.vllm_weights import WeightsExtension, check_logprobs
-from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.testing import MemoryReader, MemoryWriter
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
 from tests.policies import small_policy, write_model_directory
+from tests.vllm.models import SETTINGS, published
 
 LONG_PROMPT = as_tokens([1 + i % (VOCABULARY - 1) for i in range(40)])
 """Longer than a page of keys and values, so that it can be found in the prefix cache."""
@@ -41,10 +40,16 @@ def assert_of_versions(subject: Subject, completion: Completion, prompt: Any) ->
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return vllm_subject()
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return vllm_subject(in_process=getattr(request, "param", True))
 
 
+with_each_core = pytest.mark.parametrize(
+    "subject", [True, False], ids=["in process", "core process"], indirect=True
+)
+
+
+@with_each_core
 def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
     subject: Subject,
 ) -> None:
@@ -69,7 +74,7 @@ def test_kept_prefix_is_read_by_the_completions_that_it_was_kept_for_alone(
 
 def test_cancelled_requests_give_their_pages_back(subject: Subject) -> None:
     engine = subject.make(max_num_seqs=64)
-    pool = engine._llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+    pool = engine._core.llm.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]
     run_all(engine, long_request("first"))
     free = pool.get_num_free_blocks()
     for i in range(20):
@@ -107,17 +112,6 @@ def test_model_that_is_computed_otherwise_is_refused(subject: Subject, tmp_path:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_model_directory(tmp_path / "model")
-
-
-def published(model: Path) -> MemoryWriter:
-    """Return a writer that has published version 0 of a model."""
-    writer = MemoryWriter()
-    writer.stage(0, policy_tensors(load_policy(model)))
-    writer.publish(0)
-    return writer
-
-
-SETTINGS = GenerationSettings(engine="vllm", max_num_seqs=4, max_model_len=64, max_new_tokens=8)
 
 
 def torn(worker: Any, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> None:

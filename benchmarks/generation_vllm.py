@@ -1,0 +1,54 @@
+"""vLLM's turns in `benchmarks/generation.py`, which runs this in the interpreter that has vLLM.
+
+Each line that it reads is a turn; it answers with the seconds that the load took.
+
+    PYTHON -m benchmarks.generation_vllm MODEL_DIRECTORY MODEL GROUPS CUT MAX_NUM_SEQS
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from areal_flow.generation import vllm_engine
+from areal_flow.generation.vllm_core import InProcessCore, engine_config
+from areal_flow.generation.vllm_weights import ServedTensors
+from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.types import Sampling
+from benchmarks.tailed_load import (
+    MODELS,
+    Load,
+    moderate_tails,
+    random_load,
+    run_all,
+    seconds_of,
+    settings_for,
+)
+
+
+def end_at_given_lengths(load: Load) -> None:
+    """End each completion at its own length: a member's seed is its place in the load."""
+    lengths, parameters = load.lengths.ravel().tolist(), vllm_engine._parameters
+
+    def of_member(sampling: Sampling, seed: int) -> vllm_engine.SamplingParams:
+        return parameters(replace(sampling, max_new_tokens=lengths[seed]), seed)
+
+    vllm_engine._parameters = of_member
+
+
+def main(directory: str, name: str, num_groups: str, cut: str, max_num_seqs: str) -> None:
+    model = Path(directory)
+    load = random_load(int(num_groups), moderate_tails(int(cut)), MODELS[name].vocab_size)
+    settings = settings_for(load, int(max_num_seqs))
+    tensors = policy_tensors(load_policy(model))
+    core, served = InProcessCore(engine_config(model, settings)), ServedTensors(model)
+    end_at_given_lengths(load)
+    engine = vllm_engine.VLLMEngine(core, served, settings, tensors, version=0)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(seconds_of(lambda: run_all(engine, load)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,23 @@
+"""A program that starts an engine with a core process, and waits to be killed.
+
+python -m tests.vllm.engine_with_core_process MODEL_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from areal_flow.generation.vllm_core import CoreProcess
+from areal_flow.generation.vllm_engine import start_engine
+from areal_flow.testing import MemoryReader
+from tests.vllm.models import SETTINGS, published
+
+if __name__ == "__main__":
+    model = Path(sys.argv[1])
+    reader = MemoryReader(published(model))
+    engine = asyncio.run(start_engine(model, SETTINGS, reader, CoreProcess))
+    print("started", flush=True)
+    time.sleep(600)

@@ -1,0 +1,108 @@
+"""A core in a process of its own: it dies with its worker, and whoever waits for it learns of it.
+
+On a GPU every engine has one; on the CPU tests alone choose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_flow.errors import EngineError, WeightsError
+from areal_flow.generation.vllm_core import CoreProcess
+from areal_flow.generation.vllm_engine import start_engine
+from areal_flow.testing import MemoryReader
+from areal_flow.types import GroupRequest, Sampling, as_tokens
+from tests.policies import write_model_directory
+from tests.vllm.models import SETTINGS, published
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_directory(tmp_path / "model")
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.05)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return list(psutil.Process(pid).children(recursive=True))
+
+
+def cores(pid: int) -> list[psutil.Process]:
+    """Return the children that vLLM has named so, and that still live."""
+    named = [child for child in children(pid) if child.name().startswith("VLLM::EngineCor")]
+    return [core for core in named if not is_gone(core)]
+
+
+@pytest.mark.parametrize("moment", ["it serves", "it starts"])
+def test_core_process_is_gone_after_a_kill_9_of_its_worker(model: Path, moment: str) -> None:
+    command = [sys.executable, "-m", "tests.vllm.engine_with_core_process", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as worker:
+        if moment == "it serves":
+            assert worker.stdout is not None
+            assert "started\n" in worker.stdout
+            assert len(cores(worker.pid)) == 1
+        else:
+            wait_until(lambda: len(children(worker.pid)) >= 2, seconds=120)
+        left = children(worker.pid)
+        worker.kill()
+    # One that was killed while it started has vLLM to import first.
+    wait_until(lambda: all(map(is_gone, left)), seconds=5 if moment == "it serves" else 120)
+
+
+@pytest.mark.parametrize("waits_for", ["tokens", "weights"])
+async def test_dead_core_answers_at_once_and_leaves_nothing(model: Path, waits_for: str) -> None:
+    others, reader = cores(os.getpid()), MemoryReader(published(model))
+    engine = await start_engine(model, SETTINGS, reader, CoreProcess)
+    (core,) = (each for each in cores(os.getpid()) if each not in others)
+    request = GroupRequest("r", as_tokens([5, 6, 7]), (1,), Sampling(60))
+    core.send_signal(signal.SIGSTOP)
+    call = engine.generate(request) if waits_for == "tokens" else engine.load_weights(0, reader)
+    waiting = asyncio.create_task(call)
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    core.kill()
+    with pytest.raises(EngineError, match="the engine is down"):
+        await asyncio.wait_for(waiting, 2)
+    assert engine.broken
+    with pytest.raises(EngineError, match="the engine is down"):
+        await engine.generate(request)
+    engine.close()
+    engine.close()
+    assert is_gone(core)
+
+
+async def test_core_process_ends_with_its_engine_also_with_one_that_never_served(
+    model: Path,
+) -> None:
+    class Nothing(MemoryReader):
+        def newest(self) -> int:
+            raise WeightsError("nothing was published")
+
+    others = cores(os.getpid())
+    with pytest.raises(WeightsError, match="nothing was published"):
+        await start_engine(model, SETTINGS, Nothing(published(model)), CoreProcess)
+    assert cores(os.getpid()) == others

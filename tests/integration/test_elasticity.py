@@ -21,8 +21,9 @@ from pipelines.workers import scheduler_of
 from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
 
 
-def elastic_recipe(**cluster: Any) -> Recipe:
+def elastic_recipe(*, checkpoint_every_steps: int = 2, **cluster: Any) -> Recipe:
     return small_recipe(
+        trainer={"checkpoint_every_steps": checkpoint_every_steps},
         num_steps=10_000,
         prompts={"num_held_out": 0},
         cluster={"num_generators": 2, **cluster},
@@ -32,7 +33,8 @@ def elastic_recipe(**cluster: Any) -> Recipe:
 def check_generation_went_on(before: int, after: int, *, head: int) -> None:
     """More trajectories are committed than before, or a batch is ready beside the one in hand.
 
-    The gate submits nothing more while that is so.
+    The gate submits nothing more while that is so. A trainer that is stopped at a checkpoint has
+    none in hand: for this there must be none.
     """
     assert before < after or after >= elastic_recipe().controller.batch_size * (head + 2)
 
@@ -153,7 +155,8 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
         os.kill(pid, signal.SIGSTOP)
         return await observed.process(name, other_than=pid)
 
-    run_while(layout.root, elastic_recipe(silent_after_s=5.0), stop_generator_then_trainer)
+    recipe = elastic_recipe(checkpoint_every_steps=1000, silent_after_s=5.0)
+    run_while(layout.root, recipe, stop_generator_then_trainer)
     check_accounting(layout)
     rows = areal_flow.open_run(layout.root).steps("arrow").to_pylist()
     stalls = [row["seconds_step"] for row in rows if heads[0] < row["step"] <= heads[1]]

@@ -28,7 +28,6 @@ from tests.integration.runs import (
 
 
 def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path) -> None:
-    """Over the medium that dies with the trainer, and whose readers' deaths the trainer sees."""
     root = tmp_path / "killed"
     layout = RunLayout(root.resolve())
     killed: list[str] = []
@@ -40,8 +39,7 @@ def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path)
             killed.append(role)
             await asyncio.sleep(0.5)
 
-    medium = {"medium": "broadcast"}
-    recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0}, weights=medium)
+    recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0})
     run_small(root, recipe, kill_in_turn)
     assert killed == ["generator", "reward", "trainer"]
     check_accounting(layout)

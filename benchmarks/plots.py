@@ -100,6 +100,25 @@ def draw_interruption(report: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def draw_staleness(report: Mapping[str, Any], path: Path) -> None:
+    """Draw the held-out pass rate by staleness: each seed, and the means of both objectives."""
+    figure, (rates,) = _figure(1)
+    etas = list(report["etas"])
+    for name, color in (("decoupled", GENERATE), ("ppo", TRAIN)):
+        means = []
+        for place, eta in enumerate(etas):
+            runs = report["etas"][eta][name].values()
+            found = [run["pass_rates"][max(run["pass_rates"], key=int)] for run in runs]
+            rates.plot([place] * len(found), found, ".", color=color, alpha=0.5)
+            means.append(mean(found))
+        rates.plot(range(len(etas)), means, "-", color=color, label=name)
+    rates.set_xticks(range(len(etas)), etas)
+    rates.set_xlabel("eta: versions between the policy that samples and the one that trains")
+    rates.set_ylabel("held-out pass rate")
+    rates.legend(frameon=False)
+    _save(figure, path)
+
+
 def _bars(
     axis: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str], color: str
 ) -> None:

@@ -105,7 +105,7 @@ PROFILES = {
             "generation.max-num-seqs": 32,
             "trainer.tokens-per-micro-batch": 4096,
             "trainer.num-learning-rate-warmup-steps": 0,
-            "rewards.verifier": "benchmarks.trl_reward:share_of_digits",
+            "rewards": '[{verifier = "benchmarks.trl_reward:share_of_digits"}]',
         },
     ),
 }

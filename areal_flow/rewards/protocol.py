@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop, cause_of
+from areal_flow.rewards.calls import FAILURES, call_in_thread, cause_of
+from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.settings import Settings
 from areal_flow.types import Score
 
@@ -78,7 +79,7 @@ one that takes `**columns` gets all columns."""
 
 
 class FunctionReward:
-    """Calls a function once a completion: in a thread, or on the event loop if it is `async`.
+    """Calls a function once a completion: in a thread, or on a loop of its own if it is `async`.
 
     Each completion is judged alone, and fails alone.
     """

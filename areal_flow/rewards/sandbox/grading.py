@@ -32,8 +32,7 @@ class CodeTask:
         test_source: the tests of the mode `assert`.
         entry_point: the function that is called, where the mode needs one.
         setup: a trusted source that runs before that of the tests.
-        borrowed: what tests of the mode `assert` use of the program, where that is not just the
-            entry point; with neither it is all that the program has.
+        borrowed: what tests of the mode `assert` use of the program.
     """
 
     source: str
@@ -123,7 +122,7 @@ def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
         "nonce": nonce,
         "entry_point": task.entry_point,
         "setup": task.setup,
-        "borrowed": task.borrowed or [task.entry_point] * bool(task.entry_point),
+        "borrowed": task.borrowed,
     }
 
     def programs() -> Sequence[Program]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import RewardInput, overlong
 from areal_flow.types import Score, answer_text
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class JudgeReward:
     async def _score(
         self, session: ClientSession, turns: asyncio.Semaphore, given: RewardInput
     ) -> Score:
+        if unread := overlong(given.completion):
+            return unread
         try:
             async with turns:
                 return self._read(await self._ask(session, self._request(given)))

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -52,6 +52,27 @@ class RewardInput:
     answer: Any
     metadata: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: Sequence[int] = ()
+
+
+MAX_COMPLETION_CHARS = 2**22
+"""A longer completion is not read: it is worth nothing, and has the verdict `output_limit`."""
+
+
+def overlong(completion: str) -> Score | None:
+    """Return the score of a completion that is too long to be read; None for any other."""
+    if len(completion) <= MAX_COMPLETION_CHARS:
+        return None
+    return Score(0.0, "output_limit", message=f"more than {MAX_COMPLETION_CHARS} characters")
+
+
+def reads_completion(function: Callable[..., Score]) -> Callable[..., Score]:
+    """Have a verifier not read what is too long for it."""
+
+    @wraps(function)
+    def verify(*, completion: str, **others: Any) -> Score:
+        return overlong(completion) or function(completion=completion, **others)
+
+    return verify
 
 
 class Reward(Protocol):

@@ -26,12 +26,12 @@ def verify(
             one of yours.
         settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
     """
-    from pipelines.verify import verify_lines
+    from pipelines.verify import read_lines, verify_lines
 
     chosen = _settings_of(settings)
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     are_scored = True
-    for verdict in verify_lines(kind, sys.stdin, settings=chosen):
+    for verdict in verify_lines(kind, read_lines(sys.stdin), settings=chosen):
         print(json.dumps(verdict), flush=True)
         are_scored &= verdict["score"] is not None
     return 0 if are_scored else 1

@@ -215,3 +215,28 @@ def test_identity_of_a_class_covers_the_files_that_it_is_made_of(
     part.write_text("x = 2")
     assert load_reward("code", NOWHERE).identity != before
     assert any(path.parent.name == "inside" for path in CodeReward.made_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("numeric", {}),
+        ("exact", {}),
+        ("regex", {"pattern": r"\d+"}),
+        ("format", {"pattern": ".*"}),
+        ("judge", {"url": "http://127.0.0.1:1"}),
+        ("reasoning_gym", {}),
+    ],
+)
+def test_a_hundred_megabytes_are_not_read(name: str, settings: dict[str, Any]) -> None:
+    reward = load_reward(name, Path(), settings=settings).reward
+    reward.open()
+    (score,) = asyncio.run(reward.score([RewardInput("", "1 2 " * 25_000_000, "2")]))
+    assert (score.reward, score.verdict) == (0.0, "output_limit")
+
+
+def test_length_of_a_completion_counts_whatever_its_text() -> None:
+    settings = {"max_tokens": 8, "buffer_tokens": 4}
+    reward = load_reward("length", Path(), settings=settings).reward
+    given = RewardInput("", "1 2 " * 25_000_000, "2", completion_ids=(1,) * 10**6)
+    assert asyncio.run(reward.score([given]))[0].reward == -1.0

@@ -118,6 +118,26 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert failed.reward_detail.str.contains("ZeroDivisionError").all()
 
 
+def test_judge_that_is_down_stops_the_run_with_the_cause_and_every_completion_is_kept(
+    tmp_path: Path,
+) -> None:
+    judge = '[{verifier = "judge", settings = {url = "http://127.0.0.1:9", num_retries = 0}}]'
+    done = cli(
+        "train", "--name", "j", *small_arguments(), "--prompts.num-held-out", "0",
+        "--rewards", judge, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "groups in a row failed" in done.stderr
+    assert "http://127.0.0.1:9: ClientConnectorError" in done.stderr
+    layout = RunLayout((tmp_path / "runs" / "j").resolve())
+    stored = areal_flow.open_run(layout.root).trajectories()
+    assert len(stored) > 0
+    assert stored.reward.isna().all()
+    assert stored.reward_detail.str.contains('"infrastructure_error"').all()
+    assert stored.output_tokens.map(len).gt(0).all()
+    check_accounting(layout)
+
+
 def test_doctor_says_what_will_work(tmp_path: Path) -> None:
     done = cli("doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stdout

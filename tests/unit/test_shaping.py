@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards import judge
+from areal_flow.rewards import retries
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
@@ -164,7 +164,7 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
 
 
 def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     statuses = [503, 429]
 
     def judged(_: dict[str, Any]) -> float:
@@ -179,7 +179,7 @@ def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
 def test_service_that_fails_gives_no_score(
     status: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     requests: list[Any] = []
 
     def refused(request: dict[str, Any]) -> float:

@@ -22,8 +22,8 @@ def verify(
     and entry_point. The exit code is 1 if a row got no score.
 
     Args:
-        kind: A verifier: math, code, numeric, exact, regex, format, judge, reasoning_gym, or
-            one of yours.
+        kind: A verifier: math, code, numeric, exact, regex, format, judge, reward_model,
+            reasoning_gym, or one of yours.
         settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
     """
     from pipelines.verify import read_lines, verify_lines

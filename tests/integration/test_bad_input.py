@@ -58,6 +58,11 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
         (["--rewards", '[{verifier = "nonsense"}]'], 1, "rewards.verifier = 'nonsense'"),
+        (
+            ["--rewards", '[{verifier = "reward_model", settings = {path = "./absent"}}]'],
+            1,
+            "reward 'reward_model', path = './absent': expected a model directory",
+        ),
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
     ],
 )

@@ -31,7 +31,7 @@ class RewardSettings(Settings):
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier function that takes longer over one completion hangs, and has failed there; one
+    """A verifier of yours that takes longer over one completion hangs, and has failed there; one
     that judges many at a time has this long for each."""
 
 
@@ -87,7 +87,7 @@ class Reward(Protocol):
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         """Return one score an input, in their order.
 
-        It runs on the worker's event loop: computations belong into `asyncio.to_thread`.
+        It runs on an event loop that others use: computations belong into `asyncio.to_thread`.
 
         Raises:
             Exception: counted and stored as an error of every input; none of them gets a reward.
@@ -131,6 +131,22 @@ class FunctionReward:
         columns = {name: value for name, value in given.metadata.items() if name not in own}
         named = {name: value for name, value in (columns | own).items() if name in self._names}
         return columns | named if self._takes_columns else named
+
+
+class LimitedReward:
+    """A `Reward` of a user's, which may take `timeout_s` over each completion of a call."""
+
+    def __init__(self, reward: Reward, *, timeout_s: float) -> None:
+        """Take what it does, but where and how long."""
+        self.open, self.close = reward.open, reward.close
+        self._reward, self._timeout_s = reward, timeout_s
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        limit_s = self._timeout_s * max(1, len(inputs))
+        found: Sequence[Score] = await call_on_loop(
+            partial(self._reward.score, inputs), limit_s=limit_s
+        )
+        return found
 
 
 def judged(returned: Any) -> Score:

@@ -27,6 +27,7 @@ from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     FunctionReward,
+    LimitedReward,
     Reward,
     RewardFunction,
     RewardInput,
@@ -82,7 +83,7 @@ def load_reward(
     Args:
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
         settings: its own, as keyword arguments.
-        timeout_s: how long a function may take over one completion.
+        timeout_s: how long one that is not built in may take over one completion.
 
     Raises:
         RewardError: the name is unknown, cannot be imported, is not what was shipped, or does not
@@ -106,6 +107,8 @@ def load_reward(
         reward = found(**settings)
         if content_hash := getattr(reward, "content_hash", ""):
             identity += f"-{content_hash}"
+        if name not in REWARDS:
+            reward = LimitedReward(reward, timeout_s=timeout_s)
     else:
         function = partial(found, **settings) if settings else found
         reward = function_reward(function, timeout_s=timeout_s)

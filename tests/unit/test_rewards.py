@@ -370,6 +370,23 @@ def test_reward_that_returns_too_few_scores_scores_none() -> None:
     assert "returned 1 scores, expected 2" in scores[0].error
 
 
+class Blocks(TooFew):
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        return [Score(waits(given.completion)) for given in inputs]
+
+
+def test_reward_of_a_users_that_blocks_is_cut_off_and_costs_no_other_its_verdict() -> None:
+    chosen = [
+        RewardSettings(verifier="numeric"),
+        RewardSettings(verifier=f"{__name__}:Blocks", timeout_s=0.1),
+    ]
+    (score,) = asyncio.run(WeightedRewards(chosen, NOWHERE).score([RewardInput("", "hangs", "")]))
+    assert score.reward is None
+    assert "the verifier hangs" in score.error
+    assert "waits, test_rewards.py, line" in score.error
+    assert score.parts[0].reward == 0.0
+
+
 def test_rewards_are_opened_and_closed_together() -> None:
     both = [RewardSettings(verifier=f"{__name__}:{name}") for name in ("TooFew", "NeverOpens")]
     TooFew.events.clear()

@@ -10,12 +10,13 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
 from pydantic import Field
 
-from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop, cause_of
+from areal_flow.rewards.calls import FAILURES, call_in_thread, cause_of
+from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.settings import Settings
 from areal_flow.types import Score
 
@@ -30,7 +31,7 @@ class RewardSettings(Settings):
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier function that takes longer over one completion hangs, and has failed there; one
+    """A verifier of yours that takes longer over one completion hangs, and has failed there; one
     that judges many at a time has this long for each."""
 
 
@@ -53,6 +54,27 @@ class RewardInput:
     completion_ids: Sequence[int] = ()
 
 
+MAX_COMPLETION_CHARS = 2**22
+"""A longer completion is not read: it is worth nothing, and has the verdict `output_limit`."""
+
+
+def overlong(completion: str) -> Score | None:
+    """Return the score of a completion that is too long to be read; None for any other."""
+    if len(completion) <= MAX_COMPLETION_CHARS:
+        return None
+    return Score(0.0, "output_limit", message=f"more than {MAX_COMPLETION_CHARS} characters")
+
+
+def reads_completion(function: Callable[..., Score]) -> Callable[..., Score]:
+    """Have a verifier not read what is too long for it."""
+
+    @wraps(function)
+    def verify(*, completion: str, **others: Any) -> Score:
+        return overlong(completion) or function(completion=completion, **others)
+
+    return verify
+
+
 class Reward(Protocol):
     """Judges completions, many at a time. Opened once on each reward worker, and closed there."""
 
@@ -65,7 +87,7 @@ class Reward(Protocol):
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         """Return one score an input, in their order.
 
-        It runs on the worker's event loop: computations belong into `asyncio.to_thread`.
+        It runs on an event loop that others use: computations belong into `asyncio.to_thread`.
 
         Raises:
             Exception: counted and stored as an error of every input; none of them gets a reward.
@@ -78,7 +100,7 @@ one that takes `**columns` gets all columns."""
 
 
 class FunctionReward:
-    """Calls a function once a completion: in a thread, or on the event loop if it is `async`.
+    """Calls a function once a completion: in a thread, or on a loop of its own if it is `async`.
 
     Each completion is judged alone, and fails alone.
     """
@@ -109,6 +131,22 @@ class FunctionReward:
         columns = {name: value for name, value in given.metadata.items() if name not in own}
         named = {name: value for name, value in (columns | own).items() if name in self._names}
         return columns | named if self._takes_columns else named
+
+
+class LimitedReward:
+    """A `Reward` of a user's, which may take `timeout_s` over each completion of a call."""
+
+    def __init__(self, reward: Reward, *, timeout_s: float) -> None:
+        """Take what it does, but where and how long."""
+        self.open, self.close = reward.open, reward.close
+        self._reward, self._timeout_s = reward, timeout_s
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        limit_s = self._timeout_s * max(1, len(inputs))
+        found: Sequence[Score] = await call_on_loop(
+            partial(self._reward.score, inputs), limit_s=limit_s
+        )
+        return found
 
 
 def judged(returned: Any) -> Score:

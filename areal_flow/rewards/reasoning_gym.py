@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards.numeric import marked_answer
+from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score
 
 _ANSWER = ("<answer>", "</answer>")
@@ -24,6 +25,7 @@ _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympy|pickle)\b")
 """What evaluates text, SymPy's parser included; a scorer's whole module has none of it."""
 
 
+@reads_completion
 def verify_reasoning_gym(
     *, prompt: str, completion: str, answer: Any, metadata: Mapping[str, Any]
 ) -> Score:

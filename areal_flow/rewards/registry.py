@@ -23,9 +23,11 @@ from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.math_reward import MathReward
+from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     FunctionReward,
+    LimitedReward,
     Reward,
     RewardFunction,
     RewardInput,
@@ -46,6 +48,7 @@ REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "math": MathReward,
     "code": CodeReward,
     "judge": JudgeReward,
+    "reward_model": ModelReward,
     "reasoning_gym": verify_reasoning_gym,
 }
 """A function, or a class that is a `Reward`; each takes its recipe's settings by name."""
@@ -80,7 +83,7 @@ def load_reward(
     Args:
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
         settings: its own, as keyword arguments.
-        timeout_s: how long a function may take over one completion.
+        timeout_s: how long one that is not built in may take over one completion.
 
     Raises:
         RewardError: the name is unknown, cannot be imported, is not what was shipped, or does not
@@ -102,6 +105,10 @@ def load_reward(
     reward: Any
     if inspect.isclass(found):
         reward = found(**settings)
+        if content_hash := getattr(reward, "content_hash", ""):
+            identity += f"-{content_hash}"
+        if name not in REWARDS:
+            reward = LimitedReward(reward, timeout_s=timeout_s)
     else:
         function = partial(found, **settings) if settings else found
         reward = function_reward(function, timeout_s=timeout_s)
@@ -141,7 +148,8 @@ def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
 def code_hash(code: Any) -> str:
     """Return the hash of the module that defines a function or a class: alike in all processes.
 
-    A class says in `made_of` which other files decide what it says. Without a source, as of a
+    A class says in `made_of` which other files of code decide what it says, and its instance may
+    have the `content_hash` of more than code. Without a source, as of a
     module that was compiled, a function's byte code stands for it.
     """
     try:

@@ -27,7 +27,8 @@ from areal_flow.rewards.code_rows import code_task
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
-from areal_flow.rewards.trial import is_foreign
+from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
+from areal_flow.types import Prompt
 from areal_flow.weights.media import check_medium
 from areal_flow.workflows.tool_use import ToolUse
 
@@ -128,10 +129,12 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
     if not chosen:
         return lines
-    prompt = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
-    row = {"prompt": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+    table = PromptTable(layout.train_prompts, seed=recipe.seed)
+    prompt = table.row(0)
+    firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
+    rows = {source: _given(first) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
-    found, ended = _trial(layout, row, limit_s=limit_s)
+    found, ended = _trial(layout, rows, limit_s=limit_s)
     columns = ", ".join(["prompt", "completion", "answer", "metadata", *prompt.metadata])
     for verifier, judged in found.items():
         scores = judged["scores"] or []
@@ -182,8 +185,18 @@ def _common_error(scores: list[dict[str, Any]]) -> str:
     return errors[0] if errors and all(errors) else ""
 
 
+def _given(prompt: Prompt) -> dict[str, Any]:
+    """Return what of a row a verifier is given."""
+    return {
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "metadata": dict(prompt.metadata),
+        "prompt_source": prompt.source,
+    }
+
+
 def _trial(
-    layout: RunLayout, row: dict[str, Any], *, limit_s: float
+    layout: RunLayout, rows: dict[str, dict[str, Any]], *, limit_s: float
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Return what was found by verifier, as far as the trial came, and how its process ended."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
@@ -191,7 +204,7 @@ def _trial(
         command = [sys.executable, "-m", "areal_flow.rewards.trial", str(layout.root), str(output)]
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         environment = os.environ | PROCESS_ENVIRONMENT | paths
-        given = json.dumps(row)
+        given = json.dumps(rows)
         try:
             done = subprocess.run(
                 command, input=given, text=True, env=environment, timeout=limit_s, check=False

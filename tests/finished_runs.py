@@ -35,6 +35,7 @@ def answers(
             "version_spans": [{"version": version, "length": 3}],
             "prompt_id": f"held-out-{n}",
             "sample": 0,
+            "source": "",
             "difficulty": 3 + n % 2,
             "prompt": f"{n} + {text}",
             "completion": text,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -26,9 +27,10 @@ from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.files import Place, read_prompts, read_rows
+from areal_flow.prompts.mixture import quotas
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of, texts_of_turns
-from areal_flow.prompts.table import PromptTable
+from areal_flow.prompts.table import QUOTAS, PromptTable
 from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.math_pool import MathPool
 from areal_flow.rewards.math_reward import check_reference
@@ -55,44 +57,50 @@ class Prepared:
     """As the policy reads it: special tokens are there."""
     chat_template_hash: str
     """SHA-256 of the chat template; empty without one."""
+    by_source: Mapping[str, int] = field(default_factory=dict)
+    """How many prompts to train on there are of each of several sources."""
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables from two files, or from one whose fifth at most is held out.
+    """Write the run's prompt tables, each source's from two files, or from one whose fifth at most
+    is held out.
 
     Raises:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
         ModelError: the tokenizer has no chat template that does what the recipe asks for.
     """
-    settings, path = recipe.prompts, recipe.prompts.path
-    assert path is not None
     bad_rows: dict[Place, PromptError] = {}
-    read = _reader(recipe, layout, bad_rows)
-    if settings.held_out_path is not None:
-        candidates, rest = read(settings.held_out_path), read(path)
-    else:
-        num_rows = sum(1 for _ in read_rows(path))
-        num_candidates = min(settings.num_held_out, num_rows // 5)
-        places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
-        candidates = read(path, keeps=places.__contains__)
-        rest = read(path, keeps=lambda place: place not in places)
     held_out: dict[str, Row] = {}
     num_repeated = 0
+    of_source = Counter[str]()
 
     def is_new(row: Row) -> bool:
         nonlocal num_repeated
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
-    for row in filter(is_new, islice(candidates, settings.num_held_out)):
-        held_out[row["prompt"]] = row
+    def to_train(rows: Iterable[Row]) -> Iterator[Row]:
+        for row in filter(is_new, rows):
+            of_source[row["source"]] += 1
+            yield row
+
+    rest: list[Iterator[Row]] = []
+    for name, part in recipe.by_source().items():
+        candidates, others = _split(part, _reader(part, layout, bad_rows, source=name))
+        for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
+            held_out[row["prompt"]] = row
+        rest.append(others)
     num_held_out = _write(layout.held_out_prompts, held_out.values())
-    num_train = _write(layout.train_prompts, filter(is_new, rest))
+    shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
+    rows = to_train(chain.from_iterable(rest))
+    num_train = _write(layout.train_prompts, rows, {QUOTAS: json.dumps(shares)})
     _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    if not num_train:
-        raise PromptError("no prompts are left to train on; give more, or hold out fewer")
+    for name in recipe.by_source():
+        if not of_source[name]:
+            of = f" of source {name!r}" if name else ""
+            raise PromptError(f"no prompts{of} are left to train on; give more, or hold out fewer")
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
@@ -101,7 +109,24 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         listed,
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
+        by_source=dict(of_source) if recipe.sources else {},
     )
+
+
+Read = Callable[..., Iterator[Row]]
+
+
+def _split(recipe: Recipe, read: Read) -> tuple[Iterator[Row], Iterator[Row]]:
+    """Return the rows of a source that may be held out, and the others."""
+    settings, path = recipe.prompts, recipe.prompts.path
+    assert path is not None
+    if settings.held_out_path is not None:
+        return read(settings.held_out_path), read(path)
+    num_rows = sum(1 for _ in read_rows(path))
+    num_candidates = min(settings.num_held_out, num_rows // 5)
+    places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
+    rest = read(path, keeps=lambda place: place not in places)
+    return read(path, keeps=places.__contains__), rest
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
@@ -170,14 +195,15 @@ def tokenise_completions(
 
 
 def _reader(
-    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
-) -> Callable[..., Iterator[Row]]:
-    """Return what makes rows of a prompt table from a file; it lists bad ones."""
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
+) -> Read:
+    """Return what makes rows of a prompt table from a file of a source; it lists bad ones."""
 
     return partial(
         read_prompts,
         make=partial(
             _prompt_row,
+            source=source,
             recipe=recipe,
             render=renderer(recipe, layout.model),
             tokenizer=tokenizer_of(layout.model),
@@ -196,7 +222,13 @@ def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int
 
 
 def _prompt_row(
-    row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer, algebra: MathPool
+    row: Row,
+    *,
+    source: str,
+    recipe: Recipe,
+    render: Render,
+    tokenizer: Tokenizer,
+    algebra: MathPool,
 ) -> Row:
     settings, generation = recipe.prompts, recipe.generation
     columns, answer = columns_of(row, settings), answer_of(row, settings)
@@ -219,7 +251,8 @@ def _prompt_row(
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
     prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+    made = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
+    return {**columns, **made}
 
 
 def _check_tests(columns: Row) -> None:
@@ -240,11 +273,13 @@ def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
     return chat.sha256
 
 
-def _write(path: Path, rows: Iterable[Row]) -> int:
+def _write(path: Path, rows: Iterable[Row], metadata: Mapping[bytes, str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     num_rows, remaining = 0, iter(rows)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, PROMPTS) as writer:
+    schema = PROMPTS.with_metadata(dict(metadata or {}))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         while batch := [*islice(remaining, BATCH_ROWS)]:
-            writer.write_table(validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow))
+            checked = validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow)
+            writer.write_table(checked.replace_schema_metadata(schema.metadata))
             num_rows += len(batch)
     return num_rows

@@ -30,6 +30,8 @@ class RewardSettings(Settings):
     """Keyword arguments of it, beside what it takes of a completion."""
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
+    sources: tuple[str, ...] = Field((), strict=False)
+    """The names of the `[[sources]]` whose completions it judges; none: all."""
     timeout_s: float = Field(60.0, gt=0)
     """A verifier of yours that takes longer over one completion hangs, and has failed there; one
     that judges many at a time has this long for each."""
@@ -45,6 +47,7 @@ class RewardInput:
         answer: the right answer as the prompt's row has it: text, a number, a list.
         metadata: the columns of the prompt's row: tests, an entry point, anything.
         completion_ids: the tokens of the completion, special ones included.
+        prompt_source: the name of the prompt's source, where a run has several.
     """
 
     prompt: str
@@ -52,6 +55,7 @@ class RewardInput:
     answer: Any
     metadata: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: Sequence[int] = ()
+    prompt_source: str = ""
 
 
 MAX_COMPLETION_CHARS = 2**22

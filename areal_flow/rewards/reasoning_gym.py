@@ -46,7 +46,7 @@ def verify_reasoning_gym(
         )
     entry = {"question": prompt, "answer": answer, "metadata": dict(of_entry)}
     found = final_answer(completion)
-    reward = float(_scorer(str(task))(found, entry))
+    reward = float(scorer_of(str(task))(found, entry))
     return Score(reward, "right" if reward >= 1 else "wrong", extracted=found[:80])
 
 
@@ -60,7 +60,12 @@ def final_answer(completion: str) -> str:
 
 
 @cache
-def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """Return what a task judges an answer to one of its entries by.
+
+    Raises:
+        RewardError: there is no such task, it may run what the policy wrote, or no such package.
+    """
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:

@@ -9,8 +9,9 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -67,6 +68,8 @@ class NamedReward:
     reward: Reward
     source: str = ""
     """The file that its code stands in, if there is one."""
+    judges: tuple[str, ...] = ()
+    """The prompt sources whose completions it judges; none: all."""
 
 
 def load_reward(
@@ -198,8 +201,11 @@ class WeightedRewards:
             RewardError: one of them cannot be loaded.
         """
         self._parts = [
-            load_reward(
-                chosen.verifier, directory, settings=chosen.settings, timeout_s=chosen.timeout_s
+            replace(
+                load_reward(
+                    chosen.verifier, directory, settings=chosen.settings, timeout_s=chosen.timeout_s
+                ),
+                judges=chosen.sources,
             )
             for chosen in settings
         ]
@@ -207,10 +213,17 @@ class WeightedRewards:
         self._pass_threshold = pass_threshold
         self._opened = ExitStack()
         self.identity = " + ".join(
-            part.identity if weight == 1 else f"{weight:g}*{part.identity}"
+            "".join(
+                (
+                    f"{weight:g}*" if weight != 1 else "",
+                    part.identity,
+                    f" of {','.join(part.judges)}" if part.judges else "",
+                )
+            )
             for part, weight in zip(self._parts, self._weights, strict=True)
         )
-        """Name and hash of the code of each reward, with its weight unless that is 1."""
+        """Name and hash of the code of each reward, with its weight unless that is 1, and what it
+        judges unless that is all."""
         self.files = tuple(dict.fromkeys(part.source for part in self._parts if part.source))
         """The files that their code stands in."""
 
@@ -253,13 +266,19 @@ class WeightedRewards:
 
 
 async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-    """Return one score an input; a reward that raises, or returns too few, scores none of them."""
+    """Return one score an input, which is none where its source is judged by others.
+
+    A reward that raises, or returns too few, scores none of them.
+    """
+    judges = [not part.judges or given.prompt_source in part.judges for given in inputs]
+    chosen = [*compress(inputs, judges)]
     try:
-        found = await part.reward.score(inputs)
-        if len(found) != len(inputs):
+        found = await part.reward.score(chosen) if chosen else []
+        if len(found) != len(chosen):
             raise ValueError(
-                f"reward {part.name!r} returned {len(found)} scores, expected {len(inputs)}"
+                f"reward {part.name!r} returned {len(found)} scores, expected {len(chosen)}"
             )
     except Exception as error:  # noqa: BLE001 - `judged` counts it
-        found = [judged(error)] * len(inputs)
-    return [*map(judged, found)]
+        found = [judged(error)] * len(chosen)
+    scores = map(judged, found)
+    return [next(scores) if is_judged else Score(None, "no_reward") for is_judged in judges]

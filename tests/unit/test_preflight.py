@@ -71,7 +71,7 @@ def test_verifier_is_tried_with_an_answer_of_its_type_and_a_completion_of_text(
     recipe = build_recipe({"rewards": rewards}, source="test")
     RunLayout(tmp_path).config.write_text(dump_recipe(recipe))
     write_tiny_model(RunLayout(tmp_path).model, max_model_len=32)
-    row = {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}
+    row = {"": {"prompt": "which?", "answer": [1, 2], "metadata": {"unit": "m"}}}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
     trial.main(tmp_path, tmp_path / "found.jsonl")
     found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])

@@ -218,7 +218,7 @@ def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> N
     with pytest.raises(PromptError, match="is empty"):
         prepare_prompts(recipe(tmp_path / "empty.jsonl"), layout)
     (tmp_path / "p.csv").write_text("question,answer\n")
-    with pytest.raises(PromptError, match=r"expected \.jsonl or \.parquet, found \.csv"):
+    with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
         prepare_prompts(recipe(tmp_path / "p.csv"), layout)
     (tmp_path / "p.parquet").write_text("not parquet")
     with pytest.raises(PromptError, match="not a readable Parquet"):

@@ -152,7 +152,10 @@ class AdamWSettings(Settings):
     beta2: float = Field(0.95, ge=0, lt=1)
     """The decay of the squared gradient."""
     weight_decay: float = Field(0.0, ge=0)
-    """How much of each weight a step takes away, times the rate."""
+    """How much of each weight a step takes away, times the rate; nothing of norms and biases."""
+    max_skipped_steps: int = Field(5, ge=1)
+    """The run ends after so many steps in a row with an update that was skipped, since its loss or
+    gradient was not finite."""
 
 
 class TrainerSettings(Settings):

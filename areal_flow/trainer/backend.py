@@ -60,7 +60,7 @@ class Minibatch:
 
 @dataclass(slots=True)
 class UpdateNumbers:
-    """What updates found, each of a minibatch: of one, or of all of a step."""
+    """What updates found, each of a minibatch: of one, or of all of a step but the skipped ones."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -88,9 +88,10 @@ class TrainerBackend(Protocol):
     ) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
 
+        Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
+
         Raises:
-            TrainingError: a loss or a gradient is not finite. Nothing may be computed any more.
-            TrainerLost: another rank left meanwhile. The same.
+            TrainerLost: another rank left meanwhile. Nothing may be computed any more.
         """
 
     @property

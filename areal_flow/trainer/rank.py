@@ -110,7 +110,6 @@ class TrainerRank:
 
         Raises:
             TrainerLost: this rank is not at the parent, or another one was lost.
-            TrainingError: numbers are not finite.
         """
         if self._last and self._last[0] == request:
             return self._last[1]

@@ -6,6 +6,7 @@ every rank makes the same update.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -25,7 +26,6 @@ from areal_flow.algorithms.protocol import (
     mean,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.errors import TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors, recompute_layers
 from areal_flow.trainer.adamw import UncompiledAdamW
@@ -33,6 +33,8 @@ from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, Upda
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,20 @@ class ReplicatedBackend:
         # AdamW moves what has a gradient of zero, too: by weight decay and by older moments. So it
         # never sees a frozen parameter.
         trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self._names, self._trainable = list(trainable), list(trainable.values())
+        self._trainable = list(trainable.values())
+        matrices = {name: p for name, p in trainable.items() if p.ndim > 1}
+        others = {name: p for name, p in trainable.items() if p.ndim <= 1}  # of norms, and biases
+        self._names = [*matrices, *others]
+        groups: list[dict[str, Any]] = [
+            {"params": list(matrices.values())},
+            {"params": list(others.values()), "weight_decay": 0.0},
+        ]
         self.optimizer = UncompiledAdamW(
-            self._trainable,
+            groups,
             lr=settings.learning_rate,
             betas=(settings.adamw.beta1, settings.adamw.beta2),
             weight_decay=settings.adamw.weight_decay,
+            fused=torch.device(settings.device).type == "cuda" or None,
         )
         self._reference: Any = None
 
@@ -109,11 +119,8 @@ class ReplicatedBackend:
             torch.nn.utils.clip_grad_norm_(self._trainable, self.settings.max_grad_norm)
         )
         if not (isfinite(loss) and isfinite(grad_norm)):
-            raise TrainingError(
-                f"expected a finite loss and gradient, found loss {loss} and gradient norm "
-                f"{grad_norm}: nothing of this step was published; start a new run with a lower "
-                "trainer.learning_rate"
-            )
+            logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
+            return UpdateNumbers()
         for group in self.optimizer.param_groups:
             group["lr"] = minibatch.learning_rate
         self.optimizer.step()

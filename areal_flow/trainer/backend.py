@@ -96,7 +96,10 @@ class TrainerBackend(Protocol):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a policy for losses that need the log-probabilities of a fixed one."""
+        """Whether there is a policy for losses that need the log-probabilities of a fixed one.
+
+        With an adapter there always is: the policy without it.
+        """
 
     def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
         """Keep a copy of these weights as the reference, which no update changes.
@@ -106,7 +109,10 @@ class TrainerBackend(Protocol):
         """
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return the master weights by name; the next update changes them."""
+        """Return the weights to be served, by name and in master precision: an adapter is merged.
+
+        The next update changes them.
+        """
 
     def save(self) -> SavedState:
         """Return a copy of the state; the next update does not change it."""

@@ -21,6 +21,7 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
+from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import DTYPES, empty_policy, load_policy
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.lease import Writer
@@ -92,6 +93,8 @@ class TrainerRank:
     def adopt(self, policy: Any) -> TrainerBackend:
         """Take a policy as the one to train, with a fresh optimizer."""
         self._hashes = None
+        if (lora := self.recipe.trainer.lora).rank:
+            add_adapter(policy, lora, seed=self.recipe.seed)
         self._backend = make_backend(policy.train(), self.recipe.trainer)
         return self._backend
 
@@ -101,7 +104,7 @@ class TrainerRank:
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        if self.recipe.algorithm.needs_reference:
+        if self.recipe.algorithm.needs_reference and not self.backend.has_reference:
             self.backend.hold_reference(self.backend.export_weights())
         return self._stand_at(0), numeric_environment(self.recipe)
 
@@ -174,7 +177,7 @@ class TrainerRank:
         description = CheckpointState(
             self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        self._snapshot = Snapshot(self.backend.save(), description)
+        self._snapshot = Snapshot(self.backend.save(), description, self.recipe.trainer.lora)
 
     def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.

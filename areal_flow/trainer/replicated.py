@@ -27,7 +27,14 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors, recompute_layers
+from areal_flow.models.lora import split_adapter, without_adapter
+from areal_flow.models.policy import (
+    DTYPES,
+    assign_tensors,
+    merged_tensors,
+    policy_tensors,
+    recompute_layers,
+)
 from areal_flow.trainer.adamw import UncompiledAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
@@ -73,6 +80,7 @@ class ReplicatedBackend:
             weight_decay=settings.adamw.weight_decay,
             fused=torch.device(settings.device).type == "cuda" or None,
         )
+        self._has_adapter = bool(split_adapter(policy_tensors(policy))[1])
         self._reference: Any = None
 
     def autocast(self) -> torch.autocast:
@@ -96,9 +104,15 @@ class ReplicatedBackend:
         with self.autocast():
             return token_logprobs(policy, micro, temperature=temperature)
 
+    def _reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        if not self._has_adapter:
+            return self._logprobs_under(self._reference, micro, temperature)
+        with without_adapter(self.policy):
+            return self._logprobs_under(self.policy, micro, temperature)
+
     @property
     def has_reference(self) -> bool:
-        return self._reference is not None
+        return self._has_adapter or self._reference is not None
 
     def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
         reference = deepcopy(self.policy).requires_grad_(False)
@@ -127,17 +141,17 @@ class ReplicatedBackend:
         return UpdateNumbers([loss], [grad_norm], metrics)
 
     def export_weights(self) -> dict[str, Tensor]:
-        return policy_tensors(self.policy)
+        return merged_tensors(self.policy)
 
     def save(self) -> SavedState:
-        return SavedState(_copies(self.export_weights()), _copies(self.optimizer_tensors()))
+        return SavedState(_copies(policy_tensors(self.policy)), _copies(self.optimizer_tensors()))
 
     def load(self, saved: SavedState) -> None:
         assign_tensors(self.policy, saved.weights)
         self.load_optimizer_tensors(saved.optimizer)
 
     def fingerprint(self) -> str:
-        return hash_tensors(self.export_weights())
+        return hash_tensors(policy_tensors(self.policy))
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state by parameter name; empty before the first update."""
@@ -201,7 +215,7 @@ class ReplicatedBackend:
         temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         reference_M = None
         if settings.algorithm.needs_reference:
-            reference_M = self._logprobs_under(self._reference, micro, temperature)
+            reference_M = self._reference_logprobs(micro, temperature)
         with self.autocast():
             logprobs_M, entropy_M = token_logprobs_and_entropies(
                 self.policy,

@@ -19,6 +19,7 @@ from typing import Any
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
+from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.lora import add_adapter
@@ -39,6 +40,7 @@ from areal_flow.trainer.checkpoint import (
     read_weights,
     write_checkpoint,
 )
+from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import (
@@ -64,6 +66,7 @@ class TrainerRank:
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
     _backend: TrainerBackend | None = field(default=None, init=False)
+    _shape: PolicyShape | None = field(default=None, init=False)
     _hashes: PolicyHashes | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
     _last: tuple[StepRequest, StepResult] | None = field(default=None, init=False)
@@ -95,6 +98,7 @@ class TrainerRank:
         self._hashes = None
         if (lora := self.recipe.trainer.lora).rank:
             add_adapter(policy, lora, seed=self.recipe.seed)
+        self._shape = PolicyShape.of(policy)
         self._backend = make_backend(policy.train(), self.recipe.trainer)
         return self._backend
 
@@ -260,9 +264,22 @@ class TrainerRank:
                 **masked_fractions(rows, sequences),
                 **{name: metric.value for name, metric in numbers.metrics.items()},
                 **batch_metrics(rows, pass_threshold=self.recipe.pass_threshold),
+                **self._utilization(sequences, seconds=seconds["seconds_train"]),
             },
             **seconds,
         )
+
+    def _utilization(
+        self, sequences: Sequence[TrainingSequence], *, seconds: float
+    ) -> dict[str, float]:
+        """Return which part of this process's matrix rate its share of a step had."""
+        if self._shape is None:
+            return {}
+        settings, trainer = self.settings, self.recipe.trainer
+        share = len(self.replicas.mine) / settings.num_ranks
+        flops = share * self._shape.step_flops(sequences, settings.algorithm)
+        rate = matrix_rate(trainer.device, trainer.dtype)
+        return {f"{SPEED}model_flops_utilization": flops / seconds / rate}
 
 
 def _mean(values: Sequence[float]) -> float:

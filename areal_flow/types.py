@@ -240,6 +240,10 @@ class StepRequest:
     max_staleness: int
 
 
+SKIPPED_UPDATES = "skipped_updates_fraction"
+"""The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Numbers of one step that every algorithm has; tokens are completion tokens, seconds are wall
@@ -259,6 +263,10 @@ class StepMetrics:
     seconds_train: float
     seconds_stage: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped_an_update(self) -> bool:
+        return self.metrics.get(SKIPPED_UPDATES, 0.0) > 0
 
 
 NOTHING_TRAINED = StepMetrics(

@@ -67,11 +67,16 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
 
     Raises:
         ModelError: there is no such model, it cannot be trained, or it lacks a stop token.
+        ConfigError: it has no such matrices as the recipe's adapter is of.
     """
     if make := MODELS.get(recipe.model):
         make(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
         _copy_model(recipe, layout)
+    if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
+        from areal_flow.models.policy import check_adapter  # torch, as above
+
+        check_adapter(layout.model, recipe.trainer.lora)
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_flow.errors import EngineError
 from areal_flow.testing import BigramEngine
-from areal_flow.types import Completion, GroupRequest
+from areal_flow.types import Completion, GroupRequest, Tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.agent_session import answer_message
@@ -109,6 +109,26 @@ def test_rewritten_history_begins_another_trajectory() -> None:
     assert {draft.score and draft.score.verdict for draft in drafts} == {"no_reward"}
     assert not drafts[0].loss_mask.all()
     assert drafts[1].loss_mask.all()
+
+
+def test_template_that_rewrites_answers_begins_another_trajectory() -> None:
+    class Forgets(FakeServices):
+        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+            if after is not None:
+                raise ValueError("the chat template rewrites earlier answers")
+            return super().chat(*arguments, after=after)
+
+    async def goes_on(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump(), *asked("and?")]
+            await client.chat.completions.create(model="m", messages=history)
+        return 1.0
+
+    drafts = run(goes_on, Forgets(tokens_per_version=2))
+    assert [draft.branch for draft in drafts] == [0, 1]
+    assert all(draft.loss_mask.all() for draft in drafts)
+    assert len({span.version for draft in drafts for span in draft.version_spans}) > 1
 
 
 def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:

@@ -74,7 +74,8 @@ class PromptSettings(Settings):
 
     source: str = "arithmetic"
     """`file`; a source that makes prompts: `arithmetic`, `calculator`, `one_liners`;
-    `reasoning_gym:TASK`; or `datasets:NAME`, a Hugging Face dataset. `[[sources]]` mix several."""
+    `reasoning_gym:TASK`; `datasets:NAME`, a Hugging Face dataset; or `verifiers:ENVIRONMENT`.
+    `[[sources]]` mix several."""
     path: Path | None = Field(None, strict=False)
     """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
     held_out_path: Path | None = Field(None, strict=False)

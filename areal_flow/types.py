@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
@@ -91,6 +91,9 @@ class GroupRequest:
     prompt_tokens: Tokens
     seeds: tuple[int, ...]
     sampling: Sampling
+    on_token: Callable[[int, int], None] | None = field(default=None, repr=False)
+    """Called by the engine's thread with the place of a seed and each token that is sampled for it,
+    in their order, before the completions are returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -58,7 +58,7 @@ def train(
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
     """
     if prompts is not None:
-        settings = merge(settings, {"prompts.source": "file"})
+        settings = merge(settings, {"prompts.source": "file", "sources": []})
     elif recipe is None and source is None:
         recipe = DEFAULT_RECIPE
     fork = None

@@ -93,9 +93,10 @@ def evaluate_model(
     run = run_of_checkpoint(directory)
     if run is None and prompts is None:
         raise ModelError(f"{directory} lies in no run: give --prompts FILE")
-    given: dict[str, dict[str, Any]] = {"cluster": {"num_generators": 2}}
+    given: dict[str, Any] = {"cluster": {"num_generators": 2}}
     if prompts is not None:
         given["prompts"] = {"source": "file", "path": str(prompts.resolve())}
+        given["sources"] = []
     recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
     check_devices(recipe)
     require_served(recipe.generation, directory)

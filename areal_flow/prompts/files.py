@@ -16,7 +16,8 @@ from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.prompts.rows import Row
 
 LANCE = ".lance"
-MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 64 << 20
+"""The tests of one program, in a row of LiveCodeBench, are some megabytes."""
 BATCH_ROWS = 256
 
 Made = TypeVar("Made")

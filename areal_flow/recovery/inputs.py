@@ -64,7 +64,8 @@ def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, mode
         model: the directory that the first policy comes from.
     """
     copies = (layout.train_prompts, layout.held_out_prompts, layout.sft_rows)
-    sources = (recipe.prompts.path, recipe.prompts.held_out_path, recipe.sft.path)
+    sources = [recipe.prompts.path, recipe.prompts.held_out_path, recipe.sft.path]
+    sources += [path for of in recipe.sources for path in (of.path, of.held_out_path)]
     inputs = RunInputs(
         verifiers=[(FIRST_EPOCH, verifier.identity)],
         files={

@@ -73,7 +73,7 @@ def train(
 
     given = dict(settings or {})
     if prompts is not None:
-        given |= {"prompts.source": "file", "prompts.path": str(prompts)}
+        given |= {"prompts.source": "file", "prompts.path": str(prompts), "sources": []}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     if from_ is None:

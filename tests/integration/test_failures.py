@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -66,8 +67,15 @@ def wait_for_step(process: object, layout: RunLayout, step: int) -> None:
 
 
 def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path) -> None:
+    """It trains on a mixture, of which a resume reads nothing but the run's own copy."""
     layout = RunLayout((tmp_path / "runs" / "k").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
+    given = tmp_path / "given.jsonl"
+    rows = [{"question": f"{n % 10}+{n // 10} =", "answer": n % 10 + n // 10} for n in range(60)]
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = """[{name = "made", source = "arithmetic", weight = 2.0},
+                  {name = "given", path = "given.jsonl"}]"""
+    arguments += ["--sources", sources]
     with started_cli("train", "--name", "k", *arguments, cwd=tmp_path) as process:
         wait_for_step(process, layout, 6)
         second = cli("train", "--resume", "k", cwd=tmp_path)
@@ -81,6 +89,7 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         assert left.exists() == bool(available_bytes())
         listed = cli("runs", cwd=tmp_path).stdout
         assert "crashed" in listed
+        given.unlink()
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
         newest = list_checkpoints(layout.checkpoints)[-1]
         done = cli("train", "--resume", "k", "--num-steps", str(head + 3), cwd=tmp_path)
@@ -92,6 +101,8 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         assert not left.exists()
         assert not segments_of(layout.weights_of(2)).exists()
         check_accounting(layout)
+        trajectories = areal_flow.open_run(layout.root).trajectories("arrow")
+        assert set(trajectories["source"].to_pylist()) == {"made", "given"}
 
 
 def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> None:

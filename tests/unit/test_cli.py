@@ -75,7 +75,10 @@ def test_completion_knows_commands_and_settings(shell: Any) -> None:
 def test_settings_reach_the_recipe_over_the_file(
     started: list[tuple[str, RunLayout, Recipe]], tmp_path: Path
 ) -> None:
-    (tmp_path / "r.toml").write_text("num_steps = 7\nseed = 1\n[trainer]\nadamw.beta1 = 0.5\n")
+    (tmp_path / "r.toml").write_text(
+        "num_steps = 7\nseed = 1\n[trainer]\nadamw.beta1 = 0.5\n"
+        "[[sources]]\nname = 'a'\npath = 'a.jsonl'\n"
+    )
     arguments = [
         *("train", str(tmp_path / "r.toml"), "--name", "n", "--runs", str(tmp_path / "runs")),
         *("--seed", "9", "--seed", "2", "--trainer.learning-rate", "1e-5"),
@@ -93,7 +96,7 @@ def test_settings_reach_the_recipe_over_the_file(
     assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
     assert recipe.prompts.source == "file"
-    assert recipe.prompts.path == Path("p.jsonl")
+    assert (recipe.prompts.path, recipe.sources) == (Path("p.jsonl"), ())
     assert recipe.prompts.skip_bad_rows
     assert recipe.prompts.template == "Q: {question}"
 

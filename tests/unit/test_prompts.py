@@ -111,6 +111,11 @@ def test_row_whose_answer_is_no_mathematics_is_refused(tmp_path: Path, layout: R
         prepare_prompts(asked, layout)
 
 
+def test_row_may_have_megabytes_of_tests(tmp_path: Path, layout: RunLayout) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{**good(n), "tests": "x" * 2**21} for n in range(2)])
+    assert prepare_prompts(recipe(path), layout).num_train == 2
+
+
 def test_row_may_have_a_word_for_its_difficulty(tmp_path: Path, layout: RunLayout) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{**good(n), "difficulty": "hard"} for n in range(20)])
     assert prepare_prompts(recipe(path), layout).num_train == 16

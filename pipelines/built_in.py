@@ -21,6 +21,7 @@ from areal_flow.models.directory import (
     copy_model_description,
     resolve_model,
 )
+from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.calculator.calculator_policy import write_calculator_model
@@ -104,7 +105,8 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
         return recipe
     if recipe.model in MODELS:
         raise ConfigError(
-            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and completion: "
+            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and "
+            f"{' and '.join(OBJECTIVES[sft.objective].fields)}: "
             "only a model and a prompts.source that are made for each other bring their own: "
             f"{', '.join(map(' and '.join, DEMONSTRATIONS))}. Give one, or --sft.num-steps 0; see "
             "the gsm8k recipe"
@@ -155,7 +157,7 @@ def _with_made_rows(
         held_out_path=write_jsonl(folder / "held_out.jsonl", held_out) if held_out else None,
     )
     demonstrate = DEMONSTRATIONS.get((recipe.model, prompts.source))
-    if sft.path or not sft.num_steps or not demonstrate:
+    if sft.path or not sft.num_steps or not demonstrate or sft.objective != "cross_entropy":
         return made
     rows = demonstrate(
         [prompts.template.replace("{question}", row["question"]) for row in train],

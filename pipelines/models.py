@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,11 @@ def export(source: Path, directory: Path) -> None:
         copy_function=shutil.copyfile,  # safetensors writes files that their owner alone can read
     )
     print(f"Exported {source} to {directory}. Load it with:")
-    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
+    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
+    kind = (
+        "SequenceClassification" if architecture.endswith("SequenceClassification") else "CausalLM"
+    )
+    print(f"  transformers.AutoModelFor{kind}.from_pretrained({str(directory)!r})")
 
 
 def newest_checkpoint(layout: RunLayout) -> Path:

@@ -31,7 +31,7 @@ from areal_flow.controller.schedules import (
     run_barrier_schedule,
     run_until_first_ends,
 )
-from areal_flow.errors import RunError
+from areal_flow.errors import ConfigError, RunError
 from areal_flow.evaluation import Answer, answer_held_out
 from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
@@ -57,6 +57,7 @@ from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
+from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
@@ -81,6 +82,11 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     Raises:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
+    if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
+        raise ConfigError(
+            "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
+            "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
+        )
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     prepare_model(recipe, layout)

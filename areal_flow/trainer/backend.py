@@ -35,6 +35,8 @@ class StepSettings:
     num_ranks: int = 1
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
+    packs_groups: bool = False
+    """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
 
     @property
     def token_loss(self) -> TokenLoss:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import PromptSettings, Recipe, SourceSettings
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     check_stop_tokens,
     copy_model_description,
     resolve_model,
+    tokenizer_of,
 )
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum
@@ -83,6 +84,29 @@ def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
 
     probe_policy(source, max_model_len=recipe.generation.max_model_len)
     copy_model_description(source, layout.model)
+
+
+def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
+    """Return the directory of the reference that a recipe names, if it names one.
+
+    Raises:
+        ModelError: it cannot be computed with, or its tokens are not the policy's.
+    """
+    if not recipe.algorithm.reference:
+        return None
+    directory = resolve_model(recipe.algorithm.reference)
+    check_model_directory(directory)
+    found, expected = (tokenizer_of(each).get_vocab() for each in (directory, layout.model))
+    if found != expected:
+        raise ModelError(
+            f"algorithm.reference: expected the tokens of model {recipe.model!r}, found others in "
+            f"{directory}: log-probabilities are compared token by token; take one with the same "
+            "tokenizer"
+        )
+    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+    probe_policy(directory, max_model_len=recipe.generation.max_model_len)
+    return directory
 
 
 def initial_model(recipe: Recipe, layout: RunLayout) -> Path:

@@ -62,7 +62,7 @@ from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow
-from pipelines.built_in import initial_model, prepare_model, with_files
+from pipelines.built_in import initial_model, prepare_model, reference_model, with_files
 from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
@@ -90,11 +90,18 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     prepare_model(recipe, layout)
+    reference = reference_model(recipe, layout)
     require_served(recipe.generation, layout.model)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
     prepare_sft(layout, recipe)
-    record_inputs(layout, given, verifier=verifier, model=initial_model(given, layout))
+    record_inputs(
+        layout,
+        given,
+        verifier=verifier,
+        model=initial_model(given, layout),
+        reference=reference,
+    )
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     return describe_prompts(prepared, layout)

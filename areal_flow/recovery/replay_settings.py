@@ -15,9 +15,15 @@ if TYPE_CHECKING:
     from areal_flow.algorithms.protocol import TokenLoss
 
 WITHOUT_INFLUENCE = frozenset(
-    {"trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"}
+    {
+        *("trainer.checkpoint_every_steps", "trainer.keep_checkpoints"),
+        *("algorithm.group_filter", "algorithm.reference"),
+    }
 )
-"""Settings that say what is kept of a step, or which groups come to it: not what it computes."""
+"""Settings that say what is kept of a step, or which groups come to it: not what it computes.
+
+The reference is among them, since a replay reads the one that the run was prepared with.
+"""
 
 
 def settings_of_a_step() -> list[str]:

@@ -99,12 +99,8 @@ class TrainerBackend(Protocol):
     def has_reference(self) -> bool:
         """Whether there is a policy for losses that need the log-probabilities of a fixed one."""
 
-    def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
-        """Keep a copy of these weights as the reference, which no update changes.
-
-        Raises:
-            WeightsError: they are of another policy.
-        """
+    def hold_reference(self, policy: Any) -> None:
+        """Keep a policy, of any architecture with the same tokens, as the reference."""
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the master weights by name; the next update changes them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite
@@ -90,10 +89,8 @@ class ReplicatedBackend:
     def has_reference(self) -> bool:
         return self._reference is not None
 
-    def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
-        reference = deepcopy(self.policy).requires_grad_(False)
-        assign_tensors(reference, weights)
-        self._reference = reference
+    def hold_reference(self, policy: Any) -> None:
+        self._reference = policy.requires_grad_(False)
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup

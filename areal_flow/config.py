@@ -32,6 +32,8 @@ from areal_flow.workflows.registry import WorkflowSettings
 from areal_flow.workflows.single_turn import SingleTurn
 from areal_flow.workflows.tool_use import ToolUse
 
+SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
+
 
 class SourceSettings(Settings):
     """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
@@ -125,9 +127,15 @@ class SftSettings(Settings):
     The rest of its optimizer, the passes' type and the device are those of `trainer`.
     """
 
+    objective: SupervisedObjective = "cross_entropy"
+    """What is learned: completions; with `dpo` to prefer one of two, against the first policy;
+    with `reward_model` to score them, which makes a reward model of the policy."""
     path: Path | None = Field(None, strict=False)
-    """JSONL rows with `prompt` and `completion`, a text or a list of texts of the policy and of the
-    environment by turns; a model that is made here brings its own."""
+    """JSONL rows with `prompt` and `completion` or, of preferences, `chosen` and `rejected`: each a
+    text, or a list of texts of the policy and of the environment by turns; a model that is made
+    here brings its own completions."""
+    num_held_out: int = Field(0, ge=0)
+    """So many rows at the end of the file are not trained, but measured at each checkpoint."""
     num_steps: int = Field(0, ge=0)
     """Optimizer steps; 0: no supervised fine-tuning."""
     batch_size: int = Field(64, ge=1)
@@ -143,6 +151,19 @@ class SftSettings(Settings):
     """Another order every epoch, drawn from the seed; false: the file's own, a curriculum."""
     checkpoint_every_steps: int = Field(500, ge=1)
     """Steps between checkpoints, from which a stopped run goes on."""
+    beta: float = Field(0.1, gt=0)
+    """How much dpo keeps to the first policy: the implicit reward of a nat of log-ratio."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """How likely the label of a pair is wrong, of dpo and reward_model."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftSettings:
+        require(
+            self.label_smoothing == 0 or self.objective != "cross_entropy",
+            f"sft.label_smoothing ({self.label_smoothing}) is of pairs: with sft.objective "
+            "'cross_entropy' there are none; set it to 0, or the objective to 'dpo'",
+        )
+        return self
 
 
 class AdamWSettings(Settings):

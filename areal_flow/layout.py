@@ -15,7 +15,7 @@ runs/NAME/
     weights/00000002/      what the generators of one driver's life load: files, or a link into
                            shared memory
     rendezvous/00000002/   where the trainer ranks of one driver's life find each other
-    sft/                   rows and checkpoints of supervised fine-tuning
+    sft/                   rows, checkpoints and metrics by step of supervised fine-tuning
     forks.jsonl            replayed steps that differed, in another numeric environment
     tracking.json          which checkpoints a registry wants kept, as last heard
     train.log              what its drivers said, and their warnings
@@ -63,6 +63,7 @@ class RunLayout:
     held_out_prompts = _Within("prompts", "held_out.arrow")
     sft_rows = _Within("sft", "rows.npz")
     sft_checkpoints = _Within("sft", "checkpoints")
+    sft_metrics = _Within("sft", "metrics.jsonl")
     bad_rows = _Within("prompts", "bad_rows.jsonl")
     chat_template = _Within("prompts", "chat_template.json")
     rewards = _Within("rewards")

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import PromptSettings, Recipe, SourceSettings
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
     check_stop_tokens,
     copy_model_description,
     resolve_model,
+    tokenizer_of,
 )
+from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.calculator.calculator_policy import write_calculator_model
@@ -99,6 +101,29 @@ def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
     copy_model_description(source, layout.model)
 
 
+def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
+    """Return the directory of the reference that a recipe names, if it names one.
+
+    Raises:
+        ModelError: it cannot be computed with, or its tokens are not the policy's.
+    """
+    if not recipe.algorithm.reference:
+        return None
+    directory = resolve_model(recipe.algorithm.reference)
+    check_model_directory(directory)
+    found, expected = (tokenizer_of(each).get_vocab() for each in (directory, layout.model))
+    if found != expected:
+        raise ModelError(
+            f"algorithm.reference: expected the tokens of model {recipe.model!r}, found others in "
+            f"{directory}: log-probabilities are compared token by token; take one with the same "
+            "tokenizer"
+        )
+    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+    probe_policy(directory, max_model_len=recipe.generation.max_model_len)
+    return directory
+
+
 def initial_model(recipe: Recipe, layout: RunLayout) -> Path:
     """Return the directory that the first policy comes from; without weights, they are drawn."""
     return layout.model if recipe.model in MODELS else resolve_model(recipe.model)
@@ -119,7 +144,8 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
         return recipe
     if recipe.model in MODELS:
         raise ConfigError(
-            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and completion: "
+            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and "
+            f"{' and '.join(OBJECTIVES[sft.objective].fields)}: "
             "only a model and a prompts.source that are made for each other bring their own: "
             f"{', '.join(map(' and '.join, DEMONSTRATIONS))}. Give one, or --sft.num-steps 0; see "
             "the gsm8k recipe"
@@ -170,7 +196,7 @@ def _with_made_rows(
         held_out_path=write_jsonl(folder / "held_out.jsonl", held_out) if held_out else None,
     )
     demonstrate = DEMONSTRATIONS.get((recipe.model, prompts.source))
-    if sft.path or not sft.num_steps or not demonstrate:
+    if sft.path or not sft.num_steps or not demonstrate or sft.objective != "cross_entropy":
         return made
     rows = demonstrate(
         [prompts.template.replace("{question}", row["question"]) for row in train],

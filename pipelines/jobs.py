@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from typing import Any
 
 from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.config import Recipe, dump_recipe
+from areal_flow.config import Recipe, SupervisedObjective, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import Verifier, accept, check_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from areal_flow.tracking.registry import track
+from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.cli.run_log import log, log_kept, say
 from pipelines.forking import Fork, describe_parent
 from pipelines.models import newest_checkpoint
@@ -94,9 +96,16 @@ def _draw_report(layout: RunLayout) -> None:
         say("", f"The run on one page: {path}")
 
 
-def _say_what_next(layout: RunLayout) -> None:
-    """Say what may follow after supervised fine-tuning."""
-    say(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
+def _conclude_sft(layout: RunLayout) -> None:
+    """Register what supervised fine-tuning made, and say what may follow."""
+    recipe = load_recipe(layout.config)
+    if recipe.tracking.enabled:
+        try:
+            track(layout.root, recipe.tracking.uri)
+        except Exception as error:  # noqa: BLE001  the run is finished all the same
+            logger.warning("the tracker is away; deliver by areal-flow track: %s", error)
+    if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
+        say(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
     say(f"Export it with: areal-flow export {layout.name} DIRECTORY")
 
 
@@ -121,8 +130,13 @@ SFT = Job(
     sft_workers,
     lambda layout: layout.sft_rows,
     lambda *_: Verifier(),
-    _say_what_next,
+    _conclude_sft,
 )
+
+
+def supervised(objective: SupervisedObjective) -> Job:
+    """Return the job that learns what a recipe's `sft.objective` says, under its own command."""
+    return replace(SFT, command=objective.replace("_", "-"))
 
 
 def start(

@@ -98,7 +98,10 @@ def export(source: Path, directory: Path) -> None:
         merged = policy_tensors(load_policy(source))
         save_file(merged, directory / MODEL_FILE, metadata={"format": "pt"})
     print(f"Exported {source} to {directory}. Load it with:")
-    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
+    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
+    scores = architecture.endswith("SequenceClassification")
+    kind = "SequenceClassification" if scores else "CausalLM"
+    print(f"  transformers.AutoModelFor{kind}.from_pretrained({str(directory)!r})")
 
 
 def export_adapter(source: Path, directory: Path) -> None:

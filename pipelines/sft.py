@@ -22,12 +22,22 @@ from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.built_in import initial_model, prepare_model, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.stop_signals import Outcome, StopSignals
 
 MAX_LOST_TRAINERS = 3
 """So many in a row that die without having come further end the run."""
+
+SHOWN = {
+    "loss": "loss",
+    "pair_accuracy": "accuracy",
+    "pair_margin": "margin",
+    "held_out_loss": "held-out loss",
+    "held_out_pair_accuracy": "held-out accuracy",
+}
+"""What of a step's metrics is said while fine-tuning goes on, and how."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +47,26 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
 
     Raises:
         PromptError: naming file, line and field of the first bad row.
+        ConfigError: all rows would be held out.
     """
-    if not (recipe.sft.num_steps and recipe.sft.path):
+    sft = recipe.sft
+    if not (sft.num_steps and sft.path):
         return 0
-    return tokenise_completions(
-        recipe.sft.path,
+    objective, stop_token_id = OBJECTIVES[sft.objective], stop_token_ids(layout.model)[0]
+    num_rows = tokenise_completions(
+        sft.path,
         layout.sft_rows,
         tokenizer=tokenizer_of(layout.model),
-        stop_token_id=stop_token_ids(layout.model)[0],
+        stop_token_id=None if objective.makes_reward_model else stop_token_id,
         max_tokens=recipe.trainer.tokens_per_micro_batch,
+        fields=objective.fields,
     )
+    if num_rows <= sft.num_held_out:
+        raise ConfigError(
+            f"sft.num_held_out ({sft.num_held_out}) leaves nothing to train of the {num_rows} rows "
+            f"in {sft.path}: hold out fewer"
+        )
+    return num_rows
 
 
 def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
@@ -57,11 +77,17 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
         PromptError, ModelError: nothing was started.
     """
     prepare_model(recipe, layout)
-    num_rows = prepare_sft(layout, with_files(recipe, layout))
+    objective = OBJECTIVES[recipe.sft.objective]
+    if objective.makes_reward_model:
+        from areal_flow.models.reward_model import describe_reward_model  # torch
+
+        describe_reward_model(layout.model, pad_token_id=stop_token_ids(layout.model)[0])
+    filled = recipe if recipe.sft.path else with_files(recipe, layout)
+    num_rows = prepare_sft(layout, filled)
     if not num_rows:
         raise ConfigError(
-            "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and completion: "
-            f"found {recipe.sft.num_steps} and {recipe.sft.path}"
+            "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and "
+            f"{' and '.join(objective.fields)}: found {recipe.sft.num_steps} and {recipe.sft.path}"
         )
     record_inputs(layout, recipe, verifier=Verifier(), model=initial_model(recipe, layout))
     return f"{num_rows} rows to learn from"
@@ -123,9 +149,10 @@ async def first_policy(
     with signals.finishing_steps(lambda: None):
         while taken < num_steps and not signals.received:
             try:
-                taken, loss = await replicas.lead(sft_chunk, source)
+                taken, metrics = await replicas.lead(sft_chunk, source)
                 if num_steps:
-                    note = f", loss {loss:.3f}"
+                    shown = [name for name in SHOWN if name in metrics]
+                    note = "".join(f", {SHOWN[name]} {metrics[name]:.3f}" for name in shown)
                     progress.count("supervised fine-tuning", taken, num_steps, note)
                 num_lost = 0
             except TrainerLost as error:

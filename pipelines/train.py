@@ -31,7 +31,7 @@ from areal_flow.controller.schedules import (
     run_barrier_schedule,
     run_until_first_ends,
 )
-from areal_flow.errors import RunError
+from areal_flow.errors import ConfigError, RunError
 from areal_flow.evaluation import Answer, answer_held_out
 from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
@@ -57,11 +57,12 @@ from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
+from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow
-from pipelines.built_in import initial_model, prepare_model, with_files
+from pipelines.built_in import initial_model, prepare_model, reference_model, with_files
 from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
@@ -81,14 +82,26 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     Raises:
         ConfigError, PromptError, ModelError, RewardError: nothing was started.
     """
+    if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
+        raise ConfigError(
+            "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
+            "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
+        )
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     prepare_model(recipe, layout)
+    reference = reference_model(recipe, layout)
     require_served(recipe.generation, layout.model)
     recipe = with_files(recipe, layout)
     prepared = prepare_prompts(recipe, layout)
     prepare_sft(layout, recipe)
-    record_inputs(layout, given, verifier=verifier, model=initial_model(given, layout))
+    record_inputs(
+        layout,
+        given,
+        verifier=verifier,
+        model=initial_model(given, layout),
+        reference=reference,
+    )
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
     return describe_prompts(prepared, layout)

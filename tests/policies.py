@@ -1,14 +1,16 @@
-"""Small policies made on the spot, for tests."""
+"""Small policies made on the spot, and rows for them to learn, for tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.models.attention import ATTENTION_NAME
+from areal_flow.trainer.sft import CompletionRows
 from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 
 
@@ -46,3 +48,25 @@ def write_model_directory(directory: Path, *, seed: int = 0) -> Path:
     empty_policy(directory).save_pretrained(directory)
     assert build_tokenizer().get_vocab_size() == empty_policy(directory).config.vocab_size
     return directory
+
+
+def completion_rows(num: int, *, num_completions: int = 1) -> CompletionRows:
+    """Return tokenised rows of short prompts, and of completions that differ in length."""
+    random = np.random.default_rng(0)
+    tokens: list[int] = []
+    prompt_lengths, lengths = [], []
+    for row in range(num):
+        prompt = random.integers(1, 13, 2 + row % 3)
+        for member in range(num_completions):
+            completion = random.integers(1, 13, 2 + (row + 2 * member) % 5)
+            tokens += [*prompt.tolist(), *completion.tolist()]
+            prompt_lengths.append(len(prompt))
+            lengths.append(len(prompt) + len(completion))
+    return CompletionRows(
+        np.array(tokens, np.int32),
+        np.ones(len(tokens), np.bool_),
+        np.cumsum(lengths) - lengths,
+        np.array(prompt_lengths),
+        np.array(lengths),
+        num_completions,
+    )

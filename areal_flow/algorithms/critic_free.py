@@ -53,8 +53,11 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 class CriticFree(Settings):
     """Settings and parts of an algorithm that needs no critic; `objective` is its own."""
 
-    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "dr_grpo"
-    """How rewards become advantages: normalised over the batch, or relative to the group."""
+    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"] = (
+        "dr_grpo"
+    )
+    """How rewards become advantages: normalised over the batch, or relative to the group; none:
+    rewards train nothing, and the reference everything."""
     reward_bias: float = -0.5
     """Added to each reward; for batch_norm."""
     reward_scale: float = Field(10.0, gt=0)
@@ -80,12 +83,15 @@ class CriticFree(Settings):
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the policy's entropy, which is rewarded; 0 does not compute it."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL divergence from the run's first policy, which is punished; 0: none."""
+    """Weight of the KL divergence from the reference, which is punished; 0: none."""
+    reference: str = ""
+    """The policy that the KL divergence is from: a model directory or a hub name, such as a
+    teacher's; empty: the run's first policy."""
     kl_estimator: KLEstimator = "k3"
     """How that divergence is estimated at each token."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where it is punished: as a term of the loss, or in the reward of each token and so in the
-    advantages of those before it."""
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """Where it is punished: as a term of the loss, in the reward of each token and so in the
+    advantages of those before it, or in the advantage of the token alone."""
     overlong_tokens: tuple[int, int] | None = Field(None, strict=False)
     """Completions longer than the first lose reward, up to 1 at the second; none: no loss."""
 
@@ -127,19 +133,40 @@ class CriticFree(Settings):
         require(
             self.kl_coefficient == 0 or (self.kl_estimator, self.kl_in) != ("k1", "loss"),
             "algorithm.kl_estimator 'k1' as a loss has a gradient that is 0 on average, whatever "
-            "the reference is; use 'k2' or 'k3', or set algorithm.kl_in to 'reward'",
+            "the reference is; use 'k2' or 'k3', or set algorithm.kl_in to 'reward' or 'advantage'",
         )
         first, last = self.overlong_tokens or (0, 1)
         require(
             0 <= first < last,
             f"algorithm.overlong_tokens ({[first, last]}) must be two numbers, the larger last",
         )
+        require(
+            not self.reference or self.kl_coefficient > 0,
+            f"algorithm.reference ({self.reference}) is compared with nothing: set "
+            "algorithm.kl_coefficient above 0",
+        )
+        require(
+            self.advantage != "none" or bool(self.reference),
+            "algorithm.advantage 'none' leaves nothing to learn without a teacher: set "
+            "algorithm.reference and algorithm.kl_coefficient, or another advantage",
+        )
+        require(
+            self.advantage != "none"
+            or (self.group_filter == "all" and self.overlong_tokens is None),
+            "algorithm.group_filter and algorithm.overlong_tokens are of rewards, which "
+            "algorithm.advantage 'none' does not train: leave them out, or set another advantage",
+        )
+        require(
+            self.advantage != "none" or not self.needs_minibatch_bound,
+            "algorithm.advantage 'none' gives this algorithm no sign to choose its tokens by: set "
+            "algorithm.name to 'decoupled_ppo' or another one",
+        )
         return self
 
     @property
     def compares_groups(self) -> bool:
         """Whether a group of one completion would teach nothing."""
-        return self.advantage != "batch_norm" or self.group_filter != "all"
+        return self.advantage not in ("batch_norm", "none") or self.group_filter != "all"
 
     def keeps_group(self, rewards: Sequence[float]) -> bool:
         """Return whether the group is trained.
@@ -154,6 +181,8 @@ class CriticFree(Settings):
         if self.overlong_tokens is not None:
             first, last = self.overlong_tokens
             rewards_B = rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
+        if self.advantage == "none":
+            return [0.0] * len(rewards_B)
         if self.advantage == "batch_norm":
             bias, scale = self.reward_bias, self.reward_scale
             found_B = batch_norm_advantages(rewards_B, inputs.num_trained_B, bias=bias, scale=scale)
@@ -180,13 +209,18 @@ class CriticFree(Settings):
         J_t is the objective of u_t = pi_theta / pi_prox; w_t = pi_prox / pi_behav is the importance
         weight after its rule, H_t the policy's entropy, K_t the estimated KL divergence from the
         reference. A token that a rule leaves without gradient counts in the divisor all the same.
-        With kl_in = "reward", J_t is of A_t - beta sum_{s >= t} K_s instead, K_s of pi_prox.
+        With kl_in = "reward", J_t is of A_t - beta sum_{s >= t} K_s instead, K_s of pi_prox; with
+        "advantage" of A_t - beta K_t. The latter, with k1, no other advantage and a teacher as the
+        reference, is on-policy distillation as Lu et al. have it (Thinking Machines, "On-policy
+        distillation", 2025): the reverse KL divergence at the student's own tokens, each token's
+        for itself (GKD, arXiv 2306.13649, section 3, on-policy and with reverse KL).
         """
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
-        if kl_T is not None and self.kl_in == "reward":
-            to_come_T = sums_to_come(kl_T, inputs.sequence_T)
-            advantages_T = inputs.advantages_T - self.kl_coefficient * to_come_T
+        if kl_T is not None and self.kl_in != "loss":
+            of_all = self.kl_in == "reward"
+            punished_T = sums_to_come(kl_T, inputs.sequence_T) if of_all else kl_T
+            advantages_T = inputs.advantages_T - self.kl_coefficient * punished_T
             inputs = replace(inputs, advantages_T=advantages_T)
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T

@@ -53,7 +53,7 @@ class LossInputs:
     entropy_T: Tensor | None = None
     """In nats; with gradient if the algorithm needs it. A trainer always gives it."""
     reference_logprobs_T: Tensor | None = None
-    """Of the run's first policy; None if the algorithm does not need it."""
+    """Of the reference policy; None if the algorithm does not need it."""
     policy_version: int = 0
     """Version of the policy before the step."""
     minibatch_bound: float | None = None

@@ -78,8 +78,8 @@ def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashe
     return rank.restore(checkpoint_step)
 
 
-def sft_chunk(source: Path) -> tuple[int, float]:
-    """Fine-tune for a while; return how many steps were taken in all, and the last one's loss.
+def sft_chunk(source: Path) -> tuple[int, dict[str, float]]:
+    """Fine-tune for a while; return how many steps were taken in all, and the last one's metrics.
 
     A worker that has no trainer yet goes on from the newest checkpoint. The last step's checkpoint
     is the result; the trainer is then forgotten.
@@ -96,15 +96,15 @@ def sft_chunk(source: Path) -> tuple[int, float]:
     settings = context.recipe.sft
     trainer = context.ensure(SftTrainer, lambda: _make_sft_trainer(context, source))
     num_steps = settings.num_steps if len(trainer.rows) else 0
-    began, loss = monotonic(), float("nan")
+    began = monotonic()
     while trainer.step < num_steps and monotonic() - began < SFT_CHUNK_S:
-        loss = trainer.take_step()
+        trainer.take_step()
         if trainer.step % settings.checkpoint_every_steps == 0:
             sft_checkpoint()
     if trainer.step >= num_steps:
         sft_checkpoint()
         context.drop(SftTrainer)
-    return trainer.step, loss
+    return trainer.step, trainer.metrics[-1] if trainer.metrics else {}
 
 
 def sft_checkpoint() -> None:
@@ -114,8 +114,7 @@ def sft_checkpoint() -> None:
     context = worker_context()
     layout, trainer = context.layout, context.get(SftTrainer)
     if trainer and trainer.step not in list_checkpoints(layout.sft_checkpoints):
-        layout.sft_checkpoints.mkdir(parents=True, exist_ok=True)
-        trainer.save(layout.sft_checkpoints, layout.model, _writer(context))
+        trainer.save(layout, _writer(context))
 
 
 def _rank() -> TrainerRank:
@@ -156,17 +155,24 @@ def _make_sft_trainer(context: WorkerContext, source: Path) -> SftTrainer:
     import torch
 
     from areal_flow.models.policy import empty_policy, load_policy
+    from areal_flow.models.reward_model import load_reward_model
     from areal_flow.trainer.sft import CompletionRows, SftTrainer
+    from areal_flow.trainer.supervised import OBJECTIVES
 
     layout, recipe = context.layout, context.recipe
+    objective, device = OBJECTIVES[recipe.sft.objective], recipe.trainer.device
     torch.manual_seed(recipe.seed)
-    make = load_policy if any(source.glob("*.safetensors")) else empty_policy
+    if objective.makes_reward_model:
+        model = load_reward_model(source, layout.model, device=device)
+    else:
+        make = load_policy if any(source.glob("*.safetensors")) else empty_policy
+        model = make(source, device=device)
     trainer = SftTrainer(
-        make(source, device=recipe.trainer.device),
-        CompletionRows.read(layout.sft_rows),
+        model,
+        CompletionRows.read(layout.sft_rows, num_completions=len(objective.fields)),
         recipe.sft,
         recipe.trainer,
         seed=recipe.seed,
     )
-    trainer.restore(layout.sft_checkpoints)
+    trainer.restore(layout)
     return trainer

@@ -10,7 +10,7 @@ positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,27 @@ def load_policy(
     """
     if (Path(directory) / ADAPTER_FILE).is_file():
         return _load_merged(Path(directory), dtype=dtype, device=device)
+    return load_model(AutoModelForCausalLM, directory, dtype=dtype, device=device)
+
+
+def load_model(
+    kind: Any,
+    directory: Path | str,
+    *,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    drawn: Set[str] = frozenset(),
+    **settings: Any,
+) -> Any:
+    """Load a model of one of `transformers`' automatic classes; see `load_policy`.
+
+    Args:
+        drawn: tensors that the directory may lack, and that are then drawn at random.
+        settings: of the model's configuration, over the directory's.
+    """
     try:
         with without_progress_bars():
-            policy, found = AutoModelForCausalLM.from_pretrained(
+            policy, found = kind.from_pretrained(
                 str(directory),
                 dtype=DTYPES[dtype],
                 attn_implementation=ATTENTION_NAME,
@@ -68,18 +86,19 @@ def load_policy(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                **settings,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"expected a Hugging Face model directory with config.json and safetensors, "
             f"found {directory}: {error}"
         ) from error
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(set(found["missing_keys"]) - drawn):
         raise ModelError(
             f"{directory} lacks {len(missing)} of the model's tensors, which would be drawn at "
             f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"
         )
-    return _ready(policy, device)
+    return ready(policy, device)
 
 
 def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> Any:
@@ -142,10 +161,10 @@ def policy_from_config(
     policy = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
     )
-    return _ready(policy, device)
+    return ready(policy, device)
 
 
-def _ready(policy: Any, device: torch.device | str) -> Any:
+def ready(policy: Any, device: torch.device | str) -> Any:
     """Switch dropout off for good: a step's numbers must be those of its tokens, when replayed."""
     for module in policy.modules():
         if isinstance(module, nn.Dropout):

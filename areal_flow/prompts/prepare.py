@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
@@ -143,17 +143,25 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
 
 
 def tokenise_completions(
-    path: Path, target: Path, *, tokenizer: Tokenizer, stop_token_id: int, max_tokens: int
+    path: Path,
+    target: Path,
+    *,
+    tokenizer: Tokenizer,
+    stop_token_id: int | None,
+    max_tokens: int,
+    fields: Sequence[str] = ("completion",),
 ) -> int:
-    """Write rows of `prompt` and `completion` as arrays of tokens; return how many rows there are.
+    """Write prompts with their completions as arrays of tokens; return how many rows there are.
 
     Args:
-        path: JSONL or Parquet; a completion is a text, or a list of texts of the policy and of the
-            environment by turns. The stop token is appended to each completion.
-        target: an .npz of `tokens` (all rows, one after the other), `trained` as long, which is
-            false where the environment speaks, and, by row, `prompt_lengths` and `lengths`, in
-            tokens.
-        max_tokens: the longest row that training can pack.
+        path: JSONL or Parquet, rows of `prompt` and `fields`; a completion is a text, or a list of
+            texts of the policy and of the environment by turns.
+        target: an .npz of `tokens` (all sequences, one after the other), `trained` as long, which
+            is false where the environment speaks, and, by sequence, `prompt_lengths` and `lengths`,
+            in tokens. Each completion is a sequence with the prompt before it.
+        stop_token_id: appended to each completion; None: nothing is.
+        max_tokens: of the longest row that training can pack, all its completions together.
+        fields: the completions of a row; no two of them are equal.
 
     Raises:
         PromptError: naming file, line and field of the first bad rows.
@@ -163,20 +171,24 @@ def tokenise_completions(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    def tokenised(row: Row) -> tuple[list[int], list[list[int]]]:
+    def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
         prompt = encode(text_of(row, "prompt"))
-        turns = [*map(encode, texts_of_turns(row, "completion"))]
-        turns[-1] = [*turns[-1], stop_token_id]
-        length = len(prompt) + sum(map(len, turns))
+        completions = [[*map(encode, texts_of_turns(row, field))] for field in fields]
+        if len(fields) == 2 and completions[0] == completions[1]:
+            raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
+        if stop_token_id is not None:
+            completions = [[*turns[:-1], [*turns[-1], stop_token_id]] for turns in completions]
+        length = sum(len(prompt) + sum(map(len, turns)) for turns in completions)
         if not prompt or length > max_tokens:
             raise ValueError(
                 f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
                 f"trainer.tokens_per_micro_batch ({max_tokens})"
             )
-        return prompt, turns
+        return [(prompt, turns) for turns in completions]
 
     bad_rows: dict[Place, PromptError] = {}
-    rows = [*read_prompts(path, tokenised, on_bad=bad_rows.__setitem__, once=True)]
+    read = read_prompts(path, tokenised, on_bad=bad_rows.__setitem__, once=True)
+    rows = [*chain.from_iterable(read)]
     refuse_bad_rows(bad_rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     # One after the other: the prompt, and the turns of the policy (trained) and the environment.
@@ -191,7 +203,7 @@ def tokenise_completions(
         prompt_lengths=np.array([len(prompt) for prompt, _ in rows], np.int32),
         lengths=np.array([sum(map(len, row)) for row in parts], np.int32),
     )
-    return len(rows)
+    return len(rows) // len(fields)
 
 
 def _reader(

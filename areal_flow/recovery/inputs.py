@@ -2,9 +2,9 @@
 
 A run reads copies of its own: prompts, rows of supervised fine-tuning, configuration and tokenizer.
 One that changed is refused. A file that it was copied from may change, which changes nothing. The
-model directory counts until version 0 is made of it. A verifier is not copied, because its code may
-import anything: one that changed is refused, or accepted for what follows. This module refuses to
-know how a verifier is loaded.
+model directory counts until version 0 is made of it, that of a reference for good. A verifier is
+not copied, because its code may import anything: one that changed is refused, or accepted for what
+follows. This module refuses to know how a verifier is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from areal_flow.config import Recipe
@@ -49,6 +49,8 @@ class RunInputs:
     """The model directory's files, of which version 0 is made; none if the model is made here."""
     sources: Mapping[str, str]
     """Files that the run has copies of."""
+    reference: Mapping[str, str] = field(default_factory=dict)
+    """The files of the model directory that is the reference; none if it is the first policy."""
 
     @property
     def verifier(self) -> str:
@@ -56,12 +58,20 @@ class RunInputs:
         return self.verifiers[-1][1]
 
 
-def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, model: Path) -> None:
+def record_inputs(
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    verifier: Verifier,
+    model: Path,
+    reference: Path | None = None,
+) -> None:
     """Write what a prepared run is made of.
 
     Args:
         recipe: as it was given, before names became files.
         model: the directory that the first policy comes from.
+        reference: the directory of the policy that the loss compares with, unless it is the first.
     """
     copies = (layout.train_prompts, layout.held_out_prompts, layout.sft_rows)
     sources = [recipe.prompts.path, recipe.prompts.held_out_path, recipe.sft.path]
@@ -75,6 +85,7 @@ def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, mode
         },
         model=_hashes(model.resolve().iterdir()) if model != layout.model else {},
         sources=_hashes(path.resolve() for path in sources if path),
+        reference=_hashes(reference.resolve().iterdir()) if reference else {},
     )
     _write(layout, inputs)
 
@@ -96,6 +107,18 @@ def read_inputs(layout: RunLayout) -> RunInputs:
         ) from None
 
 
+def reference_directory(layout: RunLayout) -> Path | None:
+    """Return the model directory that is the reference; None if it is the run's first policy.
+
+    Raises:
+        RunError: it is no longer what the run was prepared with.
+    """
+    recorded = read_inputs(layout).reference if layout.inputs.is_file() else {}
+    if changed := [*_changes(recorded)]:
+        raise RunError(f"the reference of run {layout.name} changed, restore it: {changed[0]}")
+    return next((Path(name).parent for name in recorded), None)
+
+
 def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool) -> list[str]:
     """Return what there is to say of inputs that changed and do not matter.
 
@@ -108,6 +131,9 @@ def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool
     """
     recorded = read_inputs(layout)
     changed = [*changed_files(layout, recorded)]
+    changed += [
+        f"{change}; restore it: the loss reads it" for change in _changes(recorded.reference)
+    ]
     if not list_checkpoints(layout.checkpoints):
         advice = "version 0 is not made yet: restore it, or start a new run"
         changed += [f"{change}; {advice}" for change in _changes(recorded.model)]

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 WITHOUT_INFLUENCE = frozenset(
     {
-        *("trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"),
+        *("trainer.checkpoint_every_steps", "trainer.keep_checkpoints"),
+        *("algorithm.group_filter", "algorithm.reference"),
         *(
             "trainer.adamw.max_skipped_steps",
             *(f"trainer.lora.{n}" for n in LoraSettings.model_fields),
@@ -24,7 +25,10 @@ WITHOUT_INFLUENCE = frozenset(
     }
 )
 """Settings that say what is kept of a step, which groups come to it or which weights the checkpoint
-has that it begins with: not what it computes of them."""
+has that it begins with: not what it computes of them.
+
+The reference is among them, since a replay reads the one that the run was prepared with.
+"""
 
 
 def settings_of_a_step() -> list[str]:

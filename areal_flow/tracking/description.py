@@ -49,8 +49,9 @@ def describe_run(layout: RunLayout) -> RunDescription:
     if layout.inputs.is_file():
         inputs = read_inputs(layout)
         verifier = inputs.verifier
-        known = inputs.files.get(layout.train_prompts.relative_to(layout.root).as_posix())
-        prompts = InputPrompts(layout.train_prompts, known) if known else None
+        for path in (layout.sft_rows, layout.train_prompts):
+            if known := inputs.files.get(path.relative_to(layout.root).as_posix()):
+                prompts = InputPrompts(path, known)
     tags = {
         "recipe": recipe_name_of(layout),
         "recipe_digest": recipe.digest(),
@@ -71,6 +72,12 @@ def describe_run(layout: RunLayout) -> RunDescription:
 
 
 def _text(layout: RunLayout, recipe: Recipe) -> str:
+    sft = recipe.sft
+    if not layout.steps.exists():
+        return (
+            f"**{layout.name}** fine-tunes `{recipe.model}` (`{sft.objective}`): {sft.num_steps} "
+            f"steps of {sft.batch_size} rows\n\n- run directory: `{layout.root}`"
+        )
     rewards = ", ".join(
         f"`{reward.verifier}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
         for reward in recipe.rewards

@@ -10,9 +10,11 @@ from areal_flow.errors import ConfigError, StorageError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import check_schema_version, observed_state
 from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.fine_tuning import FineTuningProjection
 from areal_flow.tracking.mlflow import MlflowTracker
 from areal_flow.tracking.projection import Projection
 from areal_flow.tracking.protocol import Tracker
+from areal_flow.trainer.supervised import OBJECTIVES
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
 """How a run that is not running ended, in the words of sinks."""
@@ -35,13 +37,22 @@ def make_tracker(layout: RunLayout, settings: TrackingSettings, uri: str) -> Tra
     return TRACKERS[settings.sink](layout, settings, uri)
 
 
+def settings_of(recipe: Recipe) -> TrackingSettings:
+    """Return how a recipe is tracked: a reward model is no version of the policies."""
+    tracking, made = recipe.tracking, OBJECTIVES[recipe.sft.objective]
+    if not made.makes_reward_model:
+        return tracking
+    name = f"{tracking.registered_model}-reward-model"
+    return tracking.model_copy(update={"registered_model": name})
+
+
 def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
     """Return what keeps the recipe's sink up to date, if it wants one, from the first `wake` on.
 
     Raises:
         ConfigError: there is no sink of that name.
     """
-    settings = recipe.tracking
+    settings = settings_of(recipe)
     sink = make_tracker(layout, settings, settings.uri) if settings.enabled else None
     return RunTracking(layout, sink)
 
@@ -52,7 +63,7 @@ def untrack(layout: RunLayout, recipe: Recipe) -> int:
     Raises:
         StorageError: the sink cannot be reached.
     """
-    settings = recipe.tracking
+    settings = settings_of(recipe)
     if not settings.enabled:
         return 0
     sink = make_tracker(layout, settings, settings.uri)
@@ -80,9 +91,10 @@ def track(run_directory: Path, uri: str) -> int:
     """
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)
-    sink = make_tracker(layout, load_recipe(layout.config).tracking, uri)
+    sink = make_tracker(layout, settings_of(load_recipe(layout.config)), uri)
     try:
-        num_steps = Projection(layout, sink).deliver()
+        of_run = Projection if layout.steps.exists() else FineTuningProjection
+        num_steps = of_run(layout, sink).deliver()
         if (state := observed_state(layout).state) in STATUS:
             sink.end(STATUS[state])
     except Exception as error:

@@ -35,6 +35,8 @@ class StepSettings:
     num_ranks: int = 1
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
+    packs_groups: bool = False
+    """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -101,12 +103,8 @@ class TrainerBackend(Protocol):
         With an adapter there always is: the policy without it.
         """
 
-    def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
-        """Keep a copy of these weights as the reference, which no update changes.
-
-        Raises:
-            WeightsError: they are of another policy.
-        """
+    def hold_reference(self, policy: Any) -> None:
+        """Keep a policy, of any architecture with the same tokens, as the reference."""
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the weights to be served, by name and in master precision: an adapter is merged.

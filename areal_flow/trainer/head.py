@@ -23,6 +23,7 @@ from areal_flow.algorithms.logprobs import (
     next_token_logprobs,
 )
 from areal_flow.models.policy import hidden_at, logits_of
+from areal_flow.models.reward_model import is_reward_model, scores_at
 from areal_flow.trainer.sequences import MicroBatch
 
 CHUNK_NUMBERS = 2**25
@@ -32,14 +33,20 @@ Entropies = Callable[..., Tensor]
 
 
 def token_logprobs(policy: Any, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Return the log-probabilities `[M]` of the trained tokens, float32."""
+    """Return the log-probabilities `[M]` of the trained tokens, float32.
+
+    Of a reward model, its scores after them.
+    """
     return _in_chunks(policy, micro, temperature, entropies=None)[0]
 
 
 def token_logprobs_and_entropies(
     policy: Any, micro: MicroBatch, *, temperature: float, entropy_has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies (nats) of the trained tokens, each `[M]`, float32."""
+    """Return log-probabilities and entropies (nats) of the trained tokens, each `[M]`, float32.
+
+    Of a reward model, its scores after them, and zeros.
+    """
     entropies = next_token_entropies if entropy_has_gradient else detached_entropies
     logprobs_M, entropy_M = _in_chunks(policy, micro, temperature, entropies=entropies)
     return logprobs_M, entropy_M
@@ -48,6 +55,10 @@ def token_logprobs_and_entropies(
 def _in_chunks(
     policy: Any, micro: MicroBatch, temperature: float, *, entropies: Entropies | None
 ) -> tuple[Tensor, ...]:
+    if is_reward_model(policy):
+        after_M = micro.predicting_M + 1
+        scores_M = scores_at(policy, micro.input_ids_1T, micro.layout, after_M)
+        return scores_M, torch.zeros_like(scores_M)
     hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     num_rows = max(1, CHUNK_NUMBERS // policy.config.get_text_config().vocab_size)
     of_chunk = partial(_of_chunk, policy, temperature=temperature, entropies=entropies)

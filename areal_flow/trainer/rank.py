@@ -9,12 +9,14 @@ policy. Only the leader's weights and checkpoints are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from torch import Tensor
 
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
@@ -23,8 +25,9 @@ from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.lora import add_adapter
-from areal_flow.models.policy import DTYPES, empty_policy, load_policy
+from areal_flow.models.policy import DTYPES, assign_tensors, empty_policy, load_policy
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
+from areal_flow.recovery.inputs import reference_directory
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import (
     StepSettings,
@@ -108,8 +111,7 @@ class TrainerRank:
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        if self.recipe.algorithm.needs_reference and not self.backend.has_reference:
-            self.backend.hold_reference(self.backend.export_weights())
+        self._hold_reference(self.backend.export_weights)
         return self._stand_at(0), numeric_environment(self.recipe)
 
     def step(self, request: StepRequest) -> StepResult:
@@ -135,9 +137,8 @@ class TrainerRank:
         sequences = sequences_from_rows(
             rows, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
-        if self.recipe.algorithm.needs_reference and not self.backend.has_reference:
-            first = checkpoint_path(self.layout.checkpoints, 0)
-            self.backend.hold_reference(read_weights(first))
+        first = checkpoint_path(self.layout.checkpoints, 0)
+        self._hold_reference(lambda: read_weights(first))
         read = perf_counter()
         # From here until its weights are staged this rank stands nowhere: an error must not leave
         # changed weights under the parent's name.
@@ -213,6 +214,20 @@ class TrainerRank:
     def _adopt_empty(self) -> TrainerBackend:
         """Adopt the run's architecture, whose weights are to be loaded."""
         return self.adopt(empty_policy(self.layout.model, device=self.recipe.trainer.device))
+
+    def _hold_reference(self, first_weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Have the policy that the loss compares with: the recipe's, or the run's first."""
+        if not self.recipe.algorithm.needs_reference or self.backend.has_reference:
+            return
+        device = self.recipe.trainer.device
+        if directory := reference_directory(self.layout):
+            reference = load_policy(directory, device=device)
+        elif self.recipe.trainer.lora.rank:
+            return  # the policy without its adapter
+        else:
+            reference = empty_policy(self.layout.model, device=device)
+            assign_tensors(reference, first_weights())
+        self.backend.hold_reference(reference)
 
     def _refuse_unless_at(self, weights_hash: str, *, purpose: str) -> None:
         found = self._hashes.weights_hash if self._hashes else "nothing"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite
@@ -27,7 +26,7 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.lora import split_adapter, without_adapter
+from areal_flow.models.lora import without_adapter
 from areal_flow.models.policy import (
     DTYPES,
     assign_tensors,
@@ -80,7 +79,6 @@ class ReplicatedBackend:
             weight_decay=settings.adamw.weight_decay,
             fused=torch.device(settings.device).type == "cuda" or None,
         )
-        self._has_adapter = bool(split_adapter(policy_tensors(policy))[1])
         self._reference: Any = None
 
     def autocast(self) -> torch.autocast:
@@ -105,19 +103,17 @@ class ReplicatedBackend:
             return token_logprobs(policy, micro, temperature=temperature)
 
     def _reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        if not self._has_adapter:
+        if self._reference is not None:
             return self._logprobs_under(self._reference, micro, temperature)
         with without_adapter(self.policy):
             return self._logprobs_under(self.policy, micro, temperature)
 
     @property
     def has_reference(self) -> bool:
-        return self._has_adapter or self._reference is not None
+        return self._reference is not None
 
-    def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
-        reference = deepcopy(self.policy).requires_grad_(False)
-        assign_tensors(reference, weights)
-        self._reference = reference
+    def hold_reference(self, policy: Any) -> None:
+        self._reference = policy.requires_grad_(False)
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup

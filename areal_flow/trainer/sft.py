@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on completions, with AdamW, step by step.
+"""Supervised fine-tuning, with AdamW, step by step: of completions, or of preferences among them.
 
 A step depends on the weights, the optimizer's state, the seed and its number alone, so training
 that goes on from a checkpoint makes the same bits as training that was never stopped. This module
@@ -7,20 +7,33 @@ does not know where rows come from, or which process it runs in.
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
-from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
+from areal_flow.algorithms.protocol import (
+    LossInputs,
+    Metric,
+    MinibatchSize,
+    PolicyLoss,
+    add_metrics,
+)
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.controller.skipped_steps import SkippedSteps
+from areal_flow.durable import replace_file_durably
 from areal_flow.errors import TrainingError
+from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
@@ -31,18 +44,21 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import StepSettings, make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
-from areal_flow.trainer.sequences import TrainingSequence
-from areal_flow.trainer.step import train_step
+from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 
-ONE_UPDATE = DecoupledPPO(num_minibatches=1)
-"""How a step is made of a batch; its loss is replaced by the cross-entropy."""
+BY_TOKEN = DecoupledPPO(num_minibatches=1)
+BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
+"""How a step is made of a batch; their loss is replaced by that of what is learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRows:
-    """Tokenised rows: `tokens` of all, one after the other; row r begins at `starts[r]`.
+    """Tokenised rows: `tokens` of all sequences; sequence s begins at `starts[s]`.
 
-    `trained` is as long as `tokens`, and true where the policy speaks.
+    A row has `num_completions` sequences, one after the other. `trained` is as long as `tokens`,
+    and true where the policy speaks.
     """
 
     tokens: np.ndarray
@@ -50,25 +66,32 @@ class CompletionRows:
     starts: np.ndarray
     prompt_lengths: np.ndarray
     lengths: np.ndarray
+    num_completions: int = 1
 
     @classmethod
-    def read(cls, path: Path) -> CompletionRows:
+    def read(cls, path: Path, *, num_completions: int = 1) -> CompletionRows:
         """Read what `tokenise_completions` wrote; no file is no rows."""
         if not path.is_file():
-            return cls(*(np.zeros(0, np.int32) for _ in range(5)))
+            nothing = np.zeros(0, np.int32)
+            return cls(nothing, nothing, nothing, nothing, nothing)
         with np.load(path) as arrays:
             lengths = arrays["lengths"]
             starts = np.cumsum(lengths) - lengths
             tokens, trained = arrays["tokens"], arrays["trained"]
-            return cls(tokens, trained, starts, arrays["prompt_lengths"], lengths)
+            prompt_lengths = arrays["prompt_lengths"]
+        return cls(tokens, trained, starts, prompt_lengths, lengths, num_completions)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.lengths) // self.num_completions
 
-    def sequence(self, row: int) -> TrainingSequence:
-        """Return a row as a sequence whose completion is trained, stop token included."""
-        start = int(self.starts[row])
-        begin, end = start + int(self.prompt_lengths[row]), start + int(self.lengths[row])
+    def sequences(self, row: int) -> list[TrainingSequence]:
+        """Return the completions of a row, which are trained, stop token included."""
+        first = row * self.num_completions
+        return [*map(self._sequence, range(first, first + self.num_completions))]
+
+    def _sequence(self, index: int) -> TrainingSequence:
+        start = int(self.starts[index])
+        begin, end = start + int(self.prompt_lengths[index]), start + int(self.lengths[index])
         return TrainingSequence(
             prompt_tokens=self.tokens[start:begin],
             output_tokens=self.tokens[begin:end],
@@ -77,11 +100,6 @@ class CompletionRows:
             reward=0.0,
             group=0,
         )
-
-
-def cross_entropy(inputs: LossInputs) -> PolicyLoss:
-    """Return minus the log-probability of each trained token."""
-    return PolicyLoss(-inputs.logprobs_T)
 
 
 @dataclass
@@ -94,30 +112,69 @@ class SftTrainer:
     trainer: InitVar[TrainerSettings]
     seed: int
     step: int = 0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """What was found at each step, from the first on."""
 
     def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy.train(), trainer)
         self._skipped = SkippedSteps(trainer.adamw.max_skipped_steps)
+        self.objective = OBJECTIVES[self.settings.objective]
+        self._of_step = StepSettings(
+            BY_SEQUENCE if self.objective.compares else BY_TOKEN,
+            temperature=1.0,
+            seed=self.seed,
+            loss=self._loss,
+            packs_groups=self.objective.compares,
+        )
         self._order = lru_cache(maxsize=2)(self._make_order)
+        self._num_trained_rows = len(self.rows) - self.settings.num_held_out
+        self._reference: dict[int, list[TrainingSequence]] = {}
+        if self.objective.needs_reference:
+            self._reference = self._with_reference()
 
     def take_step(self) -> float:
-        """Update the policy once; return the loss in nats a trained token.
+        """Update the policy once; return the loss in nats, a trained token or a pair.
 
         Not a number where the update was skipped.
 
         Raises:
             TrainingError: too many steps in a row were skipped.
         """
+        rate = self.learning_rate(self.step)
         found = train_step(
             self.backend,
-            [self.rows.sequence(row) for row in self._rows_of(self.step)],
+            self._sequences(self._rows_of(self.step)),
             step=self.step,
-            settings=StepSettings(ONE_UPDATE, 1.0, self.seed, loss=cross_entropy),
-            rate=self.learning_rate(self.step),
+            settings=self._of_step,
+            rate=rate,
         )
         self.step += 1
         self._skipped.count(self.step, skipped=not found.losses)
-        return found.losses[0] if found.losses else nan
+        if not found.losses:
+            return nan
+        shown = {name: found.metrics[name].value for name in self.objective.metrics}
+        numbers = {"loss": found.losses[0], "grad_norm": found.grad_norms[0], "learning_rate": rate}
+        due = self.step % self.settings.checkpoint_every_steps == 0
+        if self.settings.num_held_out and (due or self.step == self.settings.num_steps):
+            shown |= self.measure_held_out()
+        self.metrics.append({"step": self.step, **numbers, **shown})
+        return found.losses[0]
+
+    def measure_held_out(self) -> dict[str, float]:
+        """Return loss and metrics of the rows that are not trained."""
+        sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
+        of = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
+        loss, metrics = 0.0, dict[str, Metric]()
+        for _, micro, logprobs_M in self._computed(sequences):
+            zeros_M, sequence_M = torch.zeros_like(logprobs_M), micro.sequence_M
+            behavior_M, versions_M = micro.behavior_logprobs_M, micro.versions_M
+            found = self._loss(
+                LossInputs(logprobs_M, logprobs_M, behavior_M, zeros_M, sequence_M, versions_M)
+            )
+            loss += float(self._of_step.algorithm.aggregate(found.losses_T, sequence_M, of))
+            metrics = add_metrics(metrics, found.metrics)
+        values = {"loss": loss, **{name: metric.value for name, metric in metrics.items()}}
+        return {f"held_out_{name}": value for name, value in values.items()}
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""
@@ -131,36 +188,76 @@ class SftTrainer:
             num_decay_steps=settings.num_steps,
         )
 
-    def save(self, root: Path, model_directory: Path, writer: Writer) -> Path:
+    def save(self, layout: RunLayout, writer: Writer) -> Path:
         """Write a checkpoint of this step, a Hugging Face directory; return where it lies.
 
         Raises:
             RunError: another driver took over.
             StorageError: the disk refused; older checkpoints are intact.
         """
+        root = layout.sft_checkpoints
+        root.mkdir(parents=True, exist_ok=True)
+        writer.check_current()
+        lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
+        replace_file_durably(layout.sft_metrics, lines)
         description = CheckpointState(self.step, self.backend.fingerprint(), 0, config_hash="")
         snapshot = Snapshot(self.backend.save(), description)
-        path = write_checkpoint(root, model_directory, snapshot, writer)
+        path = write_checkpoint(root, layout.model, snapshot, writer)
         prune_checkpoints(root, keep=self.backend.settings.keep_checkpoints)
         return path
 
-    def restore(self, root: Path) -> None:
+    def restore(self, layout: RunLayout) -> None:
         """Go on from the newest checkpoint that can be read; without one, from step 0."""
-        for step in reversed(list_checkpoints(root)):
-            path = checkpoint_path(root, step)
+        for step in reversed(list_checkpoints(layout.sft_checkpoints)):
+            path = checkpoint_path(layout.sft_checkpoints, step)
             try:
                 self.step = read_checkpoint(path, self.backend).step
-                return
             except TrainingError as error:
                 pass_over(path, error)
+                continue
+            self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]
+            return
+
+    def _loss(self, inputs: LossInputs) -> PolicyLoss:
+        return self.objective.loss(inputs, self.settings)
+
+    def _sequences(self, rows: Sequence[int]) -> list[TrainingSequence]:
+        found = (self._reference.get(row) or self.rows.sequences(row) for row in rows)
+        return [replace(s, group=at) for at, members in enumerate(found) for s in members]
+
+    def _computed(
+        self, sequences: Sequence[TrainingSequence]
+    ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
+        """Yield, of each micro-batch, its sequences' indices and the policy's log-probabilities."""
+        max_tokens = self.backend.settings.tokens_per_micro_batch
+        ((planned,),) = plan_micro_batches(
+            sequences, step=0, settings=self._of_step, max_tokens=max_tokens
+        )
+        batches = MicroBatches(sequences, planned, self.backend.settings.device)
+        for indices, micro in zip(planned, batches, strict=True):
+            (logprobs_M,) = self.backend.logprobs([micro], temperature=1.0)
+            yield indices, micro, logprobs_M
+
+    def _with_reference(self) -> dict[int, list[TrainingSequence]]:
+        """Return the rows that are needed, with this policy's log-probabilities, as it is now."""
+        drawn = chain.from_iterable(map(self._rows_of, range(self.settings.num_steps)))
+        rows = sorted({*drawn, *range(self._num_trained_rows, len(self.rows))})
+        sequences = self._sequences(rows)
+        for indices, _, logprobs_M in self._computed(sequences):
+            num_trained = [sequences[index].num_trained for index in indices]
+            for index, logprobs in zip(indices, torch.split(logprobs_M, num_trained), strict=True):
+                behavior = sequences[index].behavior_logprobs
+                behavior[sequences[index].trained] = logprobs.cpu().numpy()
+        size = self.rows.num_completions
+        return {row: sequences[at * size : (at + 1) * size] for at, row in enumerate(rows)}
 
     def _rows_of(self, step: int) -> list[int]:
-        batch_size, num_rows = self.settings.batch_size, len(self.rows)
+        batch_size, num_rows = self.settings.batch_size, self._num_trained_rows
         places = (divmod(step * batch_size + offset, num_rows) for offset in range(batch_size))
         return [int(self._order(epoch)[position]) for epoch, position in places]
 
     def _make_order(self, epoch: int) -> np.ndarray:
-        num_rows = len(self.rows)
+        num_rows = self._num_trained_rows
         if not self.settings.shuffle:
             return np.arange(num_rows)
         return np.random.default_rng([self.seed, epoch]).permutation(num_rows)

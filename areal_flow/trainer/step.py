@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -147,21 +147,28 @@ def plan_micro_batches(
     for part in np.array_split(order, settings.algorithm.num_minibatches):
         chosen = set(part.tolist())
         members = [index for index, s in enumerate(sequences) if s.group in chosen]
-        plan.append(_plan_minibatch(sequences, members, settings.num_ranks, max_tokens))
+        units = [[member] for member in members]
+        if settings.packs_groups:
+            units = [[*of] for _, of in groupby(members, key=lambda index: sequences[index].group)]
+        plan.append(_plan_minibatch(sequences, units, settings.num_ranks, max_tokens))
     return plan
 
 
 def _plan_minibatch(
-    sequences: Sequence[TrainingSequence], members: Sequence[int], num_ranks: int, max_tokens: int
+    sequences: Sequence[TrainingSequence],
+    units: Sequence[Sequence[int]],
+    num_ranks: int,
+    max_tokens: int,
 ) -> MinibatchPlan:
-    lengths = [sequences[member].num_tokens for member in members]
+    """Return the plan of a minibatch of units, each of sequences that stay together."""
+    lengths = [sum(sequences[member].num_tokens for member in unit) for unit in units]
     packed = pack_first_fit_decreasing(lengths, max_tokens=max_tokens)
     if missing := -len(packed) % num_ranks:
         packed = pack_first_fit_decreasing(
             lengths, max_tokens=max_tokens, min_micro_batches=len(packed) + missing
         )
-    micro_batches = [[members[index] for index in indices] for indices in packed]
-    work = [sum(_work(lengths[index]) for index in indices) for indices in packed]
+    micro_batches = [[member for index in indices for member in units[index]] for indices in packed]
+    work = [sum(_work(sequences[member].num_tokens) for member in micro) for micro in micro_batches]
     ranks = deal_by_work(work, num_ranks)
     return [
         [m for m, of in zip(micro_batches, ranks, strict=True) if of == r] for r in range(num_ranks)

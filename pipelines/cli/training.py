@@ -1,4 +1,4 @@
-"""`areal-flow train` and `sft`: a new run, or an old one continued."""
+"""`areal-flow train`, `sft`, `dpo` and `reward-model`: a new run, or an old one continued."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
+    from areal_flow.config import SupervisedObjective
     from pipelines.forking import Fork
     from pipelines.jobs import Job
 
@@ -107,6 +108,62 @@ def sft(
     return _drive(SFT, recipe, which or Which(), settings or {}, folders)
 
 
+def dpo(
+    recipe: Path | None = None,
+    /,
+    *,
+    data: Path | None = None,
+    which: Which | None = None,
+    settings: Overrides | None = None,
+    folders: Given,
+) -> int:
+    """Train a policy on pairs of completions to prefer one, against the policy that it was (DPO).
+
+    Args:
+        recipe: A TOML recipe with [sft], or the name of a shipped one; `dpo` by default.
+        data: JSONL or Parquet with prompt, chosen and rejected, instead of the recipe's.
+    """
+    return _learn_pairs("dpo", recipe, data, which, settings or {}, folders)
+
+
+def reward_model(
+    recipe: Path | None = None,
+    /,
+    *,
+    data: Path | None = None,
+    which: Which | None = None,
+    settings: Overrides | None = None,
+    folders: Given,
+) -> int:
+    """Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).
+
+    Args:
+        recipe: A TOML recipe with [sft], or the name of a shipped one; `reward_model` by default.
+        data: JSONL or Parquet with prompt, chosen and rejected, instead of the recipe's.
+    """
+    return _learn_pairs("reward_model", recipe, data, which, settings or {}, folders)
+
+
+def _learn_pairs(
+    objective: SupervisedObjective,
+    recipe: Path | None,
+    data: Path | None,
+    which: Which | None,
+    settings: dict[str, Any],
+    folders: Given,
+) -> int:
+    from pipelines.jobs import supervised
+
+    which = which or Which()
+    if which.resume is None:
+        given = {} if data is None else {"sft.path": str(data)}
+        settings = {**settings, **given, "sft.objective": objective}
+        recipe = recipe or Path(objective)
+    elif data is not None:
+        raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
+    return _drive(supervised(objective), recipe, which, settings, folders)
+
+
 def _drive(
     job: Job,
     path: Path | None,
@@ -149,4 +206,4 @@ def _drive(
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 
-COMMANDS = (train, sft)
+COMMANDS = (train, sft, dpo, reward_model)

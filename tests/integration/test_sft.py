@@ -19,6 +19,7 @@ ROWS = [{"prompt": f"{n} + {n} =", "completion": f" #### {2 * n}"} for n in rang
 ARGUMENTS = [
     *("--sft.path", "rows.jsonl", "--sft.num-steps", str(NUM_STEPS), "--sft.batch-size", "16"),
     *("--sft.learning-rate", "1e-3", "--sft.checkpoint-every-steps", "100"),
+    *("--tracking.enabled", "false"),
 ]
 
 

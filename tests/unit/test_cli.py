@@ -111,6 +111,20 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
 
 
 @pytest.mark.parametrize(
+    ("command", "objective"), [("dpo", "dpo"), ("reward-model", "reward_model")]
+)
+def test_commands_of_pairs_are_fine_tuning_with_their_objective(
+    started: list[tuple[str, RunLayout, Recipe]], command: str, objective: str
+) -> None:
+    assert main([command, "--data", "mine.jsonl", "--sft.num-steps", "3"]) == 143
+    ((name, layout, recipe),) = started
+    assert name == command
+    assert layout.name.startswith(f"{objective}-")
+    assert (recipe.sft.objective, recipe.sft.path) == (objective, Path("mine.jsonl"))
+    assert recipe.sft.num_steps == 3
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["trian"], 'Did you mean "train"'),
@@ -126,6 +140,7 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
         (["train", "--schedule", "often"], 'Choose from: "async", "sync"'),
         (["train", "--num-steps"], "--num-steps"),
         (["train", "--take-over"], "--accept-verifier go with --resume"),
+        (["dpo", "--resume", "run", "--data", "p.jsonl"], "--data goes with a new run"),
         (["sft", "--resume", "run", "--accept-verifier"], "Unknown option: --accept-verifier"),
         (["replay", "run"], "--step requires an argument"),
         (["replay", "run", "--step", "one"], '"one"'),

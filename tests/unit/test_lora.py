@@ -78,10 +78,9 @@ def test_fresh_adapter_changes_nothing_and_is_drawn_from_the_seed_alone() -> Non
 def test_reference_is_the_policy_without_its_adapter() -> None:
     """And the adapter is there again for the gradient."""
     backend = trained()
-    assert backend.has_reference
     how = replace(settings(), algorithm=DecoupledPPO(num_minibatches=1, kl_coefficient=0.1))
     own = ReplicatedBackend(small_policy(), TrainerSettings(learning_rate=1e-2))
-    own.hold_reference(policy_tensors(small_policy()))
+    own.hold_reference(small_policy())
     assign_tensors(own.policy, backend.export_weights())
     found = [
         train_step(of, make_sequences(seed=9), step=3, settings=how).metrics["kl_policy_reference"]

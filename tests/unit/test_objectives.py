@@ -27,6 +27,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import completion_logprobs
 from areal_flow.trainer.step import train_step
+from tests.policies import small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences, state
 
@@ -374,7 +375,7 @@ def test_recipes_of_the_page_take_a_step(recipe: str) -> None:
     algorithm = build_recipe(tomllib.loads(recipe), source="").algorithm
     backend = state()
     before = backend.fingerprint()
-    backend.hold_reference(backend.export_weights())
+    backend.hold_reference(small_policy(seed=2))
     drawn = make_sequences()
     logprobs = completion_logprobs(backend, drawn, temperature=1.0)
     own = [np.array(row, np.float32) for row in logprobs]
@@ -382,4 +383,4 @@ def test_recipes_of_the_page_take_a_step(recipe: str) -> None:
     how = StepSettings(algorithm, temperature=1.0, seed=0)
     numbers = train_step(backend, sequences, step=1, settings=how)
     assert backend.fingerprint() != before
-    assert numbers.metrics["advantage_std"].value > 0
+    assert algorithm.advantage == "none" or numbers.metrics["advantage_std"].value > 0

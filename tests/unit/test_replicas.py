@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def trained(
 ) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
     how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
-    of.hold_reference(of.export_weights())
+    of.hold_reference(deepcopy(of.policy))
     numbers = [
         train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
         for step in (1, 2)

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, PromptError, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.models.hashing import hash_tensors
 from areal_flow.prompts.prepare import tokenise_completions
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
@@ -25,33 +24,24 @@ from areal_flow.trainer.sft import CompletionRows, SftTrainer
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum, running_sums
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.built_in import with_files
-from tests.policies import small_policy
+from tests.policies import completion_rows, small_policy
 from tests.rows import is_chain_of_thought
 
 STOP = 1
+ROWS = completion_rows(10)
 WRITER = Writer(Path("nobody"), 1)
-
-
-def rows_of(pairs: Sequence[tuple[list[int], list[int]]]) -> CompletionRows:
-    lengths = np.array([len(prompt) + len(completion) for prompt, completion in pairs])
-    tokens = np.array([token for prompt, completion in pairs for token in prompt + completion])
-    prompt_lengths = np.array([len(prompt) for prompt, _ in pairs])
-    trained = np.ones(len(tokens), np.bool_)
-    return CompletionRows(tokens, trained, np.cumsum(lengths) - lengths, prompt_lengths, lengths)
-
-
-def pairs(num: int = 10) -> list[tuple[list[int], list[int]]]:
-    random = np.random.default_rng(0)
-    return [
-        (random.integers(1, 13, 2 + index % 3).tolist(), random.integers(1, 13, 3).tolist())
-        for index in range(num)
-    ]
 
 
 def trainer(*, tokens_per_micro_batch: int = 64, **settings: Any) -> SftTrainer:
     chosen = SftSettings(**{"num_steps": 6, "batch_size": 4, "learning_rate": 1e-2, **settings})
     of_trainer = TrainerSettings(tokens_per_micro_batch=tokens_per_micro_batch)
-    return SftTrainer(small_policy(), rows_of(pairs()), chosen, of_trainer, seed=3)
+    return SftTrainer(small_policy(), ROWS, chosen, of_trainer, seed=3)
+
+
+def run_layout(root: Path) -> RunLayout:
+    layout = RunLayout(root)
+    layout.model.mkdir()
+    return layout
 
 
 def test_loss_is_the_cross_entropy_of_completions_by_token() -> None:
@@ -59,47 +49,29 @@ def test_loss_is_the_cross_entropy_of_completions_by_token() -> None:
     policy = small_policy()
     policy.set_attn_implementation("eager")
     losses = []
-    for prompt, completion in pairs()[:4]:
+    for row in range(4):
+        (sequence,) = ROWS.sequences(row)
+        prompt, completion = sequence.prompt_tokens.tolist(), sequence.output_tokens.tolist()
         logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0].double()
         predicting = logits[len(prompt) - 1 : -1].log_softmax(-1)
         losses += [-float(predicting[at, token].detach()) for at, token in enumerate(completion)]
     expected = sum(losses) / len(losses)
-    for room in (7, 64):
+    for room in (12, 64):
         found = trainer(shuffle=False, tokens_per_micro_batch=room).take_step()
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_goes_on_from_a_checkpoint_makes_the_same_bits(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    straight, stopped = trainer(), trainer()
-    for _ in range(6):
-        straight.take_step()
-    for _ in range(3):
-        stopped.take_step()
-    path = stopped.save(tmp_path / "checkpoints", tmp_path / "model", WRITER)
-    assert {file.name for file in path.iterdir()} >= {"model.safetensors", "optimizer.safetensors"}
-    resumed = trainer()
-    resumed.restore(tmp_path / "checkpoints")
-    assert resumed.step == 3
-    for _ in range(3):
-        resumed.take_step()
-    assert resumed.backend.fingerprint() == straight.backend.fingerprint()
-    assert hash_tensors(resumed.backend.save().optimizer) == hash_tensors(
-        straight.backend.save().optimizer
-    )
-
-
 def test_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
+    layout = run_layout(tmp_path)
     of = trainer()
     for _ in range(2):
         of.take_step()
-        newest = of.save(tmp_path / "checkpoints", tmp_path / "model", WRITER)
+        newest = of.save(layout, WRITER)
     (newest / "model.safetensors").write_bytes(b"no tensors")
     resumed = trainer()
-    resumed.restore(tmp_path / "checkpoints")
+    resumed.restore(layout)
     assert resumed.step == 1
-    assert list_checkpoints(tmp_path / "checkpoints") == [1]
+    assert list_checkpoints(layout.sft_checkpoints) == [1]
 
 
 def test_rows_come_in_the_order_of_the_file_or_of_the_seed() -> None:
@@ -136,12 +108,18 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def tokenise(path: Path, tokenizer: Tokenizer, *, max_tokens: int = 64) -> CompletionRows:
+def tokenise(
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    stop: int | None = STOP,
+    fields: Sequence[str] = ("completion",),
+) -> CompletionRows:
     target = path.with_suffix(".npz")
     tokenise_completions(
-        path, target, tokenizer=tokenizer, stop_token_id=STOP, max_tokens=max_tokens
+        path, target, tokenizer=tokenizer, stop_token_id=stop, max_tokens=64, fields=fields
     )
-    return CompletionRows.read(target)
+    return CompletionRows.read(target, num_completions=len(fields))
 
 
 def test_rows_are_tokenised_with_a_stop_token(tmp_path: Path) -> None:
@@ -151,7 +129,7 @@ def test_rows_are_tokenised_with_a_stop_token(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "r.jsonl", *({"prompt": p, "completion": c} for p, c in texts))
     rows = tokenise(path, tokenizer)
     for index, (prompt, completion) in enumerate(texts):
-        sequence = rows.sequence(index)
+        sequence = rows.sequences(index)[0]
         assert tokenizer.decode(list(sequence.prompt_tokens)) == prompt
         assert tokenizer.decode(list(sequence.output_tokens[:-1])) == completion
         assert sequence.output_tokens[-1] == STOP
@@ -166,12 +144,40 @@ def test_turns_of_the_environment_are_tokenised_by_themselves_and_not_trained(
         write_rows(tmp_path / "r.jsonl", {"prompt": "1 + 2 =", "completion": turns}),
         tokenizer := build_tokenizer(),
     )
-    sequence = rows.sequence(0)
+    sequence = rows.sequences(0)[0]
     trained, said = sequence.output_tokens[sequence.trained], "".join(turns)
     environment = sequence.output_tokens[~sequence.trained]
     assert trained.tolist() == [*tokenizer.encode(" 1").ids, *tokenizer.encode(" #### 3").ids, STOP]
     assert environment.tolist() == tokenizer.encode("2 3").ids
     assert tokenizer.decode(list(sequence.output_tokens[:-1])) == said
+
+
+def test_pairs_are_tokenised_side_by_side_with_a_stop_token_or_without(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    row = {"prompt": "1 + 2 =", "chosen": " #### 3", "rejected": [" 1", "2", " #### 4"]}
+    path = write_rows(tmp_path / "r.jsonl", row, row)
+    for stop, end in ((STOP, [STOP]), (None, [])):
+        rows = tokenise(path, tokenizer, stop=stop, fields=("chosen", "rejected"))
+        assert len(rows) == 2
+        for chosen, rejected in map(rows.sequences, range(2)):
+            assert tokenizer.decode(chosen.prompt_tokens.tolist()) == "1 + 2 ="
+            assert chosen.output_tokens.tolist() == [*tokenizer.encode(" #### 3").ids, *end]
+            assert rejected.num_trained == len(rejected.output_tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"chosen": " 2"}, "field 'rejected' is missing; found fields: chosen, prompt"),
+        ({"chosen": " 2", "rejected": " 2"}, "fields 'chosen' and 'rejected': found the same text"),
+        ({"chosen": " 2" * 40, "rejected": " 2" * 20}, "trainer.tokens_per_micro_batch (64)"),
+    ],
+)
+def test_bad_pair_is_named(tmp_path: Path, bad: dict[str, Any], expected: str) -> None:
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "1 + 1 =", **bad})
+    with pytest.raises(PromptError) as raised:
+        tokenise(path, build_tokenizer(), fields=("chosen", "rejected"))
+    assert expected in str(raised.value)
 
 
 @pytest.mark.parametrize(

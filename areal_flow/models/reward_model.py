@@ -1,0 +1,84 @@
+"""Reward models: a policy's layers, and one number after each token instead of logits.
+
+Such a model is a plain `AutoModelForSequenceClassification` of one label. What it says of a
+completion is its score after the last token, without a stop token: `transformers` reads it there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.errors import ModelError
+from areal_flow.models.attention import ATTENTION_NAME, PackedLayout
+from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
+from areal_flow.models.policy import hidden_at, load_model, ready
+
+SCORE = "score"
+"""The layer that makes a score of a hidden state; a policy has none."""
+
+
+def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
+    """Make the configuration in a directory that of a reward model over the same layers.
+
+    Args:
+        pad_token_id: for a configuration that has none; scoring several texts at once needs one.
+
+    Raises:
+        ModelError: `transformers` has no such model for this architecture.
+    """
+    config = AutoConfig.from_pretrained(str(directory), local_files_only=True, num_labels=1)
+    if config.pad_token_id is None:
+        config.pad_token_id = pad_token_id
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config)
+    except ValueError:
+        model = None
+    if not hasattr(model, SCORE):
+        raise ModelError(
+            f"expected an architecture that transformers can make a reward model of, found "
+            f"{config.model_type!r}: AutoModelForSequenceClassification knows none with a layer "
+            f"{SCORE!r}"
+        )
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+
+
+def load_reward_model(
+    directory: Path, description: Path, *, device: torch.device | str = "cpu"
+) -> Any:
+    """Return a reward model with a policy's layers; what the policy lacks is drawn at random.
+
+    Args:
+        directory: of a policy, or of a reward model; without weights, all are drawn.
+        description: the directory of the reward model's configuration.
+
+    Raises:
+        ModelError: the directory lacks weights of the layers.
+    """
+    config = AutoConfig.from_pretrained(str(description), local_files_only=True)
+    kind = AutoModelForSequenceClassification
+    if any(directory.glob("*.safetensors")):
+        drawn = frozenset({f"{SCORE}.weight"})
+        return load_model(kind, directory, device=device, drawn=drawn, config=config)
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    return ready(model, device)
+
+
+def is_reward_model(model: Any) -> bool:
+    """Return whether a model scores instead of predicting tokens."""
+    return hasattr(model, SCORE)
+
+
+def scores_at(
+    model: Any, input_ids_1T: Tensor, layout: PackedLayout, positions_M: Tensor
+) -> Tensor:
+    """Return a reward model's scores after some tokens of a packed row: `[M]`, float32."""
+    hidden_MH = hidden_at(model, input_ids_1T, layout, positions_M)
+    with torch.autocast(hidden_MH.device.type, enabled=False):
+        scores_M1 = model.score(hidden_MH.to(model.dtype))
+    return scores_M1[:, 0].float()  # type: ignore[no-any-return]

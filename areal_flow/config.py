@@ -23,6 +23,7 @@ from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION, GenerationSettings
+from areal_flow.held_out import HeldOutSettings, check_names
 from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
@@ -57,7 +58,8 @@ class PromptSettings(Settings):
     num_prompts: int = Field(24_000, ge=1)
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
-    """How many prompts are never trained on, at most a fifth of a file; 0: no evaluation."""
+    """How many prompts are never trained on, at most a fifth of a file; 0: none of these, and no
+    evaluation unless there are `evaluation.sets`."""
     num_terms: tuple[int, int] = Field((3, 7), strict=False)
     """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
@@ -172,9 +174,12 @@ class EvaluationSettings(Settings):
     """So many tokens of an answer come before it can stop."""
     stop_after_plateau: int = Field(0, ge=0)
     """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
+    sets: tuple[HeldOutSettings, ...] = Field((), strict=False)
+    """Each `[[evaluation.sets]]` table is one more held-out set, with a name and a file."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
+        check_names(self.sets)
         require(
             self.temperature != 0 or self.num_samples == 1,
             f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
@@ -320,6 +325,10 @@ class Recipe(Settings):
             "'broadcast'",
         )
         return self
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self.prompts.num_held_out or self.evaluation.sets)
 
     @property
     def groups_per_step(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ import pyarrow as pa
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
+from areal_flow.held_out import PROMPT_SOURCE
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
@@ -60,6 +62,8 @@ class Prepared:
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables from two files, or from one whose fifth at most is held out.
 
+    Other held-out sets are files of their own. A prompt is of the first set that has it.
+
     Raises:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
         ModelError: the tokenizer has no chat template that does what the recipe asks for.
@@ -84,7 +88,8 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
-    for row in filter(is_new, islice(candidates, settings.num_held_out)):
+    own = islice(candidates, settings.num_held_out)
+    for row in filter(is_new, chain(own, _set_rows(recipe, layout, bad_rows))):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     num_train = _write(layout.train_prompts, filter(is_new, rest))
@@ -105,15 +110,13 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
-    """Write the whole prompt file as the held-out table.
+    """Write the sets of `evaluation.sets` as the held-out table.
 
     Raises:
         PromptError: as `prepare_prompts`.
     """
-    assert recipe.prompts.path is not None
     bad_rows: dict[Place, PromptError] = {}
-    read = _reader(recipe, layout, bad_rows)
-    num_good = _write(layout.held_out_prompts, read(recipe.prompts.path))
+    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows))
     _refuse(bad_rows, recipe, num_good=num_good)
 
 
@@ -169,15 +172,35 @@ def tokenise_completions(
     return len(rows)
 
 
-def _reader(
+def _set_rows(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
+) -> Iterator[Row]:
+    """Yield the rows of each of `evaluation.sets`, which say by `prompt_source` whose they are."""
+    for each in recipe.evaluation.sets:
+        prompts = recipe.prompts.model_copy(update=each.over_prompts())
+        of_set = recipe.model_copy(update={"prompts": prompts})
+        read = _reader(of_set, layout, bad_rows, columns={PROMPT_SOURCE: each.name})
+        yield from islice(read(each.path), each.num_prompts or None)
+
+
+def _reader(
+    recipe: Recipe,
+    layout: RunLayout,
+    bad_rows: dict[Place, PromptError],
+    *,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[..., Iterator[Row]]:
-    """Return what makes rows of a prompt table from a file; it lists bad ones."""
+    """Return what makes rows of a prompt table from a file; it lists bad ones.
+
+    Args:
+        columns: those that each row gets over its own.
+    """
 
     return partial(
         read_prompts,
         make=partial(
             _prompt_row,
+            over=columns,
             recipe=recipe,
             render=renderer(recipe, layout.model),
             tokenizer=tokenizer_of(layout.model),
@@ -196,9 +219,16 @@ def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int
 
 
 def _prompt_row(
-    row: Row, *, recipe: Recipe, render: Render, tokenizer: Tokenizer, algebra: MathPool
+    row: Row,
+    *,
+    over: Mapping[str, str],
+    recipe: Recipe,
+    render: Render,
+    tokenizer: Tokenizer,
+    algebra: MathPool,
 ) -> Row:
     settings, generation = recipe.prompts, recipe.generation
+    row = {**row, **over}
     columns, answer = columns_of(row, settings), answer_of(row, settings)
     verifiers = {reward.verifier for reward in recipe.rewards}
     if "numeric" in verifiers and number_of(answer) is None:

@@ -64,7 +64,8 @@ def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, mode
         model: the directory that the first policy comes from.
     """
     copies = (layout.train_prompts, layout.held_out_prompts, layout.sft_rows)
-    sources = (recipe.prompts.path, recipe.prompts.held_out_path, recipe.sft.path)
+    held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.sets))
+    sources = (recipe.prompts.path, *held_out, recipe.sft.path)
     inputs = RunInputs(
         verifiers=[(FIRST_EPOCH, verifier.identity)],
         files={

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.config import Recipe, build_recipe
+from areal_flow.config import EvaluationSettings, Recipe, build_recipe
 from areal_flow.errors import PromptError
+from areal_flow.held_out import HELD_OUT, set_of
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
@@ -246,6 +247,24 @@ def test_held_out_prompts_are_never_trained_on(tmp_path: Path, layout: RunLayout
     assert held
     assert len({p.text for p in held}) == len(held)
     assert not {p.text for p in held} & {p.text for p in train}
+
+
+def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: RunLayout) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [good(index) for index in range(40)])
+    problems = [{"problem": f"{n} + 1 =", "answer": "1"} for n in (3, 4, 90, 91)]
+    file = write_rows(tmp_path / "problems.jsonl", problems)
+    own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
+    sets = EvaluationSettings.model_validate({"sets": [own]})
+    asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
+    found = prepare_prompts(asked, layout)
+    assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)
+    held = PromptTable(layout.held_out_prompts, seed=0).rows()
+    assert [(p.text, set_of(p.metadata)) for p in held] == [
+        (row["problem"], "problems") for row in problems[:3]
+    ]
+    train = PromptTable(layout.train_prompts, seed=0).rows()
+    assert not {p.text for p in held} & {p.text for p in train}
+    assert {set_of(p.metadata) for p in train} == {HELD_OUT}, "they name no source"
 
 
 def test_every_epoch_shows_every_prompt_once_in_another_order(

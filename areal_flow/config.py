@@ -34,6 +34,30 @@ from areal_flow.workflows.single_turn import SingleTurn
 from areal_flow.workflows.tool_use import ToolUse
 
 
+class DifficultySettings(Settings):
+    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
+
+    run: str = ""
+    """The earlier run: its name, or its directory; empty: all prompts are trained on."""
+    min_pass_rate: float = Field(0.05, ge=0, le=1)
+    """Prompts that passed less often are too hard, and left out."""
+    max_pass_rate: float = Field(0.95, ge=0, le=1)
+    """Prompts that passed more often are too easy, and left out."""
+    min_samples: int = Field(4, ge=1)
+    """A prompt with fewer completions there counts as unseen."""
+    keep_unseen: bool = True
+    """Train on prompts of which that run says nothing."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DifficultySettings:
+        require(
+            self.min_pass_rate <= self.max_pass_rate,
+            f"prompts.difficulty.min_pass_rate ({self.min_pass_rate}) must not exceed "
+            f"max_pass_rate ({self.max_pass_rate})",
+        )
+        return self
+
+
 class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
@@ -64,6 +88,8 @@ class PromptSettings(Settings):
     """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
     """Leave out and list rows that are wrong, instead of ending there."""
+    difficulty: DifficultySettings = DifficultySettings()
+    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:

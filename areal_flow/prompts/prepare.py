@@ -27,6 +27,7 @@ from areal_flow.held_out import PROMPT_SOURCE
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
+from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of, texts_of_turns
@@ -52,6 +53,8 @@ class Prepared:
     num_held_out: int
     num_repeated: int
     """Rows that ask what is held out: they are left out."""
+    chosen: str
+    """How many prompts an earlier run's pass rates keep; empty where they are not asked."""
     bad_rows: list[str]
     first_prompt: str
     """As the policy reads it: special tokens are there."""
@@ -92,17 +95,20 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     for row in filter(is_new, chain(own, _set_rows(recipe, layout, bad_rows))):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
-    num_train = _write(layout.train_prompts, filter(is_new, rest))
+    is_chosen = DifficultyFilter(settings.difficulty, layout)
+    num_train = _write(layout.train_prompts, filter(is_chosen, filter(is_new, rest)))
     _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     if not num_train:
-        raise PromptError("no prompts are left to train on; give more, or hold out fewer")
+        advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
+        raise PromptError(f"no prompts are left to train on; {advice}give more, or hold out fewer")
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
         num_held_out,
         num_repeated,
+        str(is_chosen),
         listed,
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),

@@ -21,6 +21,7 @@ from areal_flow.errors import RewardError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import find_run
 
 FIRST_EPOCH = 1
 ACCEPT = (
@@ -63,9 +64,12 @@ def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, mode
         recipe: as it was given, before names became files.
         model: the directory that the first policy comes from.
     """
-    copies = (layout.train_prompts, layout.held_out_prompts, layout.sft_rows)
+    prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
+    copies = (*prompts, layout.sft_rows)
     held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.sets))
-    sources = (recipe.prompts.path, *held_out, recipe.sft.path)
+    earlier = recipe.prompts.difficulty.run
+    chosen_by = find_run(layout.root.parent, earlier).identity if earlier else None
+    sources = (recipe.prompts.path, *held_out, recipe.sft.path, chosen_by)
     inputs = RunInputs(
         verifiers=[(FIRST_EPOCH, verifier.identity)],
         files={

@@ -18,6 +18,8 @@ def describe_prompts(prepared: Prepared, layout: RunLayout) -> str:
     lines = [f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"]
     if prepared.num_repeated:
         lines.append(f"  {prepared.num_repeated} rows that repeat a held-out prompt are left out")
+    if prepared.chosen:
+        lines.append(f"  {prepared.chosen}")
     if bad_rows := prepared.bad_rows:
         lines.append(f"  {len(bad_rows)} bad rows skipped, listed in {layout.bad_rows}:")
         lines += [f"  {row}" for row in bad_rows[:_SHOWN_BAD_ROWS]]

@@ -156,8 +156,9 @@ def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    last = inf if limit is None else limit
     places = defaultdict[str, Iterator[int]](count)
-    return [p for p in prompts if next(places[set_of(p.metadata)]) < (limit or inf)]
+    return [prompt for prompt in prompts if next(places[set_of(prompt.metadata)]) < last]
 
 
 async def _answer(

@@ -83,7 +83,7 @@ class PromptSettings(Settings):
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
     """How many prompts are never trained on, at most a fifth of a file; 0: none of these, and no
-    evaluation unless there are `evaluation.sets`."""
+    evaluation unless there are `evaluation.held_out`."""
     num_terms: tuple[int, int] = Field((3, 7), strict=False)
     """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
@@ -200,12 +200,12 @@ class EvaluationSettings(Settings):
     """So many tokens of an answer come before it can stop."""
     stop_after_plateau: int = Field(0, ge=0)
     """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
-    sets: tuple[HeldOutSettings, ...] = Field((), strict=False)
-    """Each `[[evaluation.sets]]` table is one more held-out set, with a name and a file."""
+    held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
+    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a file."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
-        check_names(self.sets)
+        check_names(self.held_out)
         require(
             self.temperature != 0 or self.num_samples == 1,
             f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
@@ -354,7 +354,7 @@ class Recipe(Settings):
 
     @property
     def has_held_out(self) -> bool:
-        return bool(self.prompts.num_held_out or self.evaluation.sets)
+        return bool(self.prompts.num_held_out or self.evaluation.held_out)
 
     @property
     def groups_per_step(self) -> int:

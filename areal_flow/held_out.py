@@ -58,7 +58,7 @@ def check_names(sets: Sequence[HeldOutSettings]) -> None:
     names = [HELD_OUT, *(each.name for each in sets)]
     require(
         len(set(names)) == len(names),
-        f"evaluation.sets: a name stands twice in {names}, the first of which is the set that "
+        f"evaluation.held_out: a name stands twice in {names}, the first of which is the set that "
         "training's own prompts give: rename one",
     )
 

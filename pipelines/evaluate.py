@@ -112,7 +112,7 @@ def evaluate_model(
         raise ModelError(f"{directory} lies in no run: give --data FILE")
     given: dict[str, dict[str, Any]] = {"cluster": {"num_generators": 2}}
     if data:
-        given["evaluation"] = {"sets": held_out_sets(data)}
+        given["evaluation"] = {"held_out": held_out_sets(data)}
     recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
     check_devices(recipe)
     require_served(recipe.generation, directory)

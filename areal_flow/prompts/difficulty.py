@@ -29,6 +29,13 @@ WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
 """
 
 
+def prompt_pass_rates(run: Run) -> pa.Table:
+    """Return `prompt_hash`, `pass_rate` and `num_samples` of each prompt that a run answered."""
+    with closing(run.database()) as database:
+        found: pa.Table = database.sql(_RATES).to_arrow_table()
+    return found
+
+
 class DifficultyFilter:
     """Decides which prompts are trained on, and counts them."""
 
@@ -46,8 +53,7 @@ class DifficultyFilter:
         if not settings.run:
             return
         parent = find_run(layout.root.parent, settings.run)
-        with closing(Run(parent.root).database()) as database:
-            rates: pa.Table = database.sql(_RATES).to_arrow_table()
+        rates = prompt_pass_rates(Run(parent.root))
         if not len(rates):
             raise PromptError(
                 f"prompts.difficulty.run = {settings.run!r}: expected trajectories with a reward, "

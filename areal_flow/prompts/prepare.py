@@ -116,7 +116,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
-    """Write the sets of `evaluation.sets` as the held-out table.
+    """Write the sets of `evaluation.held_out` as the held-out table.
 
     Raises:
         PromptError: as `prepare_prompts`.
@@ -181,8 +181,8 @@ def tokenise_completions(
 def _set_rows(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
 ) -> Iterator[Row]:
-    """Yield the rows of each of `evaluation.sets`, which say by `prompt_source` whose they are."""
-    for each in recipe.evaluation.sets:
+    """Yield the rows of `evaluation.held_out`, each with the name of its set as `prompt_source`."""
+    for each in recipe.evaluation.held_out:
         prompts = recipe.prompts.model_copy(update=each.over_prompts())
         of_set = recipe.model_copy(update={"prompts": prompts})
         read = _reader(of_set, layout, bad_rows, columns={PROMPT_SOURCE: each.name})

@@ -66,7 +66,7 @@ def record_inputs(layout: RunLayout, recipe: Recipe, *, verifier: Verifier, mode
     """
     prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
     copies = (*prompts, layout.sft_rows)
-    held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.sets))
+    held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.held_out))
     earlier = recipe.prompts.difficulty.run
     chosen_by = find_run(layout.root.parent, earlier).identity if earlier else None
     sources = (recipe.prompts.path, *held_out, recipe.sft.path, chosen_by)

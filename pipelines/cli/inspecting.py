@@ -194,6 +194,18 @@ def replay(
     return report_replay(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)
 
 
+def difficulty(run: str, /, *, folders: Given) -> Report:
+    """Show how many of a run's prompts passed how often, for `prompts.difficulty` of the next one.
+
+    Args:
+        run: A run's name, or its directory.
+    """
+    from areal_flow.store.queries import Run
+    from pipelines.cli.prompt_report import report_difficulty
+
+    return report_difficulty(Run(find_run(folders.runs, run).root))
+
+
 def check(run: str, /, *, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
 
@@ -232,4 +244,4 @@ def settings(section: str | None = None, /) -> Report:
     return report_settings(section)
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, replay, check, report, settings)
+COMMANDS = (evaluate, export, trajectories, lineage, difficulty, replay, check, report, settings)

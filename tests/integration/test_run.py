@@ -36,7 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"question": f"{n} + 90 =", "answer": str(n + 90)}) for n in range(8)]
     (cwd / "nineties.jsonl").write_text("\n".join(rows))
     sets = '[{name = "nineties", path = "nineties.jsonl"}]'
-    arguments = [*small_arguments(), "--tracking.enabled", "true", "--evaluation.sets", sets]
+    arguments = [*small_arguments(), "--tracking.enabled", "true", "--evaluation.held-out", sets]
     done = cli("train", "--name", "first", *arguments, cwd=cwd)
     (cwd / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,10 +20,11 @@ from areal_flow.recovery.inputs import Verifier, read_inputs, record_inputs
 from areal_flow.recovery.run_directory import create_run, hold_run
 from areal_flow.store.codec import receipts
 from areal_flow.store.ledger import create_ledger
+from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import GroupReceipt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.cli.prompt_report import describe_prompts
+from pipelines.cli.prompt_report import describe_prompts, report_difficulty
 from tests.rows import group_table
 
 REWARDS = ([1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, None, None, None])
@@ -101,6 +102,15 @@ def test_run_keeps_the_pass_rates_that_it_was_made_by(earlier: RunLayout) -> Non
     inputs = read_inputs(layout)
     assert "prompts/difficulty.parquet" in inputs.files
     assert str(earlier.identity) in inputs.sources
+
+
+def test_distribution_counts_every_prompt_that_was_answered(earlier: RunLayout) -> None:
+    report = report_difficulty(Run(earlier.root))
+    found = {row["pass rate"]: row["prompts"] for row in report.parts[0].rows}
+    assert found.pop("to 1") == 2
+    assert {label for label, num in found.items() if num == 1} == {"0", "to 0.25", "to 0.5"}
+    assert sum(found.values()) == 3
+    assert len(report.data["prompts"]) == 5
 
 
 def test_filter_that_leaves_nothing_is_refused_with_the_counts(earlier: RunLayout) -> None:

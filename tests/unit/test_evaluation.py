@@ -174,7 +174,7 @@ def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
 def test_held_out_set_has_a_name_of_its_own() -> None:
     one = {"name": "math", "path": "m.jsonl"}
     with pytest.raises(ConfigError, match="a name stands twice in"):
-        build_recipe({"evaluation": {"sets": [one, one]}}, source="test")
+        build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
     found = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
     assert [(each["name"], Path(each["path"]).name) for each in found] == [
         ("math", "math.jsonl"),

@@ -254,7 +254,7 @@ def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: Run
     problems = [{"problem": f"{n} + 1 =", "answer": "1"} for n in (3, 4, 90, 91)]
     file = write_rows(tmp_path / "problems.jsonl", problems)
     own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
-    sets = EvaluationSettings.model_validate({"sets": [own]})
+    sets = EvaluationSettings.model_validate({"held_out": [own]})
     asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
     found = prepare_prompts(asked, layout)
     assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)

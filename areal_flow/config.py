@@ -58,13 +58,50 @@ class DifficultySettings(Settings):
         return self
 
 
+class SourceSettings(Settings):
+    """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """What trajectories, metrics and rewards call it."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the prompts is this part of all weights, to the percent."""
+    source: str = "file"
+    """As `prompts.source`."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a source that takes some: of a task of reasoning-gym its own; of a
+    Hugging Face dataset `config`, `split`, `held_out_split`, `revision`."""
+    path: Path | None = Field(None, strict=False)
+    """As `prompts.path`."""
+    held_out_path: Path | None = Field(None, strict=False)
+    """As `prompts.held_out_path`."""
+    question_field: str | None = None
+    """As `prompts.question_field`."""
+    answer_field: str | None = None
+    """As `prompts.answer_field`."""
+    template: str | None = None
+    """As `prompts.template`."""
+    num_prompts: int | None = Field(None, ge=1)
+    """As `prompts.num_prompts`."""
+    num_held_out: int | None = Field(None, ge=0)
+    """As `prompts.num_held_out`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceSettings:
+        where = f"sources {self.name!r}"
+        require(self.source != "file" or self.path is not None, f"{where}: path is needed")
+        template = self.template is None or "{question}" in self.template
+        require(template, f"{where}: template must contain {{question}}")
+        return self
+
+
 class PromptSettings(Settings):
     """Where prompts come from and how they are put to the policy."""
 
     source: str = "arithmetic"
-    """`file`, or a source that makes prompts: `arithmetic`, `calculator`, `one_liners`."""
+    """`file`; a source that makes prompts: `arithmetic`, `calculator`, `one_liners`;
+    `reasoning_gym:TASK`; or `datasets:NAME`, a Hugging Face dataset. `[[sources]]` mix several."""
     path: Path | None = Field(None, strict=False)
-    """JSONL or Parquet, one prompt a row, for the source `file`."""
+    """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
     held_out_path: Path | None = Field(None, strict=False)
     """Held-out prompts in a file of their own; otherwise drawn from `path`."""
     question_field: str = "question"
@@ -255,6 +292,9 @@ class Recipe(Settings):
     """Generation beside training, or in turns."""
     prompts: PromptSettings = PromptSettings()
     """Where prompts come from and how they are put to the policy."""
+    sources: tuple[SourceSettings, ...] = Field((), strict=False)
+    """Each `[[sources]]` table is one of several sources of prompts, mixed by weight; none: the one
+    that `[prompts]` names."""
     sft: SftSettings = SftSettings()
     """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()
@@ -296,6 +336,7 @@ class Recipe(Settings):
     def _consistent(self) -> Recipe:
         names = [reward.verifier for reward in self.rewards]
         require(len(set(names)) == len(names), f"rewards: a verifier is named twice in {names}")
+        self._check_sources()
         require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
@@ -351,6 +392,50 @@ class Recipe(Settings):
             "'broadcast'",
         )
         return self
+
+    def _check_sources(self) -> None:
+        """Refuse sources that are alike, that no reward judges, or beside a file of prompts."""
+        names = [source.name for source in self.sources]
+        require(len(set(names)) == len(names), f"sources: a name is given twice in {names}")
+        require(
+            not names or self.prompts.path is None,
+            f"prompts.path ({self.prompts.path}) and [[sources]] are two ways to say the same: "
+            "make the file one of the sources",
+        )
+        names += [each.name for each in self.evaluation.held_out]
+        for reward in self.rewards:
+            unknown = sorted(set(reward.sources) - set(names))
+            require(
+                not unknown,
+                f"rewards: sources of {reward.verifier!r} name {unknown}, expected of {names}",
+            )
+        require(
+            bool(self.sources) or any(not reward.sources for reward in self.rewards),
+            "rewards: one must judge the prompts to train on; leave its sources out",
+        )
+        for name in names:
+            judged = any(name in (reward.sources or names) for reward in self.rewards)
+            require(judged, f"sources: no reward judges {name!r}; add it to one's sources")
+
+    def by_source(self) -> dict[str, Recipe]:
+        """Return, by its name, the recipe as if a source were the only one; of one, itself."""
+        if not self.sources:
+            return {"": self}
+        return {source.name: self._of_source(source) for source in self.sources}
+
+    def of_set(self, held_out: HeldOutSettings) -> Recipe:
+        """Return the recipe by which a held-out set is read and judged: a source's of its name."""
+        of = self.by_source().get(held_out.name, self) if self.sources else self
+        prompts = of.prompts.model_copy(update=held_out.over_prompts())
+        rewards = tuple(r for r in of.rewards if not r.sources or held_out.name in r.sources)
+        return of.model_copy(update={"prompts": prompts, "rewards": rewards})
+
+    def _of_source(self, source: SourceSettings) -> Recipe:
+        given = source.model_dump(exclude={"name", "weight", "settings"}, exclude_none=True)
+        rewards = tuple(r for r in self.rewards if not r.sources or source.name in r.sources)
+        return self.model_copy(
+            update={"prompts": self.prompts.model_copy(update=given), "rewards": rewards}
+        )
 
     @property
     def has_held_out(self) -> bool:

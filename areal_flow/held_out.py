@@ -1,13 +1,12 @@
 """Held-out sets by name: prompts that no training sees, beside those of the training source.
 
-The name of a set is the `prompt_source` of its rows, which is how a verifier tells sets apart.
+The name of a set is the source of its prompts, so that `rewards.sources` says what judges it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -15,15 +14,13 @@ from areal_flow.settings import Settings, require
 
 HELD_OUT = "held_out"
 """The name of the set that the training source itself gives."""
-PROMPT_SOURCE = "prompt_source"
-"""The column of a row, as its verifiers get it, that says which source it is of."""
 
 
 class HeldOutSettings(Settings):
     """One more held-out set, evaluated with the others and reported by its name."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
-    """What reports and sinks call it; its rows have it as `prompt_source`."""
+    """What reports and sinks call it; `rewards.sources` may name it."""
     path: Path = Field(strict=False)
     """JSONL or Parquet, one prompt a row."""
     num_prompts: int = Field(0, ge=0)
@@ -61,8 +58,3 @@ def check_names(sets: Sequence[HeldOutSettings]) -> None:
         f"evaluation.held_out: a name stands twice in {names}, the first of which is the set that "
         "training's own prompts give: rename one",
     )
-
-
-def set_of(metadata: Mapping[str, Any]) -> str:
-    """Return the name of the held-out set that a prompt is of, by the columns of its row."""
-    return str(metadata.get(PROMPT_SOURCE) or HELD_OUT)

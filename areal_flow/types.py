@@ -48,6 +48,8 @@ class Prompt:
     tokens: Tokens
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The columns of the row that the prompt was made from, for its reward."""
+    source: str = ""
+    """The name of its source, where a run has several."""
 
 
 @dataclass(frozen=True, slots=True)

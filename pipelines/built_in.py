@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_flow.config import Recipe
+from areal_flow.config import PromptSettings, Recipe, SourceSettings
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
@@ -25,10 +25,9 @@ from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.calculator.calculator_policy import write_calculator_model
 from pipelines.calculator.questions import demonstrations, make_calculator
+from pipelines.fetched_prompts import Fetch, Rows, dataset_rows, reasoning_gym_rows
 from pipelines.one_liners.coder_policy import write_coder_model
 from pipelines.one_liners.functions import formulas_then_look_ups, make_one_liners
-
-Rows = list[dict[str, Any]]
 
 
 def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
@@ -53,6 +52,8 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "one_liners": make_one_liners,
 }
 """Each makes the rows to train on and the held-out ones."""
+FETCHED: dict[str, Fetch] = {"reasoning_gym": reasoning_gym_rows, "datasets": dataset_rows}
+"""The same of packages, by what stands before the colon of a source's name."""
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
     ("tiny", "arithmetic"): curriculum,
     ("tiny_calculator", "calculator"): demonstrations,
@@ -98,8 +99,7 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
         PromptError: the source cannot make so many prompts.
     """
     sft = recipe.sft
-    if recipe.prompts.source != "file":
-        recipe = _with_made_rows(recipe, layout)
+    recipe = _with_sources(recipe, layout)
     if recipe.sft.path or not sft.num_steps:
         return recipe
     if recipe.model in MODELS:
@@ -112,19 +112,45 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
     return _changed(recipe, "sft", num_steps=0)
 
 
-def _with_made_rows(recipe: Recipe, layout: RunLayout) -> Recipe:
-    prompts, sft = recipe.prompts, recipe.sft
-    if prompts.source not in SOURCES:
-        names = ", ".join(["file", *SOURCES])
-        raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
-    train, held_out = SOURCES[prompts.source](recipe)
+def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:
+    """Return the recipe with a file for each source whose rows are made or fetched."""
     folder = layout.train_prompts.parent
+    if not recipe.sources:
+        made = _with_made_rows(recipe, {}, folder, layout)
+        return recipe.model_copy(update={"prompts": made.prompts, "sft": made.sft})
+    sources, sft = [], recipe.sft
+    for source, part in zip(recipe.sources, recipe.by_source().values(), strict=True):
+        made = _with_made_rows(part, source.settings, folder / source.name, layout)
+        fields = SourceSettings.model_fields.keys() & PromptSettings.model_fields.keys()
+        files = {name: getattr(made.prompts, name) for name in fields}
+        sources.append(source.model_copy(update=files))
+        sft = made.sft if made.sft.path else sft
+    return recipe.model_copy(update={"sources": tuple(sources), "sft": sft})
+
+
+def _with_made_rows(
+    recipe: Recipe, settings: Mapping[str, Any], folder: Path, layout: RunLayout
+) -> Recipe:
+    """Return the recipe of one source with files, the source's own demonstrations among them."""
+    prompts, sft = recipe.prompts, recipe.sft
+    kind, _, argument = prompts.source.partition(":")
+    takes_settings = kind in FETCHED and argument
+    if settings and not takes_settings:
+        raise ConfigError(f"source {prompts.source!r} takes no settings, found {sorted(settings)}")
+    if prompts.source == "file":
+        return recipe
+    if takes_settings:
+        train, held_out = FETCHED[kind](argument, recipe, settings)
+    elif prompts.source in SOURCES:
+        train, held_out = SOURCES[prompts.source](recipe)
+        recipe = _changed(recipe, "prompts", question_field="question", answer_field="answer")
+    else:
+        names = ", ".join(["file", *SOURCES, "reasoning_gym:TASK", "datasets:NAME"])
+        raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
     made = _changed(
         recipe,
         "prompts",
         source="file",
-        question_field="question",
-        answer_field="answer",
         path=write_jsonl(folder / "train.jsonl", train),
         held_out_path=write_jsonl(folder / "held_out.jsonl", held_out) if held_out else None,
     )
@@ -149,5 +175,5 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write rows as JSON, one a line; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     return path

@@ -27,7 +27,6 @@ from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation import answer_held_out
 from areal_flow.generation.registry import require_served
-from areal_flow.held_out import set_of
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
     check_model_directory,
@@ -112,7 +111,7 @@ def evaluate_model(
         raise ModelError(f"{directory} lies in no run: give --data FILE")
     given: dict[str, dict[str, Any]] = {"cluster": {"num_generators": 2}}
     if data:
-        given["evaluation"] = {"held_out": held_out_sets(data)}
+        given["evaluation"] = {"held_out": _with_sets_of(run, held_out_sets(data))}
     recipe = load_recipe(run.config, given) if run else build_recipe(given, source="defaults")
     check_devices(recipe)
     require_served(recipe.generation, directory)
@@ -125,7 +124,8 @@ def evaluate_model(
             shutil.copytree(run.rewards, layout.rewards)
         held_out = layout.held_out_prompts
         if data:
-            prepare_held_out(recipe, layout)
+            names = [each["name"] for each in held_out_sets(data)]
+            prepare_held_out(recipe, layout, names=names)
         elif run is not None:
             held_out = run.held_out_prompts
         prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
@@ -155,10 +155,17 @@ def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
     return found
 
 
+def _with_sets_of(run: RunLayout | None, sets: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return some sets after a run's others, which `rewards.sources` may name."""
+    names = {each["name"] for each in sets}
+    known = load_recipe(run.config).evaluation.held_out if run else ()
+    return [*(each.model_dump(mode="json") for each in known if each.name not in names), *sets]
+
+
 def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     last = inf if limit is None else limit
     places = defaultdict[str, Iterator[int]](count)
-    return [prompt for prompt in prompts if next(places[set_of(prompt.metadata)]) < last]
+    return [prompt for prompt in prompts if next(places[prompt.source]) < last]
 
 
 async def _answer(

@@ -23,9 +23,12 @@ from areal_flow.generation.registry import require_engine, require_installed
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
+from areal_flow.rewards.code_rows import code_task
 from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
-from areal_flow.rewards.trial import is_foreign
+from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
+from areal_flow.types import Prompt
 from areal_flow.weights.media import check_medium
 from areal_flow.workflows.tool_use import ToolUse
 
@@ -116,17 +119,22 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
         RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
     """
     lines = []
-    if _runs_code(recipe):
-        tier = choose_tier()
+    for url in _sandbox_urls(recipe):
+        tier = choose_tier(url=url)
+        if tier == ContainerPool.tier:
+            _refuse_assertions(layout)
+        where = f"in containers at {url}" if tier == ContainerPool.tier else "in sandboxes here"
         lost = f": {LOST[tier]}" if LOST[tier] else ""
-        lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
+        lines.append(f"Model-written code runs {where}, tier {tier}{lost}")
     chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
     if not chosen:
         return lines
-    prompt = PromptTable(layout.train_prompts, seed=recipe.seed).row(0)
-    row = {"prompt": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.metadata)}
+    table = PromptTable(layout.train_prompts, seed=recipe.seed)
+    prompt = table.row(0)
+    firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
+    rows = {source: _given(first) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
-    found, ended = _trial(layout, row, limit_s=limit_s)
+    found, ended = _trial(layout, rows, limit_s=limit_s)
     columns = ", ".join(["prompt", "completion", "answer", "metadata", *prompt.metadata])
     for verifier, judged in found.items():
         scores = judged["scores"] or []
@@ -146,11 +154,29 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     return lines
 
 
-def _runs_code(recipe: Recipe) -> bool:
-    """Whether programs of the policy are run: by the verifier or by the tool."""
+def _sandbox_urls(recipe: Recipe) -> list[str]:
+    """Return for each kind of programs that are run, if any, where else they may run than here."""
     workflow = recipe.workflow
-    has_tool = isinstance(workflow, ToolUse) and "python" in workflow.tools
-    return has_tool or any(reward.verifier == "code" for reward in recipe.rewards)
+    used = [r.settings.get("sandbox_url", "") for r in recipe.rewards if r.verifier == "code"]
+    if isinstance(workflow, ToolUse) and "python" in workflow.tools:
+        used.append("")
+    return [*dict.fromkeys(used)]
+
+
+def _refuse_assertions(layout: RunLayout) -> None:
+    """Refuse prompts whose tests would share a container with what they judge.
+
+    Raises:
+        RewardError: with the first of them.
+    """
+    for prompt in PromptTable(layout.train_prompts, seed=0).rows():
+        task = code_task({"prompt": prompt.text, **prompt.metadata}, "pass")
+        if task is not None and task.mode not in ContainerPool.modes:
+            raise RewardError(
+                f"prompt {prompt.prompt_id!r} has tests of mode {task.mode!r}, which are not run "
+                "in containers elsewhere: write them as inputs and outputs (mode 'stdin' or "
+                "'call'), or run reward workers where a sandbox works"
+            )
 
 
 def _common_error(scores: list[dict[str, Any]]) -> str:
@@ -159,8 +185,18 @@ def _common_error(scores: list[dict[str, Any]]) -> str:
     return errors[0] if errors and all(errors) else ""
 
 
+def _given(prompt: Prompt) -> dict[str, Any]:
+    """Return what of a row a verifier is given."""
+    return {
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "metadata": dict(prompt.metadata),
+        "prompt_source": prompt.source,
+    }
+
+
 def _trial(
-    layout: RunLayout, row: dict[str, Any], *, limit_s: float
+    layout: RunLayout, rows: dict[str, dict[str, Any]], *, limit_s: float
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Return what was found by verifier, as far as the trial came, and how its process ended."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
@@ -168,7 +204,7 @@ def _trial(
         command = [sys.executable, "-m", "areal_flow.rewards.trial", str(layout.root), str(output)]
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         environment = os.environ | PROCESS_ENVIRONMENT | paths
-        given = json.dumps(row)
+        given = json.dumps(rows)
         try:
             done = subprocess.run(
                 command, input=given, text=True, env=environment, timeout=limit_s, check=False

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 from areal_flow.pass_rates import PASS_THRESHOLD, passes
 from areal_flow.rewards.protocol import Reward, RewardInput
@@ -16,6 +15,10 @@ from areal_flow.rewards.registry import load_reward
 from areal_flow.types import Score
 
 BATCH_ROWS = 256
+BATCH_CHARS = 2**24
+"""A batch is full when its lines have more: one completion may have a hundred million."""
+MAX_LINE_CHARS = 2**28
+"""What a line has beyond this is not read, and so it is no row."""
 Row = dict[str, Any]
 
 
@@ -35,11 +38,30 @@ def verify_lines(
     reward = load_reward(kind, Path(), settings=settings).reward
     reward.open()
     try:
-        numbered = enumerate(lines, 1)
-        while batch := [*islice(numbered, BATCH_ROWS)]:
+        for batch in _batches(enumerate(lines, 1)):
             yield from asyncio.run(_judge(reward, batch))
     finally:
         reward.close()
+
+
+def read_lines(stream: TextIO) -> Iterator[str]:
+    """Yield the lines of a stream; of each no more than `MAX_LINE_CHARS`."""
+    while line := stream.readline(MAX_LINE_CHARS):
+        yield line
+        while line and not line.endswith("\n"):
+            line = stream.readline(MAX_LINE_CHARS)
+
+
+def _batches(numbered: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    batch, num_chars = list[tuple[int, str]](), 0
+    for number, line in numbered:
+        batch.append((number, line))
+        num_chars += len(line)
+        if len(batch) == BATCH_ROWS or num_chars > BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
 
 
 async def _judge(reward: Reward, lines: Iterable[tuple[int, str]]) -> list[Row]:

@@ -19,6 +19,7 @@ class PromptRow(pa.DataFrameModel):
     difficulty: pl.Int32 = pa.Field(
         ge=0, description="the source's own measure; 0 when it has none"
     )
+    source: str = pa.Field(description="which of the run's sources; empty where it has one")
     metadata: str = pa.Field(description="JSON: the row's columns for the reward, `answer` typed")
     prompt_tokens: pl.List(pl.Int32) = pa.Field(description="token ids, never tokenised again")
 

@@ -29,6 +29,7 @@ class TrajectoryRow(pa.DataFrameModel):
     seed: pl.Int64 = pa.Field(ge=0, description="of the member; a turn's follows from it")
     writer_epoch: pl.Int32 = pa.Field(ge=1, description="which driver wrote it")
     prompt_id: str
+    source: str = pa.Field(description="which of the run's sources; empty where it has one")
     difficulty: pl.Int32 = pa.Field(ge=0)
     prompt_tokens: pl.List(pl.Int32)
     output_tokens: pl.List(pl.Int32)

@@ -37,6 +37,7 @@ def answers(
             "held_out": HELD_OUT,
             "prompt_id": f"held-out-{n}",
             "sample": 0,
+            "source": "",
             "difficulty": 3 + n % 2,
             "prompt": f"{n} + {text}",
             "completion": text,

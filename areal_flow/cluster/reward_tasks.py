@@ -203,7 +203,10 @@ async def _judge(
     rewards = await _rewards(context)
     return await rewards.score(
         [
-            RewardInput(prompt.text, text, prompt.answer, prompt.metadata, tuple(tokens))
+            RewardInput(
+                *(prompt.text, text, prompt.answer, prompt.metadata, tuple(tokens)),
+                prompt_source=prompt.source,
+            )
             for (prompt, tokens), text in zip(completions, texts, strict=True)
         ]
     )

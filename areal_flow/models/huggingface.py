@@ -80,6 +80,7 @@ with _hidden("sklearn", "scipy"), _uncompiled(), _unsharded():
         AttentionInterface,
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
         TokenizersBackend,
     )
     from transformers.core_model_loading import revert_weight_conversion
@@ -92,6 +93,7 @@ __all__ = [
     "AttentionInterface",
     "AutoConfig",
     "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
     "BaseModelOutputWithPast",
     "GradientCheckpointingLayer",
     "TokenizersBackend",

@@ -1,21 +1,23 @@
-"""Rows of JSONL and Parquet files, one at a time; errors name file and line."""
+"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_flow.errors import PromptError
+from areal_flow.errors import ArealFlowError, PromptError
 from areal_flow.prompts.rows import Row
 
+LANCE = ".lance"
 MAX_LINE_BYTES = 1 << 20
-PARQUET_BATCH_ROWS = 256
+BATCH_ROWS = 256
 
 Made = TypeVar("Made")
 Place = tuple[Path, int]
@@ -63,6 +65,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
     """
+    if path.suffix == LANCE:
+        yield from _read_lance(path)
+        return
     if not path.is_file():
         raise PromptError(f"expected a prompt file at {path}, found none")
     if path.stat().st_size == 0:
@@ -73,7 +78,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
         case ".parquet":
             yield from _read_parquet(path)
         case suffix:
-            raise PromptError(f"{path}: expected .jsonl or .parquet, found {suffix or 'no suffix'}")
+            raise PromptError(
+                f"{path}: expected .jsonl, .parquet or .lance, found {suffix or 'no suffix'}"
+            )
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -89,15 +96,26 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
+            yield from _numbered(path, file.iter_batches(batch_size=BATCH_ROWS))
     except pa.ArrowInvalid as error:
         raise PromptError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _read_lance(path: Path) -> Iterator[tuple[str, Row]]:
+    from areal_flow.store.dataset import open_dataset  # Lance: only where there is such a source
+
+    try:
+        dataset = open_dataset(path)
+    except (ArealFlowError, OSError, ValueError) as error:
+        raise PromptError(f"{path} is not a readable Lance dataset: {error}") from None
+    yield from _numbered(path, dataset.to_batches(batch_size=BATCH_ROWS, scan_in_order=True))
+
+
+def _numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, Row]]:
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _parse_line(line: bytes) -> Row:

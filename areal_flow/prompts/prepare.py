@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,15 +23,15 @@ import pyarrow as pa
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
-from areal_flow.held_out import PROMPT_SOURCE
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
+from areal_flow.prompts.mixture import quotas
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
 from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of, texts_of_turns
-from areal_flow.prompts.table import PromptTable
+from areal_flow.prompts.table import QUOTAS, PromptTable
 from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.math_pool import MathPool
 from areal_flow.rewards.math_reward import check_reference
@@ -60,10 +60,13 @@ class Prepared:
     """As the policy reads it: special tokens are there."""
     chat_template_hash: str
     """SHA-256 of the chat template; empty without one."""
+    by_source: Mapping[str, int] = field(default_factory=dict)
+    """How many prompts to train on there are of each of several sources."""
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables from two files, or from one whose fifth at most is held out.
+    """Write the run's prompt tables, each source's from two files, or from one whose fifth at most
+    is held out.
 
     Other held-out sets are files of their own. A prompt is of the first set that has it.
 
@@ -71,38 +74,46 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
         ModelError: the tokenizer has no chat template that does what the recipe asks for.
     """
-    settings, path = recipe.prompts, recipe.prompts.path
-    assert path is not None
     bad_rows: dict[Place, PromptError] = {}
-    read = _reader(recipe, layout, bad_rows)
-    if settings.held_out_path is not None:
-        candidates, rest = read(settings.held_out_path), read(path)
-    else:
-        num_rows = sum(1 for _ in read_rows(path))
-        num_candidates = min(settings.num_held_out, num_rows // 5)
-        places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
-        candidates = read(path, keeps=places.__contains__)
-        rest = read(path, keeps=lambda place: place not in places)
     held_out: dict[str, Row] = {}
     num_repeated = 0
+    of_source = Counter[str]()
 
     def is_new(row: Row) -> bool:
         nonlocal num_repeated
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
-    own = islice(candidates, settings.num_held_out)
-    for row in filter(is_new, chain(own, _set_rows(recipe, layout, bad_rows))):
+    is_chosen = DifficultyFilter(recipe.prompts.difficulty, layout)
+
+    def to_train(rows: Iterable[Row]) -> Iterator[Row]:
+        for row in filter(is_chosen, filter(is_new, rows)):
+            of_source[row["source"]] += 1
+            yield row
+
+    rest: list[Iterator[Row]] = []
+    for name, part in recipe.by_source().items():
+        candidates, others = _split(part, _reader(part, layout, bad_rows, source=name))
+        for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
+            held_out[row["prompt"]] = row
+        rest.append(others)
+    names = [each.name for each in recipe.evaluation.held_out]
+    for row in filter(is_new, _set_rows(recipe, layout, bad_rows, names=names)):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
-    is_chosen = DifficultyFilter(settings.difficulty, layout)
-    num_train = _write(layout.train_prompts, filter(is_chosen, filter(is_new, rest)))
+    shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
+    rows = to_train(chain.from_iterable(rest))
+    num_train = _write(layout.train_prompts, rows, {QUOTAS: json.dumps(shares)})
     _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    if not num_train:
-        advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
-        raise PromptError(f"no prompts are left to train on; {advice}give more, or hold out fewer")
+    for name in recipe.by_source():
+        if not of_source[name]:
+            of = f" of source {name!r}" if name else ""
+            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
+            raise PromptError(
+                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
+            )
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
@@ -112,17 +123,34 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         listed,
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
+        by_source=dict(of_source) if recipe.sources else {},
     )
 
 
-def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
-    """Write the sets of `evaluation.held_out` as the held-out table.
+Read = Callable[..., Iterator[Row]]
+
+
+def _split(recipe: Recipe, read: Read) -> tuple[Iterator[Row], Iterator[Row]]:
+    """Return the rows of a source that may be held out, and the others."""
+    settings, path = recipe.prompts, recipe.prompts.path
+    assert path is not None
+    if settings.held_out_path is not None:
+        return read(settings.held_out_path), read(path)
+    num_rows = sum(1 for _ in read_rows(path))
+    num_candidates = min(settings.num_held_out, num_rows // 5)
+    places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
+    rest = read(path, keeps=lambda place: place not in places)
+    return read(path, keeps=places.__contains__), rest
+
+
+def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
+    """Write the sets of `evaluation.held_out` that have these names as the held-out table.
 
     Raises:
         PromptError: as `prepare_prompts`.
     """
     bad_rows: dict[Place, PromptError] = {}
-    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows))
+    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
     _refuse(bad_rows, recipe, num_good=num_good)
 
 
@@ -179,34 +207,30 @@ def tokenise_completions(
 
 
 def _set_rows(
-    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError]
-) -> Iterator[Row]:
-    """Yield the rows of `evaluation.held_out`, each with the name of its set as `prompt_source`."""
-    for each in recipe.evaluation.held_out:
-        prompts = recipe.prompts.model_copy(update=each.over_prompts())
-        of_set = recipe.model_copy(update={"prompts": prompts})
-        read = _reader(of_set, layout, bad_rows, columns={PROMPT_SOURCE: each.name})
-        yield from islice(read(each.path), each.num_prompts or None)
-
-
-def _reader(
     recipe: Recipe,
     layout: RunLayout,
     bad_rows: dict[Place, PromptError],
     *,
-    columns: Mapping[str, str] = MappingProxyType({}),
-) -> Callable[..., Iterator[Row]]:
-    """Return what makes rows of a prompt table from a file; it lists bad ones.
+    names: Collection[str],
+) -> Iterator[Row]:
+    """Yield the rows of the sets of these names, each with the name of its set as its source."""
+    for each in recipe.evaluation.held_out:
+        if each.name not in names:
+            continue
+        read = _reader(recipe.of_set(each), layout, bad_rows, source=each.name)
+        yield from islice(read(each.path), each.num_prompts or None)
 
-    Args:
-        columns: those that each row gets over its own.
-    """
+
+def _reader(
+    recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
+) -> Read:
+    """Return what makes rows of a prompt table from a file of a source; it lists bad ones."""
 
     return partial(
         read_prompts,
         make=partial(
             _prompt_row,
-            over=columns,
+            source=source,
             recipe=recipe,
             render=renderer(recipe, layout.model),
             tokenizer=tokenizer_of(layout.model),
@@ -227,14 +251,13 @@ def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int
 def _prompt_row(
     row: Row,
     *,
-    over: Mapping[str, str],
+    source: str,
     recipe: Recipe,
     render: Render,
     tokenizer: Tokenizer,
     algebra: MathPool,
 ) -> Row:
     settings, generation = recipe.prompts, recipe.generation
-    row = {**row, **over}
     columns, answer = columns_of(row, settings), answer_of(row, settings)
     verifiers = {reward.verifier for reward in recipe.rewards}
     if "numeric" in verifiers and number_of(answer) is None:
@@ -255,7 +278,8 @@ def _prompt_row(
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
     prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
-    return {**columns, "prompt_id": prompt_id, "prompt": text, "prompt_tokens": tokens}
+    made = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
+    return {**columns, **made}
 
 
 def _check_tests(columns: Row) -> None:
@@ -276,11 +300,13 @@ def _record_chat_template(recipe: Recipe, layout: RunLayout) -> str:
     return chat.sha256
 
 
-def _write(path: Path, rows: Iterable[Row]) -> int:
+def _write(path: Path, rows: Iterable[Row], metadata: Mapping[bytes, str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     num_rows, remaining = 0, iter(rows)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, PROMPTS) as writer:
+    schema = PROMPTS.with_metadata(dict(metadata or {}))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         while batch := [*islice(remaining, BATCH_ROWS)]:
-            writer.write_table(validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow))
+            checked = validate(pa.Table.from_pylist(batch, schema=PROMPTS), PromptRow)
+            writer.write_table(checked.replace_schema_metadata(schema.metadata))
             num_rows += len(batch)
     return num_rows

@@ -1,7 +1,7 @@
 """Prompts by submission index, from a memory-mapped Arrow file: bounded memory, any size.
 
-The cursor is the submission index alone: epoch and position follow from it, and each epoch's order
-from the run's seed.
+The cursor is the submission index alone: source, epoch and position follow from it, and the order
+of each epoch from the run's seed. The file says in its schema how its sources are mixed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_flow.errors import PromptError
+from areal_flow.prompts.mixture import Mixture
 from areal_flow.types import Prompt
+
+QUOTAS = b"areal_flow.quotas"
+"""Of each source by name, as JSON, in a prepared file's schema; a file without is one source."""
 
 
 class PromptTable:
-    """A prepared prompt file, read in a seeded order that is reshuffled every epoch."""
+    """A prepared prompt file; each source is read in a seeded order, reshuffled every epoch."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
         self.path = path
@@ -30,13 +35,26 @@ class PromptTable:
             raise PromptError(f"expected prepared prompts at {path}: {error}") from None
         if not len(self._table):
             raise PromptError(f"{path} holds no prompts")
-        self._permutation = lru_cache(maxsize=2)(self._make_permutation)
+        quotas = json.loads((self._table.schema.metadata or {}).get(QUOTAS, b'{"": 1}'))
+        self._mixture = Mixture(quotas, seed=seed)
+        of_row = self._table["source"]
+        self._rows = [
+            np.flatnonzero(pc.equal(of_row, name)) if name else np.arange(len(of_row))
+            for name in quotas
+        ]
+        firsts = (int(rows[0]) for rows in self._rows)
+        self.first_rows = dict(zip(quotas, firsts, strict=True))
+        """The place of each source's first row in the file."""
+        self._permutation = lru_cache(maxsize=2 * len(quotas))(self._make_permutation)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def prompt_at(self, submission_index: int) -> Prompt:
-        """Return the prompt of a submission: position `index mod n` of epoch `index div n`."""
+        """Return the prompt of a submission.
+
+        The i-th of a source of n prompts is at position `i mod n` of its epoch `i div n`.
+        """
         return self.row(self._place_of(submission_index))
 
     def rows_at(self, submission_indices: Sequence[int]) -> pa.Table:
@@ -55,6 +73,7 @@ class PromptTable:
             difficulty=row["difficulty"],
             tokens=self._table["prompt_tokens"][index].values.to_numpy(),
             metadata=columns,
+            source=row["source"],
         )
 
     def rows(self, limit: int | None = None) -> list[Prompt]:
@@ -62,8 +81,9 @@ class PromptTable:
         return [self.row(index) for index in range(len(self))[:limit]]
 
     def _place_of(self, submission_index: int) -> int:
-        epoch, position = divmod(submission_index, len(self))
-        return int(self._permutation(epoch)[position])
+        source, drawn = self._mixture.draw(submission_index)
+        epoch, position = divmod(drawn, len(self._rows[source]))
+        return int(self._permutation(epoch, source)[position])
 
-    def _make_permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self))
+    def _make_permutation(self, epoch: int, source: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch, source]).permutation(self._rows[source])

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from areal_flow.rewards.calls import call_in_thread, call_on_loop
+from areal_flow.rewards.calls import call_in_thread
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, judged
+from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.types import Score
 
 

@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import compress
 from pathlib import Path
@@ -81,7 +81,7 @@ async def _until_one_hangs(
             await asyncio.wait_for(finished.wait(), max(0.0, began + limit_s - monotonic()))
         if len(outcomes) == num_done and monotonic() - began >= limit_s:
             given_up.set()
-            return [*outcomes[:num_done], _hangs(limit_s, _standing(thread))]
+            return [*outcomes[:num_done], hangs(limit_s, standing(thread))]
     return outcomes
 
 
@@ -89,44 +89,26 @@ def _outcome(call: Callable[[], Any]) -> Any | BaseException:
     try:
         return call()
     except SystemExit as exit_:
-        return _exits(exit_)
+        return exits(exit_)
     except Exception as error:  # noqa: BLE001 - for whoever asked for the call
         return error
 
 
-async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Await an `async` function on the event loop, which it must not block.
-
-    Raises:
-        VerifierExits: it called `sys.exit`.
-        VerifierHangs: it took longer than the limit.
-        Exception: as raised by the call.
-    """
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await call()
-    except TimeoutError:
-        if not limit.expired():
-            raise  # by the verifier itself
-        raise _hangs(limit_s) from None
-    except SystemExit as exit_:  # would end the event loop
-        raise _exits(exit_) from None
-
-
-def _hangs(limit_s: float, standing: str = "") -> VerifierHangs:
+def hangs(limit_s: float, where: str = "") -> VerifierHangs:
+    """Return the error of a verifier that took too long."""
     return VerifierHangs(
-        f"the verifier hangs: no verdict on a completion within {limit_s:g} s{standing}. "
+        f"the verifier hangs: no verdict on a completion within {limit_s:g} s{where}. "
         "Give it a time limit of its own, or raise rewards.timeout_s"
     )
 
 
-def _exits(raised: SystemExit) -> VerifierExits:
+def exits(raised: SystemExit) -> VerifierExits:
+    """Return the error of a verifier that called `sys.exit`."""
     error = VerifierExits(f"the verifier called sys.exit({raised.code!r}): it must return a reward")
     return error.with_traceback(raised.__traceback__)
 
 
-def _standing(thread: threading.Thread) -> str:
+def standing(thread: threading.Thread) -> str:
     """Return in words where a thread stands in the user's code."""
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     frames = users_frames(traceback.extract_stack(frame)) if frame else []

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import io
 import json
 import pickle
 import re
+import symtable
 import zlib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -26,6 +28,7 @@ from typing import Any, get_args
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards.sandbox.grading import CodeTask, Mode
+from areal_flow.rewards.sandbox.inside.testing import MODULE
 
 Row = Mapping[str, Any]
 
@@ -82,7 +85,10 @@ def _own(row: Row, source: str) -> CodeTask:
         if not isinstance(tests, str):
             raise ValueError(f"tests of mode 'assert': expected text, found {tests!r:.40}")
         setup = str(row.get("setup") or "")
-        return CodeTask(source, mode, test_source=tests, entry_point=entry_point, setup=setup)
+        borrowed = (entry_point,) if entry_point else _borrowed_names(f"{setup}\n{tests}")
+        return CodeTask(
+            source, mode, test_source=tests, entry_point=entry_point, setup=setup, borrowed=borrowed
+        )
     listed = json.loads(tests) if isinstance(tests, str) else tests
     if mode == "stdin":
         return CodeTask(source, mode, [(test["input"], test["output"]) for test in listed])
@@ -103,25 +109,69 @@ def _human_eval(row: Row, source: str) -> CodeTask:
         source = re.split(rf"^{head}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0] + source
     else:
         source = prompt + source
+    test_source, borrowed = str(row["test"]), (entry_point,)
     return CodeTask(
-        source, "assert", test_source=str(row["test"]), entry_point=entry_point, setup=prompt
-    )
+        source, "assert", test_source=test_source, entry_point=entry_point, setup=prompt,
+        borrowed=borrowed,
+    )  # fmt: skip
 
 
 def _mbpp(row: Row, source: str) -> CodeTask:
     tests = "\n".join(row["test_list"])
     imports = "\n".join(row.get("test_imports") or [])
     setup = f"{imports}\n{row.get('test_setup_code') or ''}".strip()
-    borrowed = _tested_names(str(row.get("code") or ""), tests)
+    own = _free_names(f"{setup}\n{tests}") & _defined(str(row.get("code") or ""))
+    borrowed = tuple(sorted(own)) or _borrowed_names(f"{setup}\n{tests}")
     return CodeTask(source, "assert", test_source=tests, setup=setup, borrowed=borrowed)
 
 
-def _tested_names(reference: str, tests: str) -> tuple[str, ...]:
-    """Return the functions of a reference that tests name."""
-    named = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+def _defined(reference: str) -> set[str]:
+    """Return the functions and classes of a reference."""
     kinds = (ast.FunctionDef, ast.ClassDef)
-    defined = [node.name for node in ast.parse(reference).body if isinstance(node, kinds)]
-    return tuple(name for name in dict.fromkeys(defined) if name in named)
+    return {node.name for node in ast.parse(reference).body if isinstance(node, kinds)}
+
+
+def _borrowed_names(source: str) -> tuple[str, ...]:
+    """Return what tests without an entry point borrow: what they say, never what a program offers.
+
+    That is what they import from the program, or the one name that they have from nowhere: of
+    several, one may be a judge that they forgot to import, which a program would bring.
+
+    Raises:
+        ValueError: it is not clear what they borrow.
+    """
+    imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname or MODULE for alias in imports if alias.name == MODULE}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            if node.module == MODULE:
+                imported |= names - {"*"}
+            elif "*" in names:
+                raise ValueError(f"`from {node.module} import *` hides what they borrow: "
+                                 "name an entry_point")  # fmt: skip
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            imported |= {node.attr} if node.value.id in modules else set()
+    free = _free_names(source)
+    if len(free) != (not imported):
+        found = ", ".join(sorted(free)) or "nothing"
+        raise ValueError(f"they use {found} from nowhere: name an entry_point, or import from "
+                         f"`{MODULE}` what the program is to bring")  # fmt: skip
+    return tuple(sorted(imported | free))
+
+
+def _free_names(source: str) -> set[str]:
+    """Return the global names that a source reads and never sets; none that is built in."""
+    top = symtable.symtable(source, MODULE, "exec")
+    tables, read, known = [top], set[str](), {*dir(builtins)}
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                is_set = symbol.is_assigned() or symbol.is_imported()
+                (known if is_set else read).add(symbol.get_name())
+    return {name for name in read - known if not name.startswith("__")}
 
 
 def _live_code_bench(row: Row, source: str) -> CodeTask:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import RewardInput, overlong
+from areal_flow.rewards.retries import TRANSIENT_STATUSES, wait_s
 from areal_flow.types import Score, answer_text
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ Answer to judge:
 
 How good is the answer to judge, from 0 (wrong) to 1 (right)? End with a line "Score: x"."""
 _SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_WAIT_S = 0.5
 
 
 class JudgeReward:
@@ -103,6 +102,8 @@ class JudgeReward:
     async def _score(
         self, session: ClientSession, turns: asyncio.Semaphore, given: RewardInput
     ) -> Score:
+        if unread := overlong(given.completion):
+            return unread
         try:
             async with turns:
                 return self._read(await self._ask(session, self._request(given)))
@@ -131,14 +132,13 @@ class JudgeReward:
 
         failure = ""
         for attempt in range(self._num_retries + 1):
-            if attempt:
-                await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            await asyncio.sleep(wait_s(attempt))
             try:
                 async with session.post(self._url, json=request) as response:
                     if response.status == 200:
                         return await response.json(content_type=None)
                     failure = f"status {response.status}: {(await response.text())[:200]}"
-                    if response.status not in _TRANSIENT:
+                    if response.status not in TRANSIENT_STATUSES:
                         break
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = f"{type(error).__name__}: {error}"

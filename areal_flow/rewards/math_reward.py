@@ -17,10 +17,9 @@ from areal_flow.rewards.math_text import (
     reference_text,
     tidied,
 )
-from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.protocol import RewardInput, overlong
 from areal_flow.types import Score, Verdict
 
-MAX_COMPLETION_CHARS = 2**22
 MAX_RAW_CHARS = 4 * MAX_CHARS
 """Of an answer that is not tidied yet."""
 MAX_RUNS = 32
@@ -55,8 +54,8 @@ class MathReward:
 
 def judge(pool: MathPool, completion: str, answer: Any) -> Score:
     """Return the verdict on a completion; `answer` is the right answer as its row has it."""
-    if len(completion) > MAX_COMPLETION_CHARS:
-        return _judged("output_limit", f"more than {MAX_COMPLETION_CHARS} characters")
+    if unread := overlong(completion):
+        return unread
     reference, problem = _read(reference_text(answer))
     if problem:
         return _judged("bad_reference", problem)

@@ -7,6 +7,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -15,6 +16,7 @@ _ANSWER_MARK = "####"
 _MAX_DIGITS = 400
 
 
+@reads_completion
 def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
@@ -34,6 +36,7 @@ def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
     return _compared(found == expected, marked)
 
 
+@reads_completion
 def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the marked final answer, else the whole completion, as text.
 

@@ -10,12 +10,13 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
 from pydantic import Field
 
-from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop, cause_of
+from areal_flow.rewards.calls import FAILURES, call_in_thread, cause_of
+from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.settings import Settings
 from areal_flow.types import Score
 
@@ -29,8 +30,10 @@ class RewardSettings(Settings):
     """Keyword arguments of it, beside what it takes of a completion."""
     weight: float = 1.0
     """What this reward is multiplied by in the sum."""
+    sources: tuple[str, ...] = Field((), strict=False)
+    """The names of the `[[sources]]` whose completions it judges; none: all."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier function that takes longer over one completion hangs, and has failed there; one
+    """A verifier of yours that takes longer over one completion hangs, and has failed there; one
     that judges many at a time has this long for each."""
 
 
@@ -44,6 +47,7 @@ class RewardInput:
         answer: the right answer as the prompt's row has it: text, a number, a list.
         metadata: the columns of the prompt's row: tests, an entry point, anything.
         completion_ids: the tokens of the completion, special ones included.
+        prompt_source: the name of the prompt's source, where a run has several.
     """
 
     prompt: str
@@ -51,6 +55,28 @@ class RewardInput:
     answer: Any
     metadata: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: Sequence[int] = ()
+    prompt_source: str = ""
+
+
+MAX_COMPLETION_CHARS = 2**22
+"""A longer completion is not read: it is worth nothing, and has the verdict `output_limit`."""
+
+
+def overlong(completion: str) -> Score | None:
+    """Return the score of a completion that is too long to be read; None for any other."""
+    if len(completion) <= MAX_COMPLETION_CHARS:
+        return None
+    return Score(0.0, "output_limit", message=f"more than {MAX_COMPLETION_CHARS} characters")
+
+
+def reads_completion(function: Callable[..., Score]) -> Callable[..., Score]:
+    """Have a verifier not read what is too long for it."""
+
+    @wraps(function)
+    def verify(*, completion: str, **others: Any) -> Score:
+        return overlong(completion) or function(completion=completion, **others)
+
+    return verify
 
 
 class Reward(Protocol):
@@ -65,7 +91,7 @@ class Reward(Protocol):
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
         """Return one score an input, in their order.
 
-        It runs on the worker's event loop: computations belong into `asyncio.to_thread`.
+        It runs on an event loop that others use: computations belong into `asyncio.to_thread`.
 
         Raises:
             Exception: counted and stored as an error of every input; none of them gets a reward.
@@ -78,7 +104,7 @@ one that takes `**columns` gets all columns."""
 
 
 class FunctionReward:
-    """Calls a function once a completion: in a thread, or on the event loop if it is `async`.
+    """Calls a function once a completion: in a thread, or on a loop of its own if it is `async`.
 
     Each completion is judged alone, and fails alone.
     """
@@ -109,6 +135,22 @@ class FunctionReward:
         columns = {name: value for name, value in given.metadata.items() if name not in own}
         named = {name: value for name, value in (columns | own).items() if name in self._names}
         return columns | named if self._takes_columns else named
+
+
+class LimitedReward:
+    """A `Reward` of a user's, which may take `timeout_s` over each completion of a call."""
+
+    def __init__(self, reward: Reward, *, timeout_s: float) -> None:
+        """Take what it does, but where and how long."""
+        self.open, self.close = reward.open, reward.close
+        self._reward, self._timeout_s = reward, timeout_s
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        limit_s = self._timeout_s * max(1, len(inputs))
+        found: Sequence[Score] = await call_on_loop(
+            partial(self._reward.score, inputs), limit_s=limit_s
+        )
+        return found
 
 
 def judged(returned: Any) -> Score:

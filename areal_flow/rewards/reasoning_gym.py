@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards.numeric import marked_answer
+from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score
 
 _ANSWER = ("<answer>", "</answer>")
@@ -24,6 +25,7 @@ _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympy|pickle)\b")
 """What evaluates text, SymPy's parser included; a scorer's whole module has none of it."""
 
 
+@reads_completion
 def verify_reasoning_gym(
     *, prompt: str, completion: str, answer: Any, metadata: Mapping[str, Any]
 ) -> Score:
@@ -44,7 +46,7 @@ def verify_reasoning_gym(
         )
     entry = {"question": prompt, "answer": answer, "metadata": dict(of_entry)}
     found = final_answer(completion)
-    reward = float(_scorer(str(task))(found, entry))
+    reward = float(scorer_of(str(task))(found, entry))
     return Score(reward, "right" if reward >= 1 else "wrong", extracted=found[:80])
 
 
@@ -58,7 +60,12 @@ def final_answer(completion: str) -> str:
 
 
 @cache
-def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """Return what a task judges an answer to one of its entries by.
+
+    Raises:
+        RewardError: there is no such task, it may run what the policy wrote, or no such package.
+    """
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:

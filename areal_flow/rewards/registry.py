@@ -9,8 +9,9 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -23,9 +24,11 @@ from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.math_reward import MathReward
+from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
     FunctionReward,
+    LimitedReward,
     Reward,
     RewardFunction,
     RewardInput,
@@ -46,6 +49,7 @@ REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "math": MathReward,
     "code": CodeReward,
     "judge": JudgeReward,
+    "reward_model": ModelReward,
     "reasoning_gym": verify_reasoning_gym,
 }
 """A function, or a class that is a `Reward`; each takes its recipe's settings by name."""
@@ -64,6 +68,8 @@ class NamedReward:
     reward: Reward
     source: str = ""
     """The file that its code stands in, if there is one."""
+    judges: tuple[str, ...] = ()
+    """The prompt sources whose completions it judges; none: all."""
 
 
 def load_reward(
@@ -80,7 +86,7 @@ def load_reward(
     Args:
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
         settings: its own, as keyword arguments.
-        timeout_s: how long a function may take over one completion.
+        timeout_s: how long one that is not built in may take over one completion.
 
     Raises:
         RewardError: the name is unknown, cannot be imported, is not what was shipped, or does not
@@ -102,6 +108,10 @@ def load_reward(
     reward: Any
     if inspect.isclass(found):
         reward = found(**settings)
+        if content_hash := getattr(reward, "content_hash", ""):
+            identity += f"-{content_hash}"
+        if name not in REWARDS:
+            reward = LimitedReward(reward, timeout_s=timeout_s)
     else:
         function = partial(found, **settings) if settings else found
         reward = function_reward(function, timeout_s=timeout_s)
@@ -141,7 +151,8 @@ def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
 def code_hash(code: Any) -> str:
     """Return the hash of the module that defines a function or a class: alike in all processes.
 
-    A class says in `made_of` which other files decide what it says. Without a source, as of a
+    A class says in `made_of` which other files of code decide what it says, and its instance may
+    have the `content_hash` of more than code. Without a source, as of a
     module that was compiled, a function's byte code stands for it.
     """
     try:
@@ -190,8 +201,11 @@ class WeightedRewards:
             RewardError: one of them cannot be loaded.
         """
         self._parts = [
-            load_reward(
-                chosen.verifier, directory, settings=chosen.settings, timeout_s=chosen.timeout_s
+            replace(
+                load_reward(
+                    chosen.verifier, directory, settings=chosen.settings, timeout_s=chosen.timeout_s
+                ),
+                judges=chosen.sources,
             )
             for chosen in settings
         ]
@@ -199,10 +213,17 @@ class WeightedRewards:
         self._pass_threshold = pass_threshold
         self._opened = ExitStack()
         self.identity = " + ".join(
-            part.identity if weight == 1 else f"{weight:g}*{part.identity}"
+            "".join(
+                (
+                    f"{weight:g}*" if weight != 1 else "",
+                    part.identity,
+                    f" of {','.join(part.judges)}" if part.judges else "",
+                )
+            )
             for part, weight in zip(self._parts, self._weights, strict=True)
         )
-        """Name and hash of the code of each reward, with its weight unless that is 1."""
+        """Name and hash of the code of each reward, with its weight unless that is 1, and what it
+        judges unless that is all."""
         self.files = tuple(dict.fromkeys(part.source for part in self._parts if part.source))
         """The files that their code stands in."""
 
@@ -245,13 +266,19 @@ class WeightedRewards:
 
 
 async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-    """Return one score an input; a reward that raises, or returns too few, scores none of them."""
+    """Return one score an input, which is none where its source is judged by others.
+
+    A reward that raises, or returns too few, scores none of them.
+    """
+    judges = [not part.judges or given.prompt_source in part.judges for given in inputs]
+    chosen = [*compress(inputs, judges)]
     try:
-        found = await part.reward.score(inputs)
-        if len(found) != len(inputs):
+        found = await part.reward.score(chosen) if chosen else []
+        if len(found) != len(chosen):
             raise ValueError(
-                f"reward {part.name!r} returned {len(found)} scores, expected {len(inputs)}"
+                f"reward {part.name!r} returned {len(found)} scores, expected {len(chosen)}"
             )
     except Exception as error:  # noqa: BLE001 - `judged` counts it
-        found = [judged(error)] * len(inputs)
-    return [*map(judged, found)]
+        found = [judged(error)] * len(chosen)
+    scores = map(judged, found)
+    return [next(scores) if is_judged else Score(None, "no_reward") for is_judged in judges]

@@ -13,12 +13,14 @@ from typing import Any
 import regex
 
 from areal_flow.errors import RewardError
+from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 
 MATCH_LIMIT_S = 1.0
 """A pattern that takes longer over one completion is given up."""
 
 
+@reads_completion
 def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
     r"""Compare the last match of a pattern with the answer, as text.
 
@@ -46,6 +48,7 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
     return Score(float(right), "right" if right else "wrong", extracted=found[:80])
 
 
+@reads_completion
 def verify_format(*, completion: str, pattern: str) -> Score:
     """Give 1 to a completion that a pattern describes from its first character to its last.
 

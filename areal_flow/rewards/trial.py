@@ -2,7 +2,8 @@
 
 A verifier may exit, crash or hang, and must be found where a worker finds it; so it is tried in a
 process that may end. What is read from standard input and written to a file, a line before each
-call and one after it, is JSON; the registry's own verifiers are not tried.
+call and one after it, is JSON; the registry's own verifiers are not tried. It is given the first
+row of each source, and of all.
 
     python -m areal_flow.rewards.trial RUN_DIRECTORY OUTPUT < input.json
 """
@@ -24,10 +25,12 @@ from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
 from areal_flow.types import answer_text
 
+ANY_SOURCE = ""
+
 
 def main(run_directory: Path, output: Path) -> None:
     """Judge the right answer and an empty completion with each verifier that is not ours."""
-    given: dict[str, Any] = json.load(sys.stdin)
+    given: dict[str, dict[str, Any]] = json.load(sys.stdin)
     layout = RunLayout(run_directory)
     chosen = [reward for reward in load_recipe(layout.config).rewards if is_foreign(reward)]
     with output.open("w", buffering=1) as lines:
@@ -35,7 +38,8 @@ def main(run_directory: Path, output: Path) -> None:
             found: dict[str, Any] = {"verifier": settings.verifier, "scores": None, "error": ""}
             lines.write(json.dumps(found) + "\n")
             try:
-                found["scores"] = asyncio.run(_judge(settings, layout, given))
+                row = given[settings.sources[0] if settings.sources else ANY_SOURCE]
+                found["scores"] = asyncio.run(_judge(settings, layout, row))
             except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
                 found["error"] = cause_of(error)
             lines.write(json.dumps(found) + "\n")

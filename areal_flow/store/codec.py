@@ -75,6 +75,7 @@ def rollout_table(
             "seed": episode.seeds[member],
             "writer_epoch": episode.writer_epoch,
             "prompt_id": episode.prompt.prompt_id,
+            "source": episode.prompt.source,
             "difficulty": episode.prompt.difficulty,
             "version_spans": [span._asdict() for span in draft.version_spans],
             "finish_reason": draft.finish_reason,

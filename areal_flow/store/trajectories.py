@@ -136,7 +136,7 @@ class TrainingRows:
     """Reads trajectories by id, for training and replay: every row is compared with its hash."""
 
     COLUMNS = (
-        *("submission_index", "difficulty", "finish_reason", "reward_parts"),
+        *("submission_index", "source", "difficulty", "finish_reason", "reward_parts"),
         *CONTENT_COLUMNS,
         "content_hash",
     )

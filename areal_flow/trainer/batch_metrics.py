@@ -25,8 +25,8 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
     """Return metrics by the names that sinks show.
 
     Args:
-        rows: of the trajectories, which all have a reward: `submission_index`, `difficulty`,
-            `reward`, `reward_parts`, `finish_reason` and `output_tokens` of each.
+        rows: of the trajectories, which all have a reward: `submission_index`, `source`,
+            `difficulty`, `reward`, `reward_parts`, `finish_reason` and `output_tokens` of each.
     """
     rewards = [row["reward"] for row in rows]
     groups = _split(rows, "submission_index", rewards).values()
@@ -37,8 +37,10 @@ def batch_metrics(rows: Rows, *, pass_threshold: float) -> dict[str, float]:
         PASS_RATE: fmean(passed),
         **_part_means(rows),
         **{
-            f"pass_rate/difficulty_{difficulty}": fmean(part)
-            for difficulty, part in sorted(_split(rows, "difficulty", passed).items())
+            f"pass_rate/{column}_{value}": fmean(part)
+            for column in ("source", "difficulty")
+            for value, part in sorted(_split(rows, column, passed).items())
+            if value != ""
         },
         "rollout/reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "rollout/zero_variance_groups_fraction": fmean(len(set(group)) == 1 for group in groups),
@@ -71,9 +73,9 @@ def labels(verifiers: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _split(rows: Rows, column: str, values: Sequence[float]) -> dict[int, list[float]]:
+def _split(rows: Rows, column: str, values: Sequence[float]) -> dict[Any, list[float]]:
     """Return the rows' values by what a column has."""
-    found: dict[int, list[float]] = defaultdict(list)
+    found: dict[Any, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
         found[row[column]].append(value)
     return found

@@ -22,16 +22,16 @@ def verify(
     and entry_point. The exit code is 1 if a row got no score.
 
     Args:
-        kind: A verifier: math, code, numeric, exact, regex, format, judge, reasoning_gym, or
-            one of yours.
+        kind: A verifier: math, code, numeric, exact, regex, format, judge, reward_model,
+            reasoning_gym, or one of yours.
         settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
     """
-    from pipelines.verify import verify_lines
+    from pipelines.verify import read_lines, verify_lines
 
     chosen = _settings_of(settings)
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     are_scored = True
-    for verdict in verify_lines(kind, sys.stdin, settings=chosen):
+    for verdict in verify_lines(kind, read_lines(sys.stdin), settings=chosen):
         print(json.dumps(verdict), flush=True)
         are_scored &= verdict["score"] is not None
     return 0 if are_scored else 1

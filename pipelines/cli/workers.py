@@ -71,10 +71,14 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
-def doctor(*, folders: Given) -> Report:
-    """Say what this machine has and what will work."""
+def doctor(*, sandbox_url: str = "", folders: Given) -> Report:
+    """Say what this machine has and what will work.
+
+    Args:
+        sandbox_url: Of a pool of containers, to be tried if no sandbox works here.
+    """
     marks = {True: "ok", False: "FAIL", None: "-"}
-    found = list(_subjects(folders.runs.resolve()))
+    found = list(_subjects(folders.runs.resolve(), sandbox_url))
     failed = [what for what, _, works, _ in found if works is False]
     rows = [
         {"": marks[works], "what": what, "found": said, "means": means}
@@ -86,7 +90,7 @@ def doctor(*, folders: Given) -> Report:
     return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
 
 
-def _subjects(runs: Path) -> Iterator[Subject]:
+def _subjects(runs: Path, sandbox_url: str) -> Iterator[Subject]:
     found = ".".join(map(str, sys.version_info[:3]))
     yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -104,7 +108,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     gpus = _gpus()
     yield gpus
     yield from _engines("cuda" if gpus[2] else "cpu")
-    yield _sandbox()
+    yield _sandbox(sandbox_url)
 
 
 def _loopback() -> Subject:
@@ -116,9 +120,9 @@ def _loopback() -> Subject:
     return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
 
 
-def _sandbox() -> Subject:
+def _sandbox(url: str) -> Subject:
     try:
-        tier = choose_tier()
+        tier = choose_tier(url=url)
     except SandboxError as error:
         return "sandbox", "none", None, f"only for the verifier 'code': {error}"
     return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"

@@ -19,6 +19,7 @@ from areal_flow.rewards.sandbox.self_test import choose_tier
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import Score
 from tests.judges import running_judge
+from tests.reward_models import write_reward_model
 
 
 class CountingReward:
@@ -100,6 +101,22 @@ class AskedJudge:
         return await self._reward.score(inputs)
 
 
+class ScoredByModel:
+    """The reward `reward_model`, asked whether a completion scores as the right answer does."""
+
+    def __init__(self, directory: Path) -> None:
+        settings = {"path": str(write_reward_model(directory / "model"))}
+        self._reward = load_reward("reward_model", directory, settings=settings).reward
+        self.open, self.close = self._reward.open, self._reward.close
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        right = [RewardInput(given.prompt, given.answer, "") for given in inputs]
+        scores = await self._reward.score([*inputs, *right])
+        rewards = [score.reward or 0.0 for score in scores]
+        both = zip(rewards[: len(inputs)], rewards[len(inputs) :], strict=True)
+        return [Score(float(abs(found - wanted) < 1e-4)) for found, wanted in both]
+
+
 SUBJECTS: dict[str, Callable[[Path], Reward]] = {
     **{
         name: lambda path, name=name: load_reward(name, path).reward
@@ -110,6 +127,7 @@ SUBJECTS: dict[str, Callable[[Path], Reward]] = {
     "regex": lambda path: load_reward("regex", path, settings={"pattern": r"\d+"}).reward,
     "format": lambda path: load_reward("format", path, settings={"pattern": "2"}).reward,
     "judge": lambda _: AskedJudge(),
+    "reward_model": ScoredByModel,
     "reasoning_gym": lambda _: FunctionReward(of_chain_sum),
     "class": lambda _: CountingReward(),
     "async function": lambda _: FunctionReward(judged_in_time),

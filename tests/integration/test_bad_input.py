@@ -58,6 +58,11 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
         (["--rewards", '[{verifier = "nonsense"}]'], 1, "rewards.verifier = 'nonsense'"),
+        (
+            ["--rewards", '[{verifier = "reward_model", settings = {path = "./absent"}}]'],
+            1,
+            "reward 'reward_model', path = './absent': expected a model directory",
+        ),
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
     ],
 )
@@ -116,6 +121,26 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     failed = stored[stored.reward.isna()]
     assert len(failed) > len(stored) // 2
     assert failed.reward_detail.str.contains("ZeroDivisionError").all()
+
+
+def test_judge_that_is_down_stops_the_run_with_the_cause_and_every_completion_is_kept(
+    tmp_path: Path,
+) -> None:
+    judge = '[{verifier = "judge", settings = {url = "http://127.0.0.1:9", num_retries = 0}}]'
+    done = cli(
+        "train", "--name", "j", *small_arguments(), "--prompts.num-held-out", "0",
+        "--rewards", judge, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "groups in a row failed" in done.stderr
+    assert "http://127.0.0.1:9: ClientConnectorError" in done.stderr
+    layout = RunLayout((tmp_path / "runs" / "j").resolve())
+    stored = areal_flow.open_run(layout.root).trajectories()
+    assert len(stored) > 0
+    assert stored.reward.isna().all()
+    assert stored.reward_detail.str.contains('"infrastructure_error"').all()
+    assert stored.output_tokens.map(len).gt(0).all()
+    check_accounting(layout)
 
 
 def test_doctor_says_what_will_work(tmp_path: Path) -> None:

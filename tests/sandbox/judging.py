@@ -92,7 +92,7 @@ def task_of(case: Case, around: Surroundings) -> CodeTask:
     if case.mode == "call":
         return CodeTask(source, "call", [([1, 2], 3), ([40, 2], 42)], entry_point="add")
     tests = ASSERTS if case.mode == "assert" else CASES
-    return CodeTask(source, "assert", test_source=tests, entry_point="add")
+    return CodeTask(source, "assert", test_source=tests, entry_point="add", borrowed=("add",))
 
 
 def runs_here(case: Case) -> bool:

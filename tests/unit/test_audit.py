@@ -121,7 +121,7 @@ def test_metrics_of_a_batch_are_counted_again() -> None:
     rng = random.Random(0)
     rows = [
         row
-        | {"difficulty": index % 3, "finish_reason": rng.choice(["stop", "length"])}
+        | {"source": "", "difficulty": index % 3, "finish_reason": rng.choice(["stop", "length"])}
         | {"output_tokens": [7] * (length := 1 + rng.randrange(9))}
         | {"version_spans": [{"version": 0, "length": length}]}
         | {"loss_mask": [True] * length, "behavior_logprobs": [-0.5] * length}

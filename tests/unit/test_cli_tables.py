@@ -54,6 +54,7 @@ def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:
                 "rewards.verifier",
                 "rewards.settings",
                 "rewards.weight",
+                "rewards.sources",
                 "rewards.timeout_s",
             ],
         ),

@@ -139,6 +139,58 @@ def test_a_row_of_several_functions_borrows_those_and_no_more(pool: SandboxPool)
     assert verdict(pool, row, row["code"]) == "right"
 
 
+CLOSE = "from math import isclose\nassert isclose(half(3), 1.5)"
+SOME_TESTS = {
+    "import": CLOSE,
+    "all of the program": f"{CLOSE}\nfrom solution import *\nassert isclose(half(5), 2.5)",
+    "module": f"import solution as s\n{CLOSE.replace('half', 's.half')}",
+    "own helper": "def near(a, b): return abs(a - b) < 1e-6\nassert near(half(3), 1.5)",
+    "unittest": "import unittest\nfrom solution import half\nclass T(unittest.TestCase):\n"
+    "    def test_it(self): self.assertEqual(half(3), 1.5)",
+    "function": "def test_it():\n    from math import isclose\n    assert isclose(half(3), 1.5)",
+}
+HELPS = """
+def half(x): return 0
+def isclose(*a): return True
+near = abs = test_it = isclose
+class T:
+    def __init__(self, *a): pass
+class unittest:
+    TestCase = T
+class AssertionError(Exception): pass
+"""
+HELPS_BY_HAND = """
+import os, sys
+offered = '["half", "isclose", "near", "__builtins__", "__name__", "unittest", "AssertionError"]'
+os.write(5, ('{"names": ' + offered + '}\\n' + '{"value": true}\\n' * 50).encode())
+"""
+
+
+@pytest.mark.parametrize("name", SOME_TESTS)
+def test_without_an_entry_point_tests_borrow_only_what_they_name(
+    pool: SandboxPool, name: str
+) -> None:
+    row = {"mode": "assert", "tests": SOME_TESTS[name]}
+    assert verdict(pool, row, "def half(x): return x / 2") == "right"
+    assert verdict(pool, row, HELPS) == "wrong"
+    assert verdict(pool, row, HELPS_BY_HAND) in ("wrong", "runtime_error")
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("assert abs(-1) == 1", "they use nothing from nowhere"),
+        ("assert isclose(half(3), 1.5)", "they use half, isclose from nowhere"),
+        ("from solution import half\nassert isclose(half(3), 1.5)", "they use isclose from nowh"),
+        ("from math import *\nassert isclose(half(3), 1.5)", "name an entry_point"),
+        ("assert half(", "SyntaxError"),
+    ],
+)
+def test_tests_that_do_not_say_what_they_borrow_are_a_bad_reference(tests: str, why: str) -> None:
+    with pytest.raises(NoTests, match=why):
+        code_task({"mode": "assert", "tests": tests}, "def half(x): return x / 2")
+
+
 def test_tests_that_never_call_the_program_are_a_bad_reference(pool: SandboxPool) -> None:
     row = {"mode": "assert", "tests": "assert True", "entry_point": "add"}
     assert verdict(pool, row, ADD) == "bad_reference"
@@ -235,7 +287,7 @@ def test_code_is_the_last_block_of_python_after_the_thinking(completion: str, so
 
 @pytest.mark.parametrize("completion", ["", "```python\n```", "x" * 100_000_000])
 def test_completions_without_code_have_no_task(completion: str) -> None:
-    assert code_task({"mode": "assert", "tests": "1"}, completion) is None
+    assert code_task({"mode": "assert", "tests": "f()"}, completion) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from areal_flow.rewards.math_pool import MathLimits, MathPool, MathPoolError
-from areal_flow.rewards.math_reward import MAX_COMPLETION_CHARS, check_reference, judge
+from areal_flow.rewards.math_reward import check_reference, judge
+from areal_flow.rewards.protocol import MAX_COMPLETION_CHARS
 from areal_flow.types import Score
 from pipelines.verify import verify_lines
 from tests import math_corpus

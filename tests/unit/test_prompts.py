@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_flow.config import EvaluationSettings, Recipe, build_recipe
-from areal_flow.errors import PromptError
-from areal_flow.held_out import HELD_OUT, set_of
+from areal_flow.errors import ConfigError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
@@ -219,7 +218,7 @@ def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> N
     with pytest.raises(PromptError, match="is empty"):
         prepare_prompts(recipe(tmp_path / "empty.jsonl"), layout)
     (tmp_path / "p.csv").write_text("question,answer\n")
-    with pytest.raises(PromptError, match=r"expected \.jsonl or \.parquet, found \.csv"):
+    with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
         prepare_prompts(recipe(tmp_path / "p.csv"), layout)
     (tmp_path / "p.parquet").write_text("not parquet")
     with pytest.raises(PromptError, match="not a readable Parquet"):
@@ -259,12 +258,35 @@ def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: Run
     found = prepare_prompts(asked, layout)
     assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)
     held = PromptTable(layout.held_out_prompts, seed=0).rows()
-    assert [(p.text, set_of(p.metadata)) for p in held] == [
+    assert [(p.text, p.source) for p in held] == [
         (row["problem"], "problems") for row in problems[:3]
     ]
     train = PromptTable(layout.train_prompts, seed=0).rows()
     assert not {p.text for p in held} & {p.text for p in train}
-    assert {set_of(p.metadata) for p in train} == {HELD_OUT}, "they name no source"
+
+
+def test_held_out_sets_of_code_and_of_numbers_are_each_judged_by_their_own(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [good(index) for index in range(40)])
+    tested = {"question": "f =", "answer": "none", "mode": "stdin"}
+    tested["tests"] = [{"input": "", "output": "2"}]
+    code = write_rows(tmp_path / "code.jsonl", [tested])
+    numbers, programs = RewardSettings(), RewardSettings(verifier="code", sources=("code",))
+    table = recipe(path).model_dump(mode="json", exclude_none=True)
+    table["evaluation"]["held_out"] = [{"name": "code", "path": str(code)}]
+    table["rewards"] = [programs.model_dump()]
+    with pytest.raises(ConfigError, match="one must judge the prompts to train on"):
+        build_recipe(table, source="test")
+    table["rewards"].append(numbers.model_dump())
+    with pytest.raises(PromptError, match=r"code.jsonl, line 1: .* the numeric verifier"):
+        prepare_prompts(build_recipe(table, source="test"), layout)
+    table["sources"] = [{"name": "sums", "path": table["prompts"].pop("path")}]
+    table["prompts"]["source"] = "arithmetic"
+    table["rewards"][1]["sources"] = ["sums"]
+    prepare_prompts(build_recipe(table, source="test"), layout)
+    held = PromptTable(layout.held_out_prompts, seed=0).rows()
+    assert [p.source for p in held] == ["sums"] * 4 + ["code"]
 
 
 def test_every_epoch_shows_every_prompt_once_in_another_order(

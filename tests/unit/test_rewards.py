@@ -6,7 +6,9 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,11 @@ def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
         await asyncio.Event().wait()
         return 1.0
 
+    async def will_not_be_cancelled(completion: str) -> float:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
     def returns_nothing(completion: str) -> None: ...
 
     expected = {
@@ -202,6 +209,7 @@ def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
         exits_on_the_loop: "called sys.exit(3)",
         waits_for_ever: "within 0.05 s, it stands in waits_for_ever, test_rewards.py, line",
         waits_on_the_loop: "no verdict on a completion within 0.05 s. Give it a time limit",
+        will_not_be_cancelled: "no verdict on a completion within 0.05 s. Give it a time limit",
         returns_nothing: "returned None, expected a number or a Score",
     }
     for function, said in expected.items():
@@ -209,6 +217,69 @@ def test_verifier_that_exits_hangs_or_returns_nothing_is_said_to() -> None:
         (score,) = asyncio.run(reward.score([RewardInput("", "c", "a")]))
         assert score.reward is None
         assert said in score.error
+
+
+FOREVER = threading.Event()
+
+
+def waits(completion: str) -> float:
+    if completion == "hangs":
+        FOREVER.wait()
+    return float(completion)
+
+
+async def blocks_the_loop(completion: str) -> float:
+    await asyncio.sleep(0)
+    return waits(completion)
+
+
+async def blocks_the_loop_in_a_task(completion: str) -> float:
+    await asyncio.sleep(0.1)  # begun, and to be begun again
+    (found,) = await asyncio.gather(blocks_the_loop(completion))
+    return found
+
+
+async def never_returns(completion: str) -> float:
+    return waits(completion) if completion != "hangs" else await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "verifier", [waits, blocks_the_loop, blocks_the_loop_in_a_task, never_returns]
+)
+def test_completion_on_which_a_verifier_hangs_delays_no_other_by_more_than_its_limit(
+    verifier: Callable[..., Any],
+) -> None:
+    limit_s = 0.5
+    inputs = [RewardInput("", text, "") for text in ("1", "2", "hangs", "3", "4")]
+    began = time.monotonic()
+    scores = asyncio.run(FunctionReward(verifier, timeout_s=limit_s).score(inputs))
+    assert [score.reward for score in scores] == [1.0, 2.0, None, 3.0, 4.0]
+    assert "the verifier hangs" in scores[2].error
+    assert time.monotonic() - began < 4 * limit_s
+
+
+def test_many_slow_steps_of_async_verifiers_are_no_hanging_one() -> None:
+    async def computes(completion: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    inputs = [RewardInput("", "", "")] * 12
+    scores = asyncio.run(FunctionReward(computes, timeout_s=0.3).score(inputs))
+    assert [score.reward for score in scores] == [1.0] * 12
+
+
+def test_what_an_async_verifier_keeps_is_good_for_the_next_batch() -> None:
+    kept: dict[str, Any] = {}
+
+    async def locks(completion: str) -> float:
+        lock = kept.setdefault("lock", asyncio.Lock())
+        async with lock:  # bound to the loop on which somebody waited for it
+            await asyncio.sleep(0)
+        return 1.0
+
+    for _ in range(2):
+        scores = asyncio.run(FunctionReward(locks).score([RewardInput("", "", "")] * 2))
+        assert [score.reward for score in scores] == [1.0, 1.0], scores[0].error
 
 
 def test_time_out_of_a_verifiers_own_is_not_taken_for_the_limit() -> None:
@@ -297,6 +368,23 @@ def test_reward_that_returns_too_few_scores_scores_none() -> None:
     scores = asyncio.run(rewards.score([RewardInput("", "", "")] * 2))
     assert [score.reward for score in scores] == [None, None]
     assert "returned 1 scores, expected 2" in scores[0].error
+
+
+class Blocks(TooFew):
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        return [Score(waits(given.completion)) for given in inputs]
+
+
+def test_reward_of_a_users_that_blocks_is_cut_off_and_costs_no_other_its_verdict() -> None:
+    chosen = [
+        RewardSettings(verifier="numeric"),
+        RewardSettings(verifier=f"{__name__}:Blocks", timeout_s=0.1),
+    ]
+    (score,) = asyncio.run(WeightedRewards(chosen, NOWHERE).score([RewardInput("", "hangs", "")]))
+    assert score.reward is None
+    assert "the verifier hangs" in score.error
+    assert "waits, test_rewards.py, line" in score.error
+    assert score.parts[0].reward == 0.0
 
 
 def test_rewards_are_opened_and_closed_together() -> None:

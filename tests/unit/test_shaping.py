@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards import judge
+from areal_flow.rewards import retries
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
@@ -164,7 +164,7 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
 
 
 def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     statuses = [503, 429]
 
     def judged(_: dict[str, Any]) -> float:
@@ -179,7 +179,7 @@ def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
 def test_service_that_fails_gives_no_score(
     status: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     requests: list[Any] = []
 
     def refused(request: dict[str, Any]) -> float:
@@ -215,3 +215,28 @@ def test_identity_of_a_class_covers_the_files_that_it_is_made_of(
     part.write_text("x = 2")
     assert load_reward("code", NOWHERE).identity != before
     assert any(path.parent.name == "inside" for path in CodeReward.made_of)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("numeric", {}),
+        ("exact", {}),
+        ("regex", {"pattern": r"\d+"}),
+        ("format", {"pattern": ".*"}),
+        ("judge", {"url": "http://127.0.0.1:1"}),
+        ("reasoning_gym", {}),
+    ],
+)
+def test_a_hundred_megabytes_are_not_read(name: str, settings: dict[str, Any]) -> None:
+    reward = load_reward(name, Path(), settings=settings).reward
+    reward.open()
+    (score,) = asyncio.run(reward.score([RewardInput("", "1 2 " * 25_000_000, "2")]))
+    assert (score.reward, score.verdict) == (0.0, "output_limit")
+
+
+def test_length_of_a_completion_counts_whatever_its_text() -> None:
+    settings = {"max_tokens": 8, "buffer_tokens": 4}
+    reward = load_reward("length", Path(), settings=settings).reward
+    given = RewardInput("", "1 2 " * 25_000_000, "2", completion_ids=(1,) * 10**6)
+    assert asyncio.run(reward.score([given]))[0].reward == -1.0

@@ -30,6 +30,7 @@ from tests.unit.test_losses import inputs
 def row(group: int, reward: float, num_tokens: int, **columns: Any) -> dict[str, Any]:
     return {
         "submission_index": group,
+        "source": "",
         "difficulty": 2 + group // 2,
         "reward": reward,
         "reward_parts": [],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from pipelines.verify import verify_lines
+from pipelines.verify import read_lines, verify_lines
 
 
 def judged(kind: str, *rows: Any) -> list[dict[str, Any]]:
@@ -35,6 +38,37 @@ def test_lines_that_are_no_rows_are_bad_references(line: str) -> None:
     (found,) = judged("numeric", line)
     assert (found["verdict"], found["score"]) == ("bad_reference", 0.0)
     assert "line 1" in found["detail"]
+
+
+HUGE = "1 2 " * 25_000_000
+
+
+def test_a_hundred_megabytes_cost_no_other_row_its_verdict() -> None:
+    began = time.process_time()
+    texts = ["7", HUGE, "7"]
+    lines = "".join(json.dumps({"completion": text, "answer": "7"}) + "\n" for text in texts)
+    found = [*verify_lines("math", read_lines(io.StringIO(lines)))]
+    assert [verdict["verdict"] for verdict in found] == ["right", "output_limit", "right"]
+    assert time.process_time() - began < 10
+
+
+def test_lines_are_judged_before_others_fill_the_memory() -> None:
+    taken: list[int] = []
+
+    def lines() -> Iterator[str]:
+        for number in range(3):
+            taken.append(number)
+            yield json.dumps({"completion": HUGE, "answer": "7"})
+
+    assert next(verify_lines("exact", lines()))["verdict"] == "output_limit"
+    assert taken == [0]
+
+
+def test_what_a_line_has_beyond_its_limit_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.verify.MAX_LINE_CHARS", 5)
+    assert [*read_lines(io.StringIO("12345678\n1\n12345\n\n123456"))] == [
+        "12345", "1\n", "12345", "\n", "12345"
+    ]  # fmt: skip
 
 
 def test_own_verifier_that_raises_fails_on_its_row_only() -> None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.inside import plain, program
+from areal_flow.rewards.sandbox.limits import SandboxError
 from areal_flow.rewards.sandbox.pool import SandboxPool
 from areal_flow.rewards.sandbox.run import Outcome, Program
 from areal_flow.types import Verdict
 
 Mode = Literal["stdin", "call", "assert"]
+Pool = SandboxPool | ContainerPool
 _NUMBER = re.compile(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", re.ASCII)
 _MAX_DETAIL = 200
 
@@ -32,8 +35,7 @@ class CodeTask:
         test_source: the tests of the mode `assert`.
         entry_point: the function that is called, where the mode needs one.
         setup: a trusted source that runs before that of the tests.
-        borrowed: what tests of the mode `assert` use of the program, where that is not just the
-            entry point; with neither it is all that the program has.
+        borrowed: what tests of the mode `assert` use of the program.
     """
 
     source: str
@@ -56,7 +58,7 @@ class Judgement:
 RIGHT = Judgement("right")
 
 
-def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
+def grade(pool: Pool, task: CodeTask) -> Judgement:
     """Run a program on its tests; the first that it does not pass decides.
 
     Raises:
@@ -64,11 +66,13 @@ def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
     """
     if not (task.tests or task.test_source):
         return Judgement("bad_reference", "there are no tests")
+    if task.mode not in pool.modes:
+        raise SandboxError(f"tests of mode {task.mode!r} are not run in tier {pool.tier!r}")
     found = _GRADERS[task.mode](pool, task)
     return Judgement(found.verdict, found.detail[-_MAX_DETAIL:])
 
 
-def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
+def _grade_stdin(pool: Pool, task: CodeTask) -> Judgement:
     source = _bytes(task.source)
     for number, (given, expected) in enumerate(task.tests):
         script = Program(program.SCRIPT, source, stdin=_bytes(str(given)))
@@ -81,7 +85,7 @@ def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
     return RIGHT
 
 
-def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
+def _grade_calls(pool: Pool, task: CodeTask) -> Judgement:
     calls: list[dict[str, Any]] = [
         {"of": None, "name": task.entry_point, "kwargs": {},
          "args": [plain.encode(value, _refuse) for value in args]}
@@ -117,13 +121,13 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
     return RIGHT
 
 
-def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
+def _grade_asserts(pool: Pool, task: CodeTask) -> Judgement:
     nonce = secrets.token_hex(16)
     first = {
         "nonce": nonce,
         "entry_point": task.entry_point,
         "setup": task.setup,
-        "borrowed": task.borrowed or [task.entry_point] * bool(task.entry_point),
+        "borrowed": task.borrowed,
     }
 
     def programs() -> Sequence[Program]:
@@ -206,7 +210,7 @@ def _refuse(value: Any) -> int:
     raise TypeError(f"expected plain data in a test, found a {type(value).__name__}")
 
 
-_GRADERS: dict[str, Callable[[SandboxPool, CodeTask], Judgement]] = {
+_GRADERS: dict[str, Callable[[Pool, CodeTask], Judgement]] = {
     "stdin": _grade_stdin,
     "call": _grade_calls,
     "assert": _grade_asserts,

@@ -28,6 +28,8 @@ MAX_ATTEMPTS = 3
 class SandboxPool:
     """Runs programs, in threads of its callers."""
 
+    modes = ("stdin", "call", "assert")
+
     def __init__(
         self,
         limits: Limits | None = None,

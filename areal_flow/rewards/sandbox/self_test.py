@@ -8,6 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.run import Program, run_programs
@@ -16,12 +17,14 @@ from areal_flow.rewards.sandbox.zygote_client import ZygoteClient, available_tie
 NO_TIER = (
     "model-written code is not run here: no sandbox passes its self-test ({reasons}). Expected "
     "Linux 5.13 or newer on x86_64 or aarch64 with seccomp, and user namespaces or Landlock: allow "
-    "them (sysctl user.max_user_namespaces, the container's seccomp profile), or run reward "
-    "workers where they are"
+    "them (sysctl user.max_user_namespaces, the container's seccomp profile), run reward workers "
+    "where they are, or set sandbox_url of the verifier 'code' to a pool of containers"
 )
 LOST = {
     "namespaces": "",
     "landlock": "without user namespaces programs have no /tmp, and can see names of files",
+    "containers": "no sandbox works here. Tests of mode 'assert' are refused; what programs reach "
+    "is for the pool to limit",
 }
 """What a tier lacks, in words."""
 _CANARIES = """
@@ -67,11 +70,12 @@ print(json.dumps(can))
 """
 
 
-def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
+def choose_tier(tiers: tuple[str, ...] | None = None, *, url: str = "") -> str:
     """Return the strongest tier that passes its self-test.
 
     Args:
-        tiers: those that may be used; all of this project by default.
+        tiers: those of this machine that may be used; all by default.
+        url: of a pool of containers, for where none of them passes.
 
     Raises:
         SandboxError: none does, with the reason of each.
@@ -88,6 +92,13 @@ def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
             reasons.append(f"{tier}: {error}")
         else:
             return tier
+    if url:
+        try:
+            ContainerPool(url).check()
+        except SandboxError as error:
+            reasons.append(f"{ContainerPool.tier}: {error}")
+        else:
+            return ContainerPool.tier
     raise SandboxError(NO_TIER.format(reasons="; ".join(reasons) or "none is allowed"))
 
 

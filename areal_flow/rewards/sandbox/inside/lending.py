@@ -8,8 +8,6 @@ from typing import Any
 
 from . import plain, program
 
-MAX_NAMES = 1000
-
 
 class Lender:
     """A program's names, and the objects that calls to it have returned."""
@@ -47,11 +45,9 @@ class Lender:
 
 
 def lend() -> None:
-    """Run the source, say its names, and answer calls."""
-    names = program.run_source()
-    lender = Lender(names)
+    """Run the source, say so, and answer calls."""
+    lender = Lender(program.run_source())
     with open(program.CALLS_OUT, "w") as out, open(program.CALLS_IN) as calls:
-        callable_names = [name for name, value in names.items() if callable(value)][:MAX_NAMES]
-        print(json.dumps({"names": callable_names}), file=out, flush=True)
+        print("{}", file=out, flush=True)
         for line in calls:
             print(json.dumps(lender.answer(json.loads(line))), file=out, flush=True)

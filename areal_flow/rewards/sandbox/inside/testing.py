@@ -53,16 +53,12 @@ class Candidate:
     """Calls functions of the other process."""
 
     def __init__(self, calls: IO[str], answers: IO[str]) -> None:
-        """Wait until the other process says its names."""
+        """Wait until the other process has run its source."""
         self._calls, self._answers = calls, answers
         self.num_calls = 0
         self.is_gone = False
         self.unsendable = ""
-        hello = self._next()
-        try:
-            self.names = [str(name) for name in hello["names"]]
-        except (KeyError, TypeError):
-            raise self._gone() from None
+        self._next()
 
     def call(self, of: int | None, name: str, args: Any, kwargs: Any) -> Any:
         """Return what a call of the other process returns, or raise what it raises."""
@@ -171,12 +167,11 @@ def _verdict(calls: IO[str], answers: IO[str], first: dict[str, Any]) -> tuple[s
 def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
     """Run what the tests are: statements, a `check`, functions `test_*`, cases of `unittest`.
 
-    The candidate lends what the row names, or all its names if it names none; never one that is
-    built in, by which it would judge itself.
+    The candidate lends what the tests borrow, whatever else it offers; never a name that is built
+    in, by which it would judge itself.
     """
-    entry_point = first["entry_point"]
-    wanted = first["borrowed"] or candidate.names
-    lent = {name: candidate.function(name) for name in wanted if not hasattr(builtins, name)}
+    entry_point, borrowed = first["entry_point"], first["borrowed"]
+    lent = {name: candidate.function(name) for name in borrowed if not hasattr(builtins, name)}
     names: dict[str, Any] = dict(lent)
     if entry_point:
         names["candidate"] = lent[entry_point]
@@ -184,7 +179,7 @@ def _run_tests(candidate: Candidate, first: dict[str, Any]) -> None:
     module.__dict__.update(lent)
     if first["setup"]:
         exec(first["setup"], names)
-        names |= lent if first["borrowed"] else {}
+        names |= lent
     found = program.run_source(names, name=TESTS)
     if entry_point and inspect.isfunction(found.get("check")):
         found["check"](lent[entry_point])

@@ -1,0 +1,181 @@
+"""The reward `reward_model`: the score that a model in a directory gives to prompt and completion.
+
+The model is an `AutoModelForSequenceClassification` of one label, with its tokenizer. It scores on
+the reward worker, in a thread. What it is made of is part of the verifier's identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from areal_flow.errors import ModelError, RewardError
+from areal_flow.models.directory import resolve_model, tokenizer_of
+from areal_flow.recovery.inputs import file_hash
+from areal_flow.rewards.protocol import RewardInput, overlong
+from areal_flow.types import Score
+
+FILES = ("config.json", "tokenizer.json", "*.safetensors")
+_KIND = "ForSequenceClassification"
+
+
+class ModelReward:
+    """A `Reward`: what a reward model says, or the sigmoid of it."""
+
+    made_of = (Path(__file__),)
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        squash: bool = False,
+        max_tokens: int = 4096,
+        num_at_once: int = 8,
+        device: str = "cpu",
+    ) -> None:
+        """Take where the model is, and read which one it is.
+
+        Args:
+            path: a directory, or the name of a hub repository.
+            squash: whether the score goes through a sigmoid, into 0 to 1.
+            max_tokens: of prompt and completion; what has more is not scored.
+            num_at_once: completions in one batch.
+            device: as torch names it.
+
+        Raises:
+            RewardError: there is no reward model.
+        """
+        if max_tokens < 1 or num_at_once < 1:
+            raise RewardError(
+                "reward 'reward_model': expected max_tokens >= 1 and num_at_once >= 1, found "
+                f"{max_tokens} and {num_at_once}"
+            )
+        self._squash, self._max_tokens = squash, max_tokens
+        self._num_at_once, self._device = num_at_once, device
+        try:
+            self._directory = resolve_model(path)
+            self.content_hash = _check(self._directory)
+        except (ModelError, OSError, ValueError) as error:
+            raise RewardError(f"reward 'reward_model', path = {path!r}: {error}") from None
+
+    def open(self) -> None:
+        """Load the model.
+
+        Raises:
+            RewardError: it cannot be loaded, or its weights are not all there.
+        """
+        from areal_flow.models.huggingface import (
+            AutoModelForSequenceClassification,
+            without_progress_bars,
+        )
+
+        try:
+            with without_progress_bars():
+                model, found = AutoModelForSequenceClassification.from_pretrained(
+                    str(self._directory),
+                    dtype="float32",
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+            self._model = model.eval().to(self._device)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise RewardError(f"reward 'reward_model', {self._directory}: {error}") from error
+        if missing := sorted(found["missing_keys"]):
+            raise RewardError(
+                f"reward 'reward_model': {self._directory} lacks {', '.join(missing[:4])}, which "
+                "would be drawn at random: save the whole model with save_pretrained"
+            )
+        longest = getattr(model.config, "max_position_embeddings", None) or self._max_tokens
+        self._num_tokens, self._lock = min(self._max_tokens, longest), Lock()
+        self._tokenizer = tokenizer_of(self._directory)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def close(self) -> None:
+        del self._model
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        return await asyncio.to_thread(self._score, inputs)
+
+    def _score(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """Score what is short enough, in batches of similar lengths."""
+        tokens = {index: self._tokens(given) for index, given in enumerate(inputs)}
+        fitting = {index: ids for index, ids in tokens.items() if 0 < len(ids) <= self._num_tokens}
+        order, logits = sorted(fitting, key=lambda index: len(fitting[index])), dict[int, float]()
+        for begin in range(0, len(order), self._num_at_once):
+            batch = order[begin : begin + self._num_at_once]
+            with self._lock:
+                found = self._logits([fitting[index] for index in batch])
+            logits |= zip(batch, found, strict=True)
+        return [
+            self._judged(logits[index]) if index in logits else self._unscored(len(ids))
+            for index, ids in tokens.items()
+        ]
+
+    def _tokens(self, given: RewardInput) -> list[int]:
+        """Return prompt and completion as the model reads them; nothing of what is far too long."""
+        if overlong(given.completion):
+            return []
+        encoded = self._tokenizer.encode_batch(
+            [given.prompt, given.completion], add_special_tokens=False
+        )
+        return [token for part in encoded for token in part.ids]
+
+    def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        import torch
+
+        longest, ends = max(map(len, sequences)), {ids[-1] for ids in sequences}
+        padding = min({*range(len(ends) + 1)} - ends)  # the last other token is where it is scored
+        self._model.config.get_text_config().pad_token_id = padding
+        padded = [[*ids, *[padding] * (longest - len(ids))] for ids in sequences]
+        mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
+        with torch.inference_mode():
+            found = self._model(
+                input_ids=torch.tensor(padded, device=self._device),
+                attention_mask=torch.tensor(mask, device=self._device),
+            )
+        return [float(logit) for logit in found.logits[:, 0]]
+
+    def _judged(self, logit: float) -> Score:
+        if not self._squash:
+            return Score(logit)
+        return Score(0.5 * (1 + math.tanh(logit / 2)), message=f"score {logit:.6g}")
+
+    def _unscored(self, num_tokens: int) -> Score:
+        found = f"{num_tokens} tokens" if num_tokens else "nothing, or millions of characters"
+        return Score(
+            None, "output_limit", error=f"the reward model takes 1 to {self._num_tokens} tokens of "
+            f"prompt and completion, found {found}: see max_tokens in its settings",
+        )  # fmt: skip
+
+
+def _check(directory: Path) -> str:
+    """Return a hash of a reward model's files, without loading it.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it cannot be read.
+    """
+    files: list[Path] = []
+    for pattern in FILES:
+        found = sorted(directory.glob(pattern))
+        if not found:
+            raise ValueError(f"expected {pattern} of a reward model in {directory}, found none")
+        files += found
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    (kind, *_), labels = config.get("architectures") or [""], config.get("id2label", {0: "", 1: ""})
+    if not kind.endswith(_KIND) or len(labels) != 1:
+        raise ValueError(
+            f"expected a model of {_KIND} with one label, found {kind or 'no architecture'} with "
+            f"{len(labels)}: save it with num_labels = 1"
+        )
+    hashes = [f"{file.name} {file_hash(file)}" for file in files]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:12]

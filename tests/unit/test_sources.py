@@ -1,0 +1,235 @@
+"""Where prompts come from: mixtures by weight, Lance, reasoning-gym, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.errors import ConfigError, PromptError, RewardError
+from areal_flow.layout import RunLayout
+from areal_flow.prompts.mixture import BLOCK, Mixture, quotas
+from areal_flow.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.store.dataset import write_dataset
+from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.built_in import with_files
+
+SUMS = {"name": "sums", "weight": 3.0}
+WORDS = {"name": "words", "num_held_out": 2}
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path / "run")
+    write_tiny_model(made.model, max_model_len=128)
+    return made
+
+
+def rows(size: int, *, first: int = 0) -> list[dict[str, str]]:
+    return [{"question": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(first, first + size)]
+
+
+def jsonl(path: Path, made: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return str(path)
+
+
+def recipe_of(sources: list[dict[str, Any]], **settings: Any) -> Recipe:
+    generation = {"max_model_len": 128, "max_new_tokens": 16}
+    prompts = {"num_held_out": 3, "num_prompts": 20}
+    table = {"sources": sources, "generation": generation, "prompts": prompts, **settings}
+    return build_recipe(table, source="test")
+
+
+def prepared(recipe: Recipe, layout: RunLayout) -> tuple[Prepared, PromptTable, PromptTable]:
+    found = prepare_prompts(with_files(recipe, layout), layout)
+    tables = (layout.train_prompts, layout.held_out_prompts)
+    train, held_out = (PromptTable(path, seed=recipe.seed) for path in tables)
+    return found, train, held_out
+
+
+def mixed(tmp_path: Path, layout: RunLayout) -> tuple[Prepared, PromptTable, PromptTable]:
+    files = jsonl(tmp_path / "a.jsonl", rows(50)), jsonl(tmp_path / "b.jsonl", rows(20, first=90))
+    sources = [{**SUMS, "path": files[0]}, {**WORDS, "path": files[1]}]
+    return prepared(recipe_of(sources), layout)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(0, 9))
+def test_every_block_has_the_same_number_of_each_source(weights: list[float], block: int) -> None:
+    shares = quotas({f"{place}": weight for place, weight in enumerate(weights)})
+    assert sum(shares.values()) == BLOCK
+    mixture = Mixture(shares, seed=5)
+    drawn = [mixture.draw(index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
+    assert Counter(f"{source}" for source, _ in drawn) == shares
+    for source, share in enumerate(shares.values()):
+        of_source = [number for of, number in drawn if of == source]
+        assert of_source == [*range(block * share, (block + 1) * share)]
+
+
+def test_quotas_are_shares_to_the_percent_and_at_least_one() -> None:
+    assert quotas({"a": 3.0, "b": 1.0}) == {"a": 75, "b": 25}
+    assert quotas({"a": 1.0, "b": 1.0, "c": 1.0}) == {"a": 34, "b": 33, "c": 33}
+    assert quotas({"a": 1.0, "b": 1e-9}) == {"a": 99, "b": 1}
+
+
+def test_one_source_is_read_in_the_order_that_runs_before_mixtures_had() -> None:
+    for epoch in range(3):
+        of_one = np.random.default_rng([7, epoch, 0]).permutation(np.arange(40))
+        assert (of_one == np.random.default_rng([7, epoch]).permutation(40)).all()
+    assert [Mixture({"": 100}, seed=7).draw(index) for index in (0, 99, 100, 12345)] == [
+        (0, index) for index in (0, 99, 100, 12345)
+    ]
+
+
+def test_sources_are_mixed_by_weight_and_each_is_read_whole_before_it_repeats(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    found, train, held_out = mixed(tmp_path, layout)
+    assert found.by_source == {"sums": 47, "words": 18}
+    assert Counter(prompt.source for prompt in held_out.rows()) == {"sums": 3, "words": 2}
+    asked = [train.prompt_at(index) for index in range(2 * BLOCK)]
+    assert Counter(prompt.source for prompt in asked) == {"sums": 150, "words": 50}
+    for source, size in found.by_source.items():
+        texts = [prompt.text for prompt in asked if prompt.source == source]
+        assert len(set(texts[:size])) == size == len(set(texts[size : 2 * size]))
+    again = PromptTable(layout.train_prompts, seed=0)
+    assert [again.prompt_at(index).text for index in range(9)] == [p.text for p in asked[:9]]
+
+
+def test_a_reward_judges_the_sources_that_it_names(tmp_path: Path) -> None:
+    sources = [{**SUMS, "path": "a.jsonl"}, {**WORDS, "path": "b.jsonl"}]
+    rewards = [{"verifier": "numeric", "sources": ["sums"]}, {"verifier": "exact", "weight": 2.0}]
+    recipe = recipe_of(sources, rewards=rewards)
+    judge = WeightedRewards(recipe.rewards, tmp_path)
+    asked = [RewardInput("?", "= 4", "4", prompt_source=name) for name in ("sums", "words")]
+    of_sums, of_words = asyncio.run(judge.score(asked))
+    assert (of_sums.reward, of_words.reward) == (1.0, 0.0)
+    assert [part.reward for part in of_words.parts] == [None, 0.0]
+    assert judge.identity.split(" + ")[0].endswith(" of sums")
+    assert [r.verifier for r in recipe.by_source()["words"].rewards] == ["exact"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings", "expected"),
+    [
+        ([SUMS], {}, "sources 'sums': path is needed"),
+        ([{**SUMS, "path": "a"}] * 2, {}, "a name is given twice"),
+        ([{**SUMS, "path": "a"}], {"prompts": {"path": "b"}}, "two ways to say the same"),
+        ([{**SUMS, "path": "a"}], {"rewards": [{"sources": ["b"]}]}, "name ['b'], expected of"),
+        (
+            [{**SUMS, "path": "a"}, {**WORDS, "path": "b"}],
+            {"rewards": [{"sources": ["sums"]}]},
+            "no reward judges 'words'",
+        ),
+        ([{**SUMS, "path": "a", "weight": 0.0}], {}, "weight"),
+        ([{**SUMS, "path": "a", "template": "x"}], {}, "must contain {question}"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused(
+    sources: list[dict[str, Any]], settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe_of(sources, **settings)
+    assert expected in str(caught.value)
+
+
+def test_source_without_prompts_to_train_on_is_named(tmp_path: Path, layout: RunLayout) -> None:
+    files = jsonl(tmp_path / "a.jsonl", rows(10)), jsonl(tmp_path / "b.jsonl", rows(1))
+    sources = [
+        {**SUMS, "path": files[0], "held_out_path": files[1]},
+        {**WORDS, "path": files[1]},
+    ]
+    with pytest.raises(PromptError, match="no prompts of source 'words' are left"):
+        prepared(recipe_of(sources), layout)
+
+
+def test_lance_dataset_is_a_file_of_prompts(tmp_path: Path, layout: RunLayout) -> None:
+    table = pa.Table.from_pylist(rows(20))
+    path = tmp_path / "sums.lance"
+    write_dataset(path, [table], table.schema)
+    found, train, _ = prepared(recipe_of([{**SUMS, "path": str(path)}]), layout)
+    assert (found.num_train, found.num_held_out) == (17, 3)
+    assert train.row(0).text in {row["question"] for row in rows(20)}
+    (tmp_path / "none.lance").mkdir()
+    for name, expected in (("none.lance", "not a readable Lance"), ("no.lance", "found none")):
+        with pytest.raises(PromptError, match=expected):
+            prepared(recipe_of([{**SUMS, "path": str(tmp_path / name)}]), layout)
+
+
+def test_reasoning_gym_task_is_a_source_and_judges_itself(layout: RunLayout) -> None:
+    settings = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
+    task = {"name": "sums", "source": "reasoning_gym:chain_sum", "settings": settings}
+    recipe = recipe_of([task], rewards=[{"verifier": "reasoning_gym"}])
+    made = with_files(recipe, layout)
+    path = made.sources[0].path
+    assert path is not None
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(entries) == 20
+    assert {entry["metadata"]["source_dataset"] for entry in entries} == {"chain_sum"}
+    assert {entry["metadata"]["num_terms"] for entry in entries} == {2, 3}
+    again = with_files(recipe, RunLayout(layout.root.with_name("other")))
+    assert again.sources[0].path is not None
+    assert again.sources[0].path.read_text() == path.read_text()
+    judge = WeightedRewards(recipe.rewards, layout.rewards)
+    entry = entries[0]
+    asked = RewardInput(entry["question"], entry["answer"], entry["answer"], entry, (), "sums")
+    (score,) = asyncio.run(judge.score([asked]))
+    assert score.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "expected"),
+    [
+        ({"source": "reasoning_gym:nope"}, ConfigError, "'nope' not registered"),
+        ({"source": "reasoning_gym:countdown"}, RewardError, "outside a sandbox"),
+        ({"source": "reasoning_gym:"}, ConfigError, "expected one of file, arithmetic"),
+        (
+            {"source": "reasoning_gym:chain_sum", "settings": {"max_terms": 1}},
+            ConfigError,
+            "with the settings {'max_terms': 1}",
+        ),
+        ({"source": "arithmetic", "settings": {"a": 1}}, ConfigError, "takes no settings"),
+        ({"source": "datasets:a/b", "settings": {"a": 1}}, ConfigError, "has no setting 'a'"),
+    ],
+)
+def test_source_that_is_misnamed_or_misset_is_refused(
+    source: dict[str, Any], error: type[Exception], expected: str, layout: RunLayout
+) -> None:
+    recipe = recipe_of([{**SUMS, **source}], rewards=[{"verifier": "reasoning_gym"}])
+    if source["source"] == "reasoning_gym:nope":
+        recipe = recipe_of([{**SUMS, **source}])
+    with pytest.raises(error) as caught:
+        with_files(recipe, layout)
+    assert expected in str(caught.value)
+
+
+def test_dataset_of_the_hugging_face_kind_is_a_source(
+    tmp_path: Path, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (folder := tmp_path / "data").mkdir()
+    jsonl(folder / "train.jsonl", rows(20))
+    jsonl(folder / "test.jsonl", rows(5, first=50))
+    of = {**SUMS, "source": f"datasets:{folder}"}
+    found, _, held_out = prepared(
+        recipe_of([{**of, "settings": {"held_out_split": "test"}}]), layout
+    )
+    assert (found.num_train, found.num_held_out) == (20, 3)
+    assert {prompt.text for prompt in held_out.rows()} <= {
+        row["question"] for row in rows(5, first=50)
+    }
+    with pytest.raises(PromptError, match=r"split 'nope': .*Without a network"):
+        prepared(recipe_of([{**of, "settings": {"split": "nope"}}]), layout)

@@ -3,6 +3,7 @@
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
 nox -s tests [-- ARGS]     unit, contract and integration tests
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
+nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
@@ -60,6 +61,15 @@ def tests_vllm(session: nox.Session) -> None:
     """Hold vLLM's engine to its contract and train with it; installs 3 GB, once."""
     install_vllm(session)
     session.run("python", "-m", "pytest", "-k", "vllm", *VLLM_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def tests_verifiers(session: nox.Session) -> None:
+    """Play an environment of verifiers against the agents' endpoint, in an environment with it."""
+    # Not `dev`, whose openai is newer than what verifiers takes.
+    tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "torch==2.13.0")
+    session.install("--no-compile", *tools, "-e", ".[verifiers]")
+    session.run("python", "-m", "pytest", "tests/verifiers_env", *session.posargs)
 
 
 @nox.session

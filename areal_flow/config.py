@@ -99,7 +99,8 @@ class PromptSettings(Settings):
 
     source: str = "arithmetic"
     """`file`; a source that makes prompts: `arithmetic`, `calculator`, `one_liners`;
-    `reasoning_gym:TASK`; or `datasets:NAME`, a Hugging Face dataset. `[[sources]]` mix several."""
+    `reasoning_gym:TASK`; `datasets:NAME`, a Hugging Face dataset; or `verifiers:ENVIRONMENT`.
+    `[[sources]]` mix several."""
     path: Path | None = Field(None, strict=False)
     """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
     held_out_path: Path | None = Field(None, strict=False)
@@ -180,7 +181,31 @@ class AdamWSettings(Settings):
     beta2: float = Field(0.95, ge=0, lt=1)
     """The decay of the squared gradient."""
     weight_decay: float = Field(0.0, ge=0)
-    """How much of each weight a step takes away, times the rate."""
+    """How much of each weight a step takes away, times the rate; nothing of norms and biases."""
+    max_skipped_steps: int = Field(5, ge=1)
+    """The run ends after so many steps in a row with an update that was skipped, since its loss or
+    gradient was not finite."""
+
+
+class LoraSettings(Settings):
+    """A low-rank adapter, trained instead of the policy's weights and merged into what is served.
+
+    Supervised fine-tuning before reinforcement learning trains the weights themselves.
+    """
+
+    rank: int = Field(0, ge=0)
+    """Of the adapter's matrices; 0: no adapter, all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product is added times alpha / rank."""
+    target_modules: str = "all-linear"
+    """Which matrices have an adapter: the last parts of their names (`q_proj,v_proj`), or
+    `all-linear`: all but embedding and head."""
+
+    @property
+    def modules(self) -> str | list[str]:
+        """Return the target modules as `peft` takes them."""
+        names = [name.strip() for name in self.target_modules.split(",")]
+        return names[0] if names == ["all-linear"] else names
 
 
 class TrainerSettings(Settings):
@@ -199,6 +224,8 @@ class TrainerSettings(Settings):
     `num_steps` that the run is made with."""
     adamw: AdamWSettings = AdamWSettings()
     """The optimizer's own numbers."""
+    lora: LoraSettings = LoraSettings()
+    """A low-rank adapter instead of all weights."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Longer gradients are scaled down to this norm."""
     tokens_per_micro_batch: int = Field(4096, ge=1)

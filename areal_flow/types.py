@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
@@ -91,6 +91,9 @@ class GroupRequest:
     prompt_tokens: Tokens
     seeds: tuple[int, ...]
     sampling: Sampling
+    on_token: Callable[[int, int], None] | None = field(default=None, repr=False)
+    """Called by the engine's thread with the place of a seed and each token that is sampled for it,
+    in their order, before the completions are returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,6 +243,10 @@ class StepRequest:
     max_staleness: int
 
 
+SKIPPED_UPDATES = "skipped_updates_fraction"
+"""The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Numbers of one step that every algorithm has; tokens are completion tokens, seconds are wall
@@ -259,6 +266,10 @@ class StepMetrics:
     seconds_train: float
     seconds_stage: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped_an_update(self) -> bool:
+        return self.metrics.get(SKIPPED_UPDATES, 0.0) > 0
 
 
 NOTHING_TRAINED = StepMetrics(

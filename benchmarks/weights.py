@@ -6,10 +6,10 @@ Random weights, float32. `memcpy` copies the same tensors once, in one thread. A
 hashed beside that, and published; then it is mapped or read, hashed, and copied into the policy.
 Both happen once more without hashes, which shows them apart. Then engines of the default job, with
 all slots decoding, get versions one after the other: how long each was read, and how long it took
-to switch and to decode the step after it. Last, how many bytes a directory ships of a bfloat16
-version after a small step, and how long that takes beside whole files. The best of nine, of updates
-the median; media take turns, and a broadcast is over loopback. Needs 9 GB of memory, 3 of them in
-/dev/shm.
+to switch and to decode the step after it. Last, how many bytes a directory and a broadcast ship of
+a bfloat16 version after a small step, and how long that takes beside whole files. The best of nine,
+of updates the median; media take turns, and a broadcast is over loopback. Needs 9 GB of memory, 3
+of them in /dev/shm.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from areal_flow.models.policy import (
     policy_tensors,
 )
 from areal_flow.types import GroupRequest, Sampling, as_tokens
+from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.channel import WeightsWriter
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
 from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
@@ -63,6 +64,8 @@ NUM_WARM = 6
 NUM_UPDATES = 9
 NUM_DELTAS = 12
 DELTA_RATE = 1e-6
+DELTA_MEDIA = ("directory", "broadcast")
+HOST = "127.0.0.1"
 
 
 def make_policy(name: str, directory: Path) -> Any:
@@ -183,15 +186,24 @@ async def keep_decoding(engine: Engine, group: int, stop: asyncio.Event) -> None
 
 
 def deltas(policy: Any, directory: Path) -> dict[str, Any]:
-    """Return what a directory ships of AdamW's steps in bfloat16, and the time beside whole files.
+    """Return what media ship of AdamW's steps in bfloat16, and the time beside whole files.
 
     The gradients are noise. A first step moves every weight by the whole rate, the most that AdamW
     can; later ones by less, the less the gradients agree.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=DELTA_RATE, betas=(0.9, 0.95))
-    roots = {"whole": directory / "whole", "delta": directory / "delta"}
-    writers = {"whole": DirectoryWriter(roots["whole"]), "delta": DeltaWriter(roots["delta"])}
-    readers = {"whole": DirectoryReader(roots["whole"]), "delta": DeltaReader(roots["delta"])}
+    roots = {name: directory / f"deltas, {name}" for name in ("whole", *DELTA_MEDIA)}
+    sends = BroadcastWriter(roots["broadcast"], host=HOST)
+    writers = {
+        "whole": DirectoryWriter(roots["whole"]),
+        "directory": DeltaWriter(roots["directory"]),
+        "broadcast": sends,
+    }
+    readers = {
+        "whole": DirectoryReader(roots["whole"]),
+        "directory": DeltaReader(roots["directory"]),
+        "broadcast": BroadcastReader(roots["broadcast"], host=HOST),
+    }
     num_bytes: dict[str, list[int]] = {name: [] for name in roots}
     seconds: dict[str, list[float]] = {}
     for version in range(NUM_DELTAS + 1):
@@ -202,15 +214,18 @@ def deltas(policy: Any, directory: Path) -> dict[str, Any]:
             loaded = timed(partial(readers[name].load, version))  # checks the hash
             seconds.setdefault(f"{name}, publish", []).append(staged)
             seconds.setdefault(f"{name}, load", []).append(loaded)
-            written = (roots[name] / f"{version:08d}").iterdir()
-            num_bytes[name].append(sum(file.stat().st_size for file in written))
+            if name != "broadcast":
+                written = (roots[name] / f"{version:08d}").iterdir()
+                num_bytes[name].append(sum(file.stat().st_size for file in written))
+        assert sends.sender is not None
+        num_bytes["broadcast"].append(sends.sender.num_sent_bytes - sum(num_bytes["broadcast"]))
         for parameter in policy.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
     whole = num_bytes["whole"][0]
     return {
         "num_bytes": whole,
-        "shares": [shipped / whole for shipped in num_bytes["delta"][1:]],
+        "shares": {n: [each / whole for each in num_bytes[n][1:]] for n in DELTA_MEDIA},
         "seconds": {name: min(taken[1:]) for name, taken in seconds.items()},
     }
 
@@ -241,20 +256,20 @@ def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def print_deltas(found: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(
-        title=f"bfloat16 in a directory at a rate of {DELTA_RATE:g}: bytes shipped, of all"
-    )
+    table = Table(title=f"bfloat16 at a rate of {DELTA_RATE:g}: bytes shipped, of all")
     steps = ("step 1", "step 2", f"step {NUM_DELTAS}")
-    for label in ("model", "MB", *steps, "publish, s (whole)", "load, s (whole)"):
+    for label in ("model", "MB", "medium", *steps, "publish, s (whole)", "load, s (whole)"):
         table.add_column(label, justify="right")
     for model, of in found.items():
         costs = of["deltas"]
-        shares = [f"{100 * costs['shares'][step]:.2f}%" for step in (0, 1, -1)]
-        seconds = [
-            f"{costs['seconds'][f'delta, {part}']:.3f} ({costs['seconds'][f'whole, {part}']:.3f})"
-            for part in ("publish", "load")
-        ]
-        table.add_row(model, f"{costs['num_bytes'] / 1e6:.1f}", *shares, *seconds)
+        taken, size = costs["seconds"], f"{costs['num_bytes'] / 1e6:.1f}"
+        for medium, by_step in costs["shares"].items():
+            shares = [f"{100 * by_step[step]:.2f}%" for step in (0, 1, -1)]
+            seconds = [
+                f"{taken[f'{medium}, {part}']:.3f} ({taken[f'whole, {part}']:.3f})"
+                for part in ("publish", "load")
+            ]
+            table.add_row(model, size, medium, *shares, *seconds)
     Console(width=150).print(table)
 
 

@@ -25,7 +25,13 @@ from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.calculator.calculator_policy import write_calculator_model
 from pipelines.calculator.questions import demonstrations, make_calculator
-from pipelines.fetched_prompts import Fetch, Rows, dataset_rows, reasoning_gym_rows
+from pipelines.fetched_prompts import (
+    Fetch,
+    Rows,
+    dataset_rows,
+    reasoning_gym_rows,
+    verifiers_rows,
+)
 from pipelines.one_liners.coder_policy import write_coder_model
 from pipelines.one_liners.functions import formulas_then_look_ups, make_one_liners
 
@@ -52,7 +58,11 @@ SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "one_liners": make_one_liners,
 }
 """Each makes the rows to train on and the held-out ones."""
-FETCHED: dict[str, Fetch] = {"reasoning_gym": reasoning_gym_rows, "datasets": dataset_rows}
+FETCHED: dict[str, Fetch] = {
+    "reasoning_gym": reasoning_gym_rows,
+    "datasets": dataset_rows,
+    "verifiers": verifiers_rows,
+}
 """The same of packages, by what stands before the colon of a source's name."""
 DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
     ("tiny", "arithmetic"): curriculum,
@@ -67,11 +77,16 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
 
     Raises:
         ModelError: there is no such model, it cannot be trained, or it lacks a stop token.
+        ConfigError: it has no such matrices as the recipe's adapter is of.
     """
     if make := MODELS.get(recipe.model):
         make(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
         _copy_model(recipe, layout)
+    if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
+        from areal_flow.models.policy import check_adapter  # torch, as above
+
+        check_adapter(layout.model, recipe.trainer.lora)
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
 
 
@@ -145,7 +160,7 @@ def _with_made_rows(
         train, held_out = SOURCES[prompts.source](recipe)
         recipe = _changed(recipe, "prompts", question_field="question", answer_field="answer")
     else:
-        names = ", ".join(["file", *SOURCES, "reasoning_gym:TASK", "datasets:NAME"])
+        names = ", ".join(["file", *SOURCES, *(f"{kind}:NAME" for kind in FETCHED)])
         raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
     made = _changed(
         recipe,

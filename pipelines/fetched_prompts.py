@@ -1,6 +1,6 @@
-"""Prompts that come from other packages: tasks of reasoning-gym, Hugging Face datasets.
+"""Prompts of other packages: reasoning-gym's tasks, Hugging Face datasets, verifiers' environments.
 
-The only importer of both packages. Their rows are written into the run, so that a resume and a
+The only importer of the first two. Their rows are written into the run, so that a resume and a
 replay need neither.
 """
 
@@ -87,6 +87,23 @@ def dataset_rows(
     held_out_split = settings.get("held_out_split")
     held_out = islice(load(held_out_split), recipe.prompts.num_held_out) if held_out_split else ()
     return load(settings.get("split", "train")), [*held_out]
+
+
+def verifiers_rows(
+    environment: str, recipe: Recipe, settings: Mapping[str, Any]
+) -> tuple[Iterable[Row], Rows]:
+    """Return the first tasks of an environment, for the agent that plays them.
+
+    Raises:
+        ConfigError: the package is missing, or settings are given.
+    """
+    if settings:
+        raise ConfigError(f"source 'verifiers:{environment}' takes no settings, found {settings}")
+    try:
+        from areal_flow.workflows.verifiers_agent import rows
+    except ImportError:
+        raise _missing("verifiers", "verifiers") from None
+    return rows(environment, recipe.prompts.num_prompts + recipe.prompts.num_held_out), []
 
 
 def _missing(package: str, extra: str) -> ConfigError:

@@ -50,6 +50,12 @@ class Fork:
                 "To begin with another model, start a run with --model and without --from"
             )
         before = load_recipe(self.parent.config)
+        changed = flatten(overrides.get("trainer", {}).get("lora", {}), "trainer.lora.")
+        if any(flatten(before.model_dump())[name] != value for name, value in changed.items()):
+            raise ConfigError(
+                f"{', '.join(changed)}: a fork has the adapter of run {self.parent.name}, or none "
+                "if it has none. To change it, export a step and give that to --model"
+            )
         if before.trainer.num_learning_rate_decay_steps == before.num_steps:
             overrides = merge({"trainer": {"num_learning_rate_decay_steps": 0}}, overrides)
         return load_recipe(self.parent.config, overrides, spelling=spelling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from areal_flow.errors import ModelError
 from areal_flow.layout import RunLayout, run_layout
-from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
+from areal_flow.recovery.checkpoints import (
+    ADAPTER_FILE,
+    MODEL_FILE,
+    checkpoint_path,
+    list_checkpoints,
+    weight_files,
+)
 from areal_flow.recovery.run_directory import find_run
 from areal_flow.tracking.mlflow import (
     RegisteredVersion,
@@ -20,7 +27,7 @@ from areal_flow.tracking.mlflow import (
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
 
-_TRAINING_ONLY = ("optimizer.safetensors", "state.json")
+_TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +84,57 @@ def _checkpoint_of(layout: RunLayout, version: int) -> Path:
 
 
 def export(source: Path, directory: Path) -> None:
-    """Copy a checkpoint's configuration, tokenizer and weights: a plain Hugging Face directory.
+    """Write a checkpoint's configuration, tokenizer and weights: a plain Hugging Face directory.
 
     Raises:
         ModelError: the directory is not empty.
     """
+    _copy_without(source, directory, *_TRAINING_ONLY)
+    if (source / ADAPTER_FILE).is_file():
+        from safetensors.torch import save_file
+
+        from areal_flow.models.policy import load_policy, policy_tensors
+
+        merged = policy_tensors(load_policy(source))
+        save_file(merged, directory / MODEL_FILE, metadata={"format": "pt"})
+    print(f"Exported {source} to {directory}. Load it with:")
+    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
+
+
+def export_adapter(source: Path, directory: Path) -> None:
+    """Write a checkpoint's adapter as `peft` has it, and which directory it adapts.
+
+    Raises:
+        ModelError: the checkpoint has none, or the directory is not empty.
+    """
+    if not (source / ADAPTER_FILE).is_file():
+        raise ModelError(
+            f"--adapter: expected a checkpoint of a run with trainer.lora.rank, found {source}, "
+            "which has no adapter: leave it out"
+        )
+    from areal_flow.models.lora import adapter_description
+    from areal_flow.models.policy import read_lora_settings
+
+    base = weight_files(source)[0].parent.resolve()
+    description = adapter_description(read_lora_settings(source), base=str(base))
+    _copy_without(source, directory, *_TRAINING_ONLY, MODEL_FILE, "config.json")
+    shutil.copyfile(source / ADAPTER_FILE, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(description, indent=2, default=list))
+    print(f"Exported the adapter of {source} to {directory}. Load it with:")
+    print(f"  base = transformers.AutoModelForCausalLM.from_pretrained({str(base)!r})")
+    print(f"  peft.PeftModel.from_pretrained(base, {str(directory)!r})")
+
+
+def _copy_without(source: Path, directory: Path, *names: str) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise ModelError(f"{directory} is not empty; give a new directory")
     shutil.copytree(
         source,
         directory,
         dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns(*_TRAINING_ONLY),
+        ignore=shutil.ignore_patterns(*names),
         copy_function=shutil.copyfile,  # safetensors writes files that their owner alone can read
     )
-    print(f"Exported {source} to {directory}. Load it with:")
-    print(f"  transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})")
 
 
 def newest_checkpoint(layout: RunLayout) -> Path:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def check_devices(recipe: Recipe) -> None:
         ConfigError: naming the setting, what was found, and what would work.
     """
     require_engine(recipe.generation.engine)
+    if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
+        raise ConfigError(
+            f"trainer.lora.rank = {rank}: expected the package peft, found none; pip install "
+            "'areal-flow[lora]', or set it to 0"
+        )
     sections: dict[str, TrainerSettings | GenerationSettings] = {
         "trainer": recipe.trainer,
         "generation": recipe.generation,

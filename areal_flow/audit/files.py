@@ -29,6 +29,7 @@ from areal_flow.recovery.checkpoints import (
     checkpoint_path,
     list_checkpoints,
     read_checkpoint_state,
+    weight_files,
 )
 from areal_flow.recovery.inputs import RunInputs, file_hash
 from areal_flow.recovery.lease import newest_lease
@@ -219,15 +220,15 @@ def _weights_root(layout: RunLayout) -> Path:
 
 
 def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
-    from areal_flow.models.hashing import hash_file
+    from areal_flow.models.hashing import hash_files
 
     names = [file.name for file in layout.model.iterdir()]
     _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
     return {
         "listed_step": int(path.name),
         **asdict(read_checkpoint_state(path)),
-        "found_weights_hash": hash_file(path / "model.safetensors"),
-        "found_optimizer_hash": hash_file(path / "optimizer.safetensors", without=(RNG_STATE,)),
+        "found_weights_hash": hash_files(*weight_files(path)),
+        "found_optimizer_hash": hash_files(path / "optimizer.safetensors", without=(RNG_STATE,)),
         "other_files": ", ".join((*different, *missing)),
     }
 

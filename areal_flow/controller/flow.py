@@ -36,6 +36,7 @@ from areal_flow.controller.records import (
     group_seeds,
     step_row,
 )
+from areal_flow.controller.skipped_steps import SkippedSteps
 from areal_flow.errors import ArealFlowError
 from areal_flow.types import EngineStats, Episode, GroupReceipt, StepRequest, StepResult
 
@@ -79,6 +80,7 @@ class Flow:
         self._hint_is_due = False
         self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
         self._consecutive_failures = 0
+        self._skipped = SkippedSteps(recipe.trainer.adamw.max_skipped_steps)
         self._fatal: ArealFlowError | None = None
         self._committing: asyncio.Task[None] | None = None
         self.num_changes = 0
@@ -295,6 +297,7 @@ class Flow:
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
         self._evict_stale()
+        self._skipped.count(request.step, skipped=result.metrics.skipped_an_update)
         release = self._release_when_served(request.step, result.hashes.served_hash)
         self._start(release, self._releases, "weights could not be announced")
         await self.backends.on_step(row)

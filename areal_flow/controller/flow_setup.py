@@ -75,7 +75,7 @@ class Trainer(Protocol):
         """Compute one step and stage its weights aside.
 
         Raises:
-            TrainingError: the loss is not finite, or the ranks are not at the parent.
+            TrainingError: it cannot be computed, or the ranks are not at the parent.
         """
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:

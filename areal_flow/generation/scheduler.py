@@ -52,6 +52,8 @@ class SampledSequence:
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take the next token."""
+        if self.request.on_token:
+            self.request.on_token(self.index, token)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.spans and self.spans[-1][0] == version:

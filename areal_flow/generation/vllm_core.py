@@ -171,8 +171,16 @@ def _compile_nothing_on_cpu(config: VllmConfig) -> None:
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
     """Return vLLM's own settings for a model directory, with random weights."""
-    on_cpu = settings.device == "cpu"
-    config = EngineArgs(
+    config = engine_arguments(model, settings).create_engine_config()
+    if settings.device == "cpu" or settings.kv_cache_tokens:
+        # vLLM would take nearly all memory of the machine.
+        config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
+    return config
+
+
+def engine_arguments(model: Path, settings: GenerationSettings) -> EngineArgs:
+    """Return what vLLM is asked for by a recipe's settings."""
+    return EngineArgs(
         model=str(model),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -187,13 +195,10 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step's tokens are those of the weights before it
-        enforce_eager=on_cpu or settings.vllm.enforce_eager,
+        enforce_eager=settings.device == "cpu" or settings.vllm.enforce_eager,
         disable_log_stats=True,
         worker_extension_cls=f"{WeightsExtension.__module__}.{WeightsExtension.__name__}",
-    ).create_engine_config()
-    if on_cpu or settings.kv_cache_tokens:  # vLLM would take nearly all memory of the machine
-        config.cache_config.kv_cache_memory_bytes = _cache_bytes(config, settings)
-    return config
+    )
 
 
 def _cache_bytes(config: VllmConfig, settings: GenerationSettings) -> int:

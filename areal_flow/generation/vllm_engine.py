@@ -50,13 +50,15 @@ class _Group:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Member:
     """One completion that vLLM runs, and the policy version that it started on."""
 
     request_id: str
     index: int
     version: int
+    num_told: int = 0
+    """Tokens that `GroupRequest.on_token` has had."""
 
 
 class VLLMEngine:
@@ -111,8 +113,15 @@ class VLLMEngine:
             return []
         complete = []
         for output in self._llm.step():
-            member = self._running.pop(output.request_id)
+            member = self._running[output.request_id]
             group = self._groups[member.request_id]
+            if on_token := group.request.on_token:
+                for token in output.outputs[0].token_ids[member.num_told :]:
+                    on_token(member.index, token)
+                member.num_told = len(output.outputs[0].token_ids)
+            if not output.finished:
+                continue
+            del self._running[output.request_id]
             group.completions[member.index] = self._completion(output.outputs[0], member)
             if len(group.completions) == len(group.request.seeds):
                 del self._groups[member.request_id]
@@ -136,7 +145,10 @@ class VLLMEngine:
                 "cache_salt": str(self.version),
             }
             self._running[name] = _Member(request_id, index, self.version)
-            self._llm.add_request(name, prompt, _parameters(request.sampling, request.seeds[index]))
+            parameters = _parameters(request.sampling, request.seeds[index])
+            if request.on_token:
+                parameters.output_kind = RequestOutputKind.CUMULATIVE
+            self._llm.add_request(name, prompt, parameters)
 
     def _switch_weights(self) -> None:
         """Load between two steps; what raises here must end this engine, see `ThreadedEngine`."""

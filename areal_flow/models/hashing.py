@@ -6,6 +6,7 @@ xxh3 finds every accident and no attack; it is as quick as memory (`benchmarks/h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -23,17 +24,19 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return _hash(_in_main_memory((name, tensors[name]) for name in sorted(tensors)))
 
 
-def hash_file(path: Path, *, without: Collection[str] = ()) -> str:
-    """Return `hash_tensors` of a safetensors file, of which one tensor at a time is in memory.
+def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
+    """Return `hash_tensors` of safetensors files, of which one tensor at a time is in memory.
 
     Args:
         without: names that do not count.
 
     Raises:
-        OSError, SafetensorError: the file cannot be read.
+        OSError, SafetensorError: a file cannot be read.
     """
-    with safe_open(path, framework="pt") as file:
-        return _hash((name, file.get_tensor(name)) for name in sorted({*file.keys()} - {*without}))
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
+        holders = {name: file for file in files for name in {*file.keys()} - {*without}}
+        return _hash((name, holders[name].get_tensor(name)) for name in sorted(holders))
 
 
 def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,9 +1,10 @@
 """What we use of `transformers`, imported without what no language model needs.
 
 Wherever they are installed, it also imports scikit-learn (for assisted generation) and SciPy (for
-object detection), which MLflow brings. It imports torch's compiler to mark functions that are not
-to be compiled, and torch's sharded tensors to be ready for them; SymPy comes with both. All of them
-together take longer than torch itself, at each start of every generator and every trainer.
+object detection), which MLflow brings, and Accelerate (for its own trainer), which PEFT needs. It
+imports torch's compiler to mark functions that are not to be compiled, and torch's sharded tensors
+to be ready for them; SymPy comes with both. All of them together take longer than torch itself, at
+each start of every generator and every trainer.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _unsharded() -> Iterator[None]:
         distributed.is_available = is_available
 
 
-with _hidden("sklearn", "scipy"), _uncompiled(), _unsharded():
+with _hidden("sklearn", "scipy", "accelerate"), _uncompiled(), _unsharded():
     from transformers import (
         AttentionInterface,
         AutoConfig,

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.models.attention import (
     ATTENTION_NAME,
@@ -35,8 +37,10 @@ from areal_flow.models.huggingface import (
     GradientCheckpointingLayer,
     without_progress_bars,
 )
+from areal_flow.models.lora import add_adapter, merged, stored_name
 from areal_flow.models.paged_decode import PagedDecodeLayout
 from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
+from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,11 +50,14 @@ def load_policy(
 ) -> Any:
     """Load a Hugging Face causal language model from a directory, in evaluation mode.
 
-    Any stored type becomes `dtype`: a trainer's master weights are float32.
+    Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
+    checkpoint that has one is merged.
 
     Raises:
         ModelError: the directory has no usable configuration, or lacks weights.
     """
+    if (Path(directory) / ADAPTER_FILE).is_file():
+        return _load_merged(Path(directory), dtype=dtype, device=device)
     try:
         with without_progress_bars():
             policy, found = AutoModelForCausalLM.from_pretrained(
@@ -73,6 +80,51 @@ def load_policy(
             f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"
         )
     return _ready(policy, device)
+
+
+def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> Any:
+    with_adapter = empty_policy(directory)
+    try:
+        add_adapter(with_adapter, read_lora_settings(directory))
+        assign_tensors(with_adapter, read_weight_files(directory))
+    except (OSError, ValueError, SafetensorError, WeightsError) as error:
+        raise ModelError(
+            f"expected a checkpoint's {ADAPTER_FILE} and, in it or in that of step 0 beside it, "
+            f"the model.safetensors that it belongs to, found {directory}: {error}"
+        ) from error
+    policy = empty_policy(directory, dtype=dtype, device=device)
+    assign_tensors(policy, merged_tensors(with_adapter))
+    return policy
+
+
+def check_adapter(directory: Path, settings: LoraSettings) -> None:
+    """Refuse an adapter of matrices that a model does not have.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    with torch.device("meta"):
+        add_adapter(empty_policy(directory, device="meta"), settings)
+
+
+def read_weight_files(directory: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's weights by name, as they lie there: an adapter beside what it adapts.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read.
+    """
+    files = [load_file(file) for file in weight_files(directory)]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def read_lora_settings(directory: Path) -> LoraSettings:
+    """Return the settings of a checkpoint's adapter, which its file names.
+
+    Raises:
+        OSError, SafetensorError, ValueError: it cannot be read.
+    """
+    with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
+        return LoraSettings.model_validate_json((file.metadata() or {}).get("lora", ""))
 
 
 def empty_policy(
@@ -236,8 +288,13 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
         if tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
-        tensors[name] = tensor.detach()
+        tensors[stored_name(name)] = tensor.detach()
     return tensors
+
+
+def merged_tensors(policy: nn.Module) -> dict[str, Tensor]:
+    """Do as `policy_tensors`, of the plain policy that computes what this one does."""
+    return merged(policy, policy_tensors(policy))
 
 
 @torch.no_grad()

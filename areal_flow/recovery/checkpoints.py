@@ -16,6 +16,9 @@ from pathlib import Path
 RNG_STATE = "torch_rng_state"
 """The tensor in optimizer.safetensors that is torch's, not the optimizer's."""
 
+MODEL_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter.safetensors"
+
 logger = logging.getLogger(__name__)
 
 
@@ -45,6 +48,14 @@ def list_checkpoints(root: Path) -> list[int]:
         for entry in root.iterdir()
         if entry.name.isdigit() and (entry / "state.json").is_file()
     )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights; what an adapter adapts lies in that of step 0."""
+    if not (path / ADAPTER_FILE).is_file():
+        return [path / MODEL_FILE]
+    base = path if (path / MODEL_FILE).is_file() else checkpoint_path(path.parent, 0)
+    return [base / MODEL_FILE, path / ADAPTER_FILE]
 
 
 def read_checkpoint_state(path: Path) -> CheckpointState:

@@ -66,7 +66,9 @@ async def write_version_0(
     if fresh_optimizer:
         saved = replace(saved, optimizer={})
     weights_hash = reached.hashes.weights_hash
-    snapshot = Snapshot(saved, CheckpointState(0, weights_hash, 0, recipe.digest()))
+    snapshot = Snapshot(
+        saved, CheckpointState(0, weights_hash, 0, recipe.digest()), recipe.trainer.lora
+    )
     write_checkpoint(layout.checkpoints, parent.model, snapshot, writer)
     run_id, optimizer = check_schema_version(parent), fresh_optimizer or "kept"
     record_parent(layout, Parent(run_id, parent.name, reached.step, weights_hash, optimizer))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.config import Recipe, TrainerSettings, load_recipe
+from areal_flow.config import LoraSettings, Recipe, TrainerSettings, load_recipe
 from areal_flow.errors import ConfigError
 from areal_flow.settings import flatten, parse_overrides
 
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
     from areal_flow.algorithms.protocol import TokenLoss
 
 WITHOUT_INFLUENCE = frozenset(
-    {"trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"}
+    {
+        *("trainer.checkpoint_every_steps", "trainer.keep_checkpoints", "algorithm.group_filter"),
+        *(
+            "trainer.adamw.max_skipped_steps",
+            *(f"trainer.lora.{n}" for n in LoraSettings.model_fields),
+        ),
+    }
 )
-"""Settings that say what is kept of a step, or which groups come to it: not what it computes."""
+"""Settings that say what is kept of a step, which groups come to it or which weights the checkpoint
+has that it begins with: not what it computes of them."""
 
 
 def settings_of_a_step() -> list[str]:

@@ -60,7 +60,7 @@ class Minibatch:
 
 @dataclass(slots=True)
 class UpdateNumbers:
-    """What updates found, each of a minibatch: of one, or of all of a step."""
+    """What updates found, each of a minibatch: of one, or of all of a step but the skipped ones."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -88,14 +88,18 @@ class TrainerBackend(Protocol):
     ) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
 
+        Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
+
         Raises:
-            TrainingError: a loss or a gradient is not finite. Nothing may be computed any more.
-            TrainerLost: another rank left meanwhile. The same.
+            TrainerLost: another rank left meanwhile. Nothing may be computed any more.
         """
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a policy for losses that need the log-probabilities of a fixed one."""
+        """Whether there is a policy for losses that need the log-probabilities of a fixed one.
+
+        With an adapter there always is: the policy without it.
+        """
 
     def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
         """Keep a copy of these weights as the reference, which no update changes.
@@ -105,7 +109,10 @@ class TrainerBackend(Protocol):
         """
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return the master weights by name; the next update changes them."""
+        """Return the weights to be served, by name and in master precision: an adapter is merged.
+
+        The next update changes them.
+        """
 
     def save(self) -> SavedState:
         """Return a copy of the state; the next update does not change it."""

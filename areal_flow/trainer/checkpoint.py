@@ -4,12 +4,16 @@ checkpoints/00000020/
     config.json model.safetensors tokenizer.json ...   what `export` and MLflow hand out
     optimizer.safetensors                              AdamW's state and torch's RNG
     state.json                                         step, hashes, prompt cursor
+
+Where an adapter is trained, `adapter.safetensors` has it, and `model.safetensors`, which it adapts
+and which never changes, lies in the checkpoint of step 0 alone.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -17,10 +21,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from areal_flow.config import LoraSettings
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.lora import split_adapter
+from areal_flow.models.policy import read_weight_files
 from areal_flow.recovery.checkpoints import (
+    ADAPTER_FILE,
+    MODEL_FILE,
     RNG_STATE,
     CheckpointState,
     checkpoint_path,
@@ -38,6 +47,8 @@ class Snapshot:
     saved: SavedState
     description: CheckpointState
     """Without the optimizer's hash: it is computed when the snapshot is written."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Of the adapter, if the policy has one."""
     random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
 
 
@@ -54,7 +65,12 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(model_directory, partial)
         saved = snapshot.saved
-        save_file(saved.weights, partial / "model.safetensors", metadata={"format": "pt"})
+        weights, adapter = split_adapter(saved.weights)
+        if not adapter or snapshot.description.step == 0:
+            save_file(weights, partial / MODEL_FILE, metadata={"format": "pt"})
+        if adapter:
+            metadata = {"format": "pt", "lora": snapshot.lora.model_dump_json()}
+            save_file(adapter, partial / ADAPTER_FILE, metadata=metadata)
         optimizer = {**saved.optimizer, RNG_STATE: snapshot.random_state}
         save_file(optimizer, partial / "optimizer.safetensors")
         optimizer_hash = hash_tensors(saved.optimizer)
@@ -81,7 +97,7 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
     Raises:
         TrainingError: the files are unreadable or not what was written.
     """
-    description, optimizer = _read(path, "optimizer.safetensors")
+    description, optimizer = _read(path, lambda path: load_file(path / "optimizer.safetensors"))
     random_state = optimizer.pop(RNG_STATE)
     _refuse_unless(hash_tensors(optimizer) == description.optimizer_hash, path)
     weights = read_weights(path)
@@ -96,14 +112,16 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         TrainingError: the files are unreadable or not what was written.
     """
-    description, weights = _read(path, "model.safetensors")
+    description, weights = _read(path, read_weight_files)
     _refuse_unless(hash_tensors(weights) == description.weights_hash, path)
     return weights
 
 
-def _read(path: Path, file: str) -> tuple[CheckpointState, dict[str, torch.Tensor]]:
+def _read(
+    path: Path, read_tensors: Callable[[Path], dict[str, torch.Tensor]]
+) -> tuple[CheckpointState, dict[str, torch.Tensor]]:
     try:
-        return read_checkpoint_state(path), load_file(path / file)
+        return read_checkpoint_state(path), read_tensors(path)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainingError(f"checkpoint {path} cannot be read: {error}") from error
 

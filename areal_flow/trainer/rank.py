@@ -19,8 +19,10 @@ from typing import Any
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
+from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
+from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import DTYPES, empty_policy, load_policy
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.lease import Writer
@@ -38,6 +40,7 @@ from areal_flow.trainer.checkpoint import (
     read_weights,
     write_checkpoint,
 )
+from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import (
@@ -63,6 +66,7 @@ class TrainerRank:
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
     _backend: TrainerBackend | None = field(default=None, init=False)
+    _shape: PolicyShape | None = field(default=None, init=False)
     _hashes: PolicyHashes | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
     _last: tuple[StepRequest, StepResult] | None = field(default=None, init=False)
@@ -92,6 +96,9 @@ class TrainerRank:
     def adopt(self, policy: Any) -> TrainerBackend:
         """Take a policy as the one to train, with a fresh optimizer."""
         self._hashes = None
+        if (lora := self.recipe.trainer.lora).rank:
+            add_adapter(policy, lora, seed=self.recipe.seed)
+        self._shape = PolicyShape.of(policy)
         self._backend = make_backend(policy.train(), self.recipe.trainer)
         return self._backend
 
@@ -101,7 +108,7 @@ class TrainerRank:
 
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
-        if self.recipe.algorithm.needs_reference:
+        if self.recipe.algorithm.needs_reference and not self.backend.has_reference:
             self.backend.hold_reference(self.backend.export_weights())
         return self._stand_at(0), numeric_environment(self.recipe)
 
@@ -110,7 +117,6 @@ class TrainerRank:
 
         Raises:
             TrainerLost: this rank is not at the parent, or another one was lost.
-            TrainingError: numbers are not finite.
         """
         if self._last and self._last[0] == request:
             return self._last[1]
@@ -175,7 +181,7 @@ class TrainerRank:
         description = CheckpointState(
             self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        self._snapshot = Snapshot(self.backend.save(), description)
+        self._snapshot = Snapshot(self.backend.save(), description, self.recipe.trainer.lora)
 
     def write_snapshot(self, step: int, writer: Writer) -> Path:
         """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
@@ -258,9 +264,22 @@ class TrainerRank:
                 **masked_fractions(rows, sequences),
                 **{name: metric.value for name, metric in numbers.metrics.items()},
                 **batch_metrics(rows, pass_threshold=self.recipe.pass_threshold),
+                **self._utilization(sequences, seconds=seconds["seconds_train"]),
             },
             **seconds,
         )
+
+    def _utilization(
+        self, sequences: Sequence[TrainingSequence], *, seconds: float
+    ) -> dict[str, float]:
+        """Return which part of this process's matrix rate its share of a step had."""
+        if self._shape is None:
+            return {}
+        settings, trainer = self.settings, self.recipe.trainer
+        share = len(self.replicas.mine) / settings.num_ranks
+        flops = share * self._shape.step_flops(sequences, settings.algorithm)
+        rate = matrix_rate(trainer.device, trainer.dtype)
+        return {f"{SPEED}model_flops_utilization": flops / seconds / rate}
 
 
 def _mean(values: Sequence[float]) -> float:

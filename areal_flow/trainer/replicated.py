@@ -6,6 +6,7 @@ every rank makes the same update.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -25,14 +26,22 @@ from areal_flow.algorithms.protocol import (
     mean,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.errors import TrainingError
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.policy import DTYPES, assign_tensors, policy_tensors, recompute_layers
+from areal_flow.models.lora import split_adapter, without_adapter
+from areal_flow.models.policy import (
+    DTYPES,
+    assign_tensors,
+    merged_tensors,
+    policy_tensors,
+    recompute_layers,
+)
 from areal_flow.trainer.adamw import UncompiledAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +65,22 @@ class ReplicatedBackend:
         # AdamW moves what has a gradient of zero, too: by weight decay and by older moments. So it
         # never sees a frozen parameter.
         trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self._names, self._trainable = list(trainable), list(trainable.values())
+        self._trainable = list(trainable.values())
+        matrices = {name: p for name, p in trainable.items() if p.ndim > 1}
+        others = {name: p for name, p in trainable.items() if p.ndim <= 1}  # of norms, and biases
+        self._names = [*matrices, *others]
+        groups: list[dict[str, Any]] = [
+            {"params": list(matrices.values())},
+            {"params": list(others.values()), "weight_decay": 0.0},
+        ]
         self.optimizer = UncompiledAdamW(
-            self._trainable,
+            groups,
             lr=settings.learning_rate,
             betas=(settings.adamw.beta1, settings.adamw.beta2),
             weight_decay=settings.adamw.weight_decay,
+            fused=torch.device(settings.device).type == "cuda" or None,
         )
+        self._has_adapter = bool(split_adapter(policy_tensors(policy))[1])
         self._reference: Any = None
 
     def autocast(self) -> torch.autocast:
@@ -86,9 +104,15 @@ class ReplicatedBackend:
         with self.autocast():
             return token_logprobs(policy, micro, temperature=temperature)
 
+    def _reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        if not self._has_adapter:
+            return self._logprobs_under(self._reference, micro, temperature)
+        with without_adapter(self.policy):
+            return self._logprobs_under(self.policy, micro, temperature)
+
     @property
     def has_reference(self) -> bool:
-        return self._reference is not None
+        return self._has_adapter or self._reference is not None
 
     def hold_reference(self, weights: Mapping[str, Tensor]) -> None:
         reference = deepcopy(self.policy).requires_grad_(False)
@@ -109,28 +133,25 @@ class ReplicatedBackend:
             torch.nn.utils.clip_grad_norm_(self._trainable, self.settings.max_grad_norm)
         )
         if not (isfinite(loss) and isfinite(grad_norm)):
-            raise TrainingError(
-                f"expected a finite loss and gradient, found loss {loss} and gradient norm "
-                f"{grad_norm}: nothing of this step was published; start a new run with a lower "
-                "trainer.learning_rate"
-            )
+            logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
+            return UpdateNumbers()
         for group in self.optimizer.param_groups:
             group["lr"] = minibatch.learning_rate
         self.optimizer.step()
         return UpdateNumbers([loss], [grad_norm], metrics)
 
     def export_weights(self) -> dict[str, Tensor]:
-        return policy_tensors(self.policy)
+        return merged_tensors(self.policy)
 
     def save(self) -> SavedState:
-        return SavedState(_copies(self.export_weights()), _copies(self.optimizer_tensors()))
+        return SavedState(_copies(policy_tensors(self.policy)), _copies(self.optimizer_tensors()))
 
     def load(self, saved: SavedState) -> None:
         assign_tensors(self.policy, saved.weights)
         self.load_optimizer_tensors(saved.optimizer)
 
     def fingerprint(self) -> str:
-        return hash_tensors(self.export_weights())
+        return hash_tensors(policy_tensors(self.policy))
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state by parameter name; empty before the first update."""
@@ -194,7 +215,7 @@ class ReplicatedBackend:
         temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         reference_M = None
         if settings.algorithm.needs_reference:
-            reference_M = self._logprobs_under(self._reference, micro, temperature)
+            reference_M = self._reference_logprobs(micro, temperature)
         with self.autocast():
             logprobs_M, entropy_M = token_logprobs_and_entropies(
                 self.policy,

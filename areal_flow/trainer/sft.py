@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings
+from areal_flow.controller.skipped_steps import SkippedSteps
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
@@ -95,13 +97,16 @@ class SftTrainer:
 
     def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy.train(), trainer)
+        self._skipped = SkippedSteps(trainer.adamw.max_skipped_steps)
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def take_step(self) -> float:
         """Update the policy once; return the loss in nats a trained token.
 
+        Not a number where the update was skipped.
+
         Raises:
-            TrainingError: the loss or the gradient is not finite.
+            TrainingError: too many steps in a row were skipped.
         """
         found = train_step(
             self.backend,
@@ -111,7 +116,8 @@ class SftTrainer:
             rate=self.learning_rate(self.step),
         )
         self.step += 1
-        return found.losses[0]
+        self._skipped.count(self.step, skipped=not found.losses)
+        return found.losses[0] if found.losses else nan
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 0, 1, ...: a warm-up times a schedule over all steps."""

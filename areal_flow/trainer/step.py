@@ -29,6 +29,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
+from areal_flow.types import SKIPPED_UPDATES
 
 EVEN_TOKENS = 4096
 """Where attention is about as much work as everything else, for a policy some 700 wide."""
@@ -54,8 +55,7 @@ def train_step(
         rate: of learning; without one, that of the backend's settings.
 
     Raises:
-        TrainingError: a loss or a gradient is not finite. The backend must not be used any more.
-        TrainerLost: another rank left in the midst. The same.
+        TrainerLost: another rank left in the midst. The backend must not be used any more.
     """
     replicas = replicas or SingleProcess(settings.num_ranks)
     rate = learning_rate(backend.settings, step) if rate is None else rate
@@ -74,12 +74,14 @@ def train_step(
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate, step - 1))
     numbers = UpdateNumbers(metrics=advantage_moments(sequences))
+    minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
-        if minibatch.size.num_tokens:
-            found = backend.update(minibatch, settings, replicas)
-            numbers.losses += found.losses
-            numbers.grad_norms += found.grad_norms
-            numbers.metrics = add_metrics(numbers.metrics, found.metrics)
+        found = backend.update(minibatch, settings, replicas)
+        numbers.losses += found.losses
+        numbers.grad_norms += found.grad_norms
+        numbers.metrics = add_metrics(numbers.metrics, found.metrics)
+    num_skipped = len(minibatches) - len(numbers.losses)
+    numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     return numbers
 
 

@@ -55,6 +55,27 @@ def are_alike(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool
     return described[0] == described[1]
 
 
+def may_change_little(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether it may be worth the time to look for what has changed."""
+    return all(tensor.element_size() <= 2 for tensor in tensors.values())
+
+
+def smaller_delta(
+    base: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
+) -> dict[str, TensorDelta] | None:
+    """Return what to ship instead of all weights; None where that is not less.
+
+    Args:
+        base: the version that a reader has.
+        beside_bytes: what a reader may have to read with it.
+    """
+    if not (may_change_little(weights) and are_alike(base, weights)):
+        return None
+    delta = make_delta(base, weights)
+    num_bytes = beside_bytes + sum(changed.nbytes for changed in delta.values())
+    return delta if num_bytes < sum(tensor.nbytes for tensor in weights.values()) else None
+
+
 def make_delta(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
     """Return what leads from one version to another; they must be alike."""
     assert are_alike(base, weights), "versions of other policies have no delta"
@@ -67,6 +88,24 @@ def apply_delta(tensors: Mapping[str, Tensor], delta: Mapping[str, TensorDelta])
         bits_N, positions_C = _bits(tensors[name]), _changed_positions(changed)
         bits_N[positions_C] += changed.moves_C
         bits_N[positions_C[changed.moves_C == _FAR]] = changed.far_F
+
+
+def labelled_parts(delta: Mapping[str, TensorDelta]) -> dict[str, Tensor]:
+    """Return a delta as named tensors, for a file or a message."""
+    return {
+        f"{part}:{name}": tensor
+        for name, changed in delta.items()
+        for part, tensor in changed.parts().items()
+    }
+
+
+def delta_of_parts(labelled: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
+    """Return the delta that `labelled_parts` were of."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for label, tensor in labelled.items():
+        part, _, name = label.partition(":")
+        parts.setdefault(name, {})[part] = tensor
+    return {name: TensorDelta(**of) for name, of in parts.items()}
 
 
 def _tensor_delta(base: Tensor, tensor: Tensor) -> TensorDelta:

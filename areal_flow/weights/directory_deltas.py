@@ -60,6 +60,8 @@ class DeltaReader(DirectoryReader):
             return super().load_with_hash(version)
 
     def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:
+        from areal_flow.weights.delta import may_change_little
+
         tensors, expected, found = super().read(version)
         if found == expected and may_change_little(tensors):
             self._held = HeldWeights(version, found, tensors)
@@ -68,7 +70,7 @@ class DeltaReader(DirectoryReader):
     def _tensors(self, version: int) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
-        from areal_flow.weights.delta import apply_delta
+        from areal_flow.weights.delta import apply_delta, delta_of_parts
 
         held, base = self._held, version
         while not self._holds(base) and (self._published(base) / DELTA_FILE).exists():
@@ -78,7 +80,8 @@ class DeltaReader(DirectoryReader):
         else:
             tensors = load_file(self._published(base) / MODEL_FILE)
         for later in range(base + 1, version + 1):
-            apply_delta(tensors, _read_delta(self._published(later) / DELTA_FILE))
+            parts = load_file(self._published(later) / DELTA_FILE)
+            apply_delta(tensors, delta_of_parts(parts))
         return tensors
 
     def _holds(self, version: int) -> bool:
@@ -104,12 +107,16 @@ class DeltaWriter(DirectoryWriter):
         return served_hash
 
     def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        from areal_flow.weights.delta import labelled_parts, may_change_little
+
         last, self._last = self._last, None  # until this version is written
         delta = self._delta(last, version, tensors)
         if delta is None:
             super()._write(version, tensors)
         else:
-            _write_delta(delta, self._staged(version) / DELTA_FILE)
+            save_file(labelled_parts(delta), self._staged(version) / DELTA_FILE)
         if may_change_little(tensors):
             self._last = HeldWeights(version, "", _own_copy(tensors, last, delta))
 
@@ -117,19 +124,16 @@ class DeltaWriter(DirectoryWriter):
         self, last: HeldWeights | None, version: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, TensorDelta] | None:
         """Return what to write instead of all tensors; None where that is not less."""
-        from areal_flow.weights.delta import are_alike, make_delta
+        from areal_flow.weights.delta import smaller_delta
 
         if (
             last is None
             or last.version != version - 1
             or last.content_hash != hash_of(self._published(last.version))
-            or not are_alike(last.tensors, tensors)
         ):
             return None
-        delta = make_delta(last.tensors, tensors)
-        num_bytes = sum(changed.nbytes for changed in delta.values())
-        num_bytes += sum(file.stat().st_size for file in self._deltas_up_to(last.version))
-        return delta if num_bytes < sum(tensor.nbytes for tensor in tensors.values()) else None
+        earlier = sum(file.stat().st_size for file in self._deltas_up_to(last.version))
+        return smaller_delta(last.tensors, tensors, beside_bytes=earlier)
 
     def _deltas_up_to(self, version: int) -> Iterator[Path]:
         """Yield the deltas since the last whole version, the newest first."""
@@ -145,11 +149,6 @@ class DeltaWriter(DirectoryWriter):
         return [version for version in versions if version < first]
 
 
-def may_change_little(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether it may be worth the time to look for what has changed."""
-    return all(tensor.element_size() <= 2 for tensor in tensors.values())
-
-
 def _own_copy(
     tensors: Mapping[str, Tensor],
     last: HeldWeights | None,
@@ -162,26 +161,3 @@ def _own_copy(
         return {name: tensor.clone() for name, tensor in tensors.items()}
     apply_delta(last.tensors, delta)
     return last.tensors
-
-
-def _write_delta(delta: Mapping[str, TensorDelta], file: Path) -> None:
-    from safetensors.torch import save_file
-
-    parts = {
-        f"{part}:{name}": tensor
-        for name, changed in delta.items()
-        for part, tensor in changed.parts().items()
-    }
-    save_file(parts, file)
-
-
-def _read_delta(file: Path) -> dict[str, TensorDelta]:
-    from safetensors.torch import load_file
-
-    from areal_flow.weights.delta import TensorDelta
-
-    parts: dict[str, dict[str, Tensor]] = {}
-    for label, tensor in load_file(file).items():
-        part, _, name = label.partition(":")
-        parts.setdefault(name, {})[part] = tensor
-    return {name: TensorDelta(**of) for name, of in parts.items()}

@@ -5,8 +5,14 @@ A group is an object that its owner holds; its end closes the connections.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE_BYTES = 1 << 26
 
 
 def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:
@@ -27,3 +33,21 @@ def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s:
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+def broadcast_tensors(group: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Send (rank 0) or receive tensors, in place.
+
+    Raises:
+        RuntimeError: a member left, or was silent for too long.
+    """
+    for piece in _pieces(tensors):
+        group.broadcast([piece]).wait()
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    import torch
+
+    for name in sorted(tensors):
+        if tensors[name].numel():
+            yield from torch.split(tensors[name].view(-1).view(torch.uint8), PIECE_BYTES)

@@ -11,18 +11,18 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.import_path import import_function
-from areal_flow.settings import Settings
-from areal_flow.types import Prompt
-from areal_flow.workflows.agent_session import Session
+from areal_flow.types import Prompt, Score
+from areal_flow.workflows.agent_session import Session, reward_score
 from areal_flow.workflows.context import EpisodeContext
+from areal_flow.workflows.limits import TimedWorkflow
 from areal_flow.workflows.protocol import TrajectoryDraft
 
 
-class Agent(Settings):
+class Agent(TimedWorkflow):
     """Runs an agent against the policy; its conversations are trained with its reward."""
 
     name: Literal["agent"] = "agent"
@@ -30,11 +30,12 @@ class Agent(Settings):
     path: str
     """`package.module:function`, `async` or not. It takes what it names of `base_url`, `api_key`,
     `prompt` (the question's text), `answer`, `metadata` and the columns of the prompt's row, and
-    returns a reward, or None: then the recipe's rewards score each conversation."""
+    returns a reward, or None if it posts one."""
     max_calls: int = Field(16, ge=1)
     """Calls of an episode; more are refused, and its trajectories count as cut."""
-    max_seconds: float = Field(600.0, gt=0)
-    """How long an episode may take; then what it has is what there is, cut."""
+    missing_reward: Literal["discard", "score"] | FiniteFloat = "discard"
+    """What becomes of an agent's conversations that it neither returns nor posts a reward for:
+    discarded, scored by the recipe's rewards, or rewarded with this number."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent's.
@@ -59,10 +60,18 @@ class Agent(Settings):
                 raise session.failure from error
             if not is_late:
                 raise
-        drafts = session.drafts(is_truncated=is_late)
+        drafts = [self._rewarded(draft) for draft in session.drafts(is_truncated=is_late)]
         if not drafts:
             raise ArealFlowError(f"the agent {self.path} had no answer from its base_url")
         return drafts
+
+    def _rewarded(self, draft: TrajectoryDraft) -> TrajectoryDraft:
+        if draft.score is not None or self.missing_reward == "score":
+            return draft
+        if self.missing_reward == "discard":
+            missing = "the agent gave no reward: return or post one, or set workflow.missing_reward"
+            return draft.scored(Score(None, "no_reward", error=missing))
+        return draft.scored(reward_score(self.missing_reward))
 
 
 async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:

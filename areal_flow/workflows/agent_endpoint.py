@@ -4,8 +4,8 @@
     GET  /sessions/ID/v1/models             the one model that there is
     POST /sessions/ID/reward                {"reward": x}: what the episode is worth
 
-The key of a session is its bearer token. The engine gives a completion when it is done, so a stream
-has all of it in one piece.
+The key of a session is its bearer token. A stream has text as it is sampled, and calls when the
+completion is done.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from time import time
 from typing import Any
@@ -98,12 +99,14 @@ class Endpoint:
             asked = await _body(request)
             _refuse_what_no_call_has(asked)
             limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-            answer = await session.complete(asked["messages"], asked.get("tools") or (), limit)
+            complete = partial(session.complete, asked["messages"], asked.get("tools") or (), limit)
+            if asked.get("stream"):
+                return await _streamed(request, asked, complete)
+            return _whole(await complete())
         except CallRefused as refused:
             return _refusal(refused)
         except (EngineError, WeightsError) as error:
             return _refusal(CallRefused(str(error), status=503, code="engine"))
-        return await _streamed(request, asked, answer) if asked.get("stream") else _whole(answer)
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
@@ -165,10 +168,14 @@ def _refuse_what_no_call_has(asked: Mapping[str, Any]) -> None:
 
 
 def _refusal(refused: CallRefused) -> web.Response:
-    error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
     # The SDK would try again what can only be refused again.
     headers = {"x-should-retry": "false"}
-    return web.json_response({"error": error}, status=refused.status, headers=headers)
+    return web.json_response(_error(refused), status=refused.status, headers=headers)
+
+
+def _error(refused: CallRefused) -> dict[str, Any]:
+    error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
+    return {"error": error}
 
 
 def _usage(answer: Answer) -> dict[str, int]:
@@ -191,22 +198,65 @@ def _whole(answer: Answer) -> web.Response:
 
 
 async def _streamed(
-    request: web.Request, asked: Mapping[str, Any], answer: Answer
+    request: web.Request,
+    asked: Mapping[str, Any],
+    complete: Callable[[Callable[[str], None]], Coroutine[Any, Any, Answer]],
+) -> web.StreamResponse:
+    """Send an answer while it is sampled; what is refused before its first piece is raised."""
+    pieces: asyncio.Queue[str] = asyncio.Queue()
+    answering = asyncio.create_task(complete(pieces.put_nowait))
+    answering.add_done_callback(lambda _: pieces.put_nowait(""))
+    try:
+        piece = await pieces.get()
+        if not piece:
+            await answering
+        return await _sent(request, asked, pieces, piece, answering)
+    finally:
+        answering.cancel()
+
+
+async def _sent(
+    request: web.Request,
+    asked: Mapping[str, Any],
+    pieces: asyncio.Queue[str],
+    piece: str,
+    answering: asyncio.Task[Answer],
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     named = _named("chat.completion.chunk")
-    delta = {**answer.message}
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    choices = (
-        [{"index": 0, "delta": delta, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}],
-    )
-    chunks = [{**named, "choices": choice} for choice in choices]
+
+    async def send(delta: Mapping[str, Any], finish_reason: str | None = None) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        await _send(response, {**named, "choices": [choice]})
+
+    await send({"role": "assistant", "content": ""})
+    num_sent = 0
+    while piece:
+        await send({"content": piece})
+        num_sent += len(piece)
+        piece = await pieces.get()
+    try:
+        answer = await answering
+    except (EngineError, WeightsError) as error:
+        await _send(response, _error(CallRefused(str(error), code="engine")))
+        return response
+    await send(_rest(answer, num_sent))
+    await send({}, answer.finish_reason)
     if (asked.get("stream_options") or {}).get("include_usage"):
-        chunks.append({**named, "choices": [], "usage": _usage(answer)})
-    for chunk in (*map(json.dumps, chunks), "[DONE]"):
-        await response.write(f"data: {chunk}\n\n".encode())
+        await _send(response, {**named, "choices": [], "usage": _usage(answer)})
+    await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _rest(answer: Answer, num_sent: int) -> dict[str, Any]:
+    """Return what a stream has not sent of an answer: the end of its text, and its calls."""
+    delta: dict[str, Any] = {"content": (answer.message["content"] or "")[num_sent:]}
+    if calls := answer.message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    return delta
+
+
+async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

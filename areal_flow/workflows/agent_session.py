@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.pass_rates import PASS_THRESHOLD, passes
 from areal_flow.types import Score
+from areal_flow.workflows.agent_stream import CALL_START, ContentStream
 from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class CallRefused(ArealFlowError):
@@ -86,9 +87,17 @@ class Session:
         self.reward = reward
 
     async def complete(
-        self, messages: Sequence[Message], tools: Sequence[Message], max_new_tokens: int | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        max_new_tokens: int | None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Answer:
         """Have the policy answer, and keep what it said.
+
+        Args:
+            on_text: called with each piece of the answer's content as it is sampled; together they
+                are its content, or the beginning of it.
 
         Raises:
             CallRefused: there were too many calls, the context is full, or the chat template
@@ -110,6 +119,7 @@ class Session:
                 conversation.num_answers,
                 branch=asked.branch,
                 max_new_tokens=max_new_tokens,
+                on_token=on_text and ContentStream(self._context, on_text, has_tools=bool(tools)),
             )
         except (EngineError, WeightsError) as error:
             self.failure = error
@@ -134,8 +144,7 @@ class Session:
             drafts = [replace(draft, finish_reason="length") for draft in drafts]
         if self.reward is None:
             return drafts
-        is_right = passes(self.reward, threshold=PASS_THRESHOLD)
-        score = Score(self.reward, "right" if is_right else "wrong")
+        score = reward_score(self.reward)
         return [draft.scored(score) for draft in drafts]
 
     def _asked(
@@ -177,6 +186,11 @@ class Session:
             return None
 
 
+def reward_score(reward: float) -> Score:
+    """Return an agent's reward as a score."""
+    return Score(reward, "right" if passes(reward, threshold=PASS_THRESHOLD) else "wrong")
+
+
 def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> dict[str, Any]:
     """Return an answer as a message; with tools, `<tool_call>{JSON}</tool_call>` are its calls."""
     calls: list[dict[str, Any]] = []
@@ -190,7 +204,7 @@ def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> 
         calls.append({"id": name, "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
-        message |= {"content": _CALL.sub("", text).strip() or None, "tool_calls": calls}
+        message |= {"content": _CALL.sub("", text).rstrip() or None, "tool_calls": calls}
     return message
 
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +31,9 @@ from areal_flow.types import (
 
 Message = Mapping[str, Any]
 """Of a chat: `role`, `content`, an assistant's calls of tools."""
+
+OnToken = Callable[[int], None]
+"""Takes each token of a completion as it is sampled."""
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
@@ -127,7 +131,7 @@ class EpisodeContext:
     def __init__(
         self,
         services: EpisodeServices,
-        completions: Coalescer[tuple[int, bytes, int], int, Completion],
+        completions: Coalescer[tuple[int, bytes, int], tuple[int, OnToken | None], Completion],
         scores: Coalescer[None, Tokens, Score],
         tools: Coalescer[str, tuple[Any, ...], Any],
         seed: int,
@@ -137,6 +141,7 @@ class EpisodeContext:
         self._completions = completions
         self._scores = scores
         self._tools = tools
+        self._began = monotonic()
         self.seed = seed
         """This member's own, at any attempt the same: all that a workflow draws follows from it."""
 
@@ -147,6 +152,7 @@ class EpisodeContext:
         *,
         branch: int = 0,
         max_new_tokens: int | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         """Return what the policy says after `tokens`.
 
@@ -155,6 +161,7 @@ class EpisodeContext:
             turn: counts the completions of a conversation, from 0. Turn and branch give the seed:
                 two completions of a member must differ in one of them.
             max_new_tokens: of this completion; `generation.max_new_tokens` bounds it in any case.
+            on_token: called on the event loop with each token as it is sampled.
 
         Raises:
             ArealFlowError: the context, or `max_new_tokens`, has no room for one token.
@@ -170,7 +177,7 @@ class EpisodeContext:
             )
         seed = turn_seed(self.seed, turn, branch)
         key = (turn, as_tokens(tokens).tobytes(), min(room, max_new_tokens or room))
-        return await self._completions.ask(key, seed)
+        return await self._completions.ask(key, (seed, on_token))
 
     async def score(self, completion: Sequence[int] | Tokens) -> Score:
         """Return what the recipe's rewards say of a completion, judged on a reward worker.
@@ -190,6 +197,10 @@ class EpisodeContext:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def elapsed_s(self) -> float:
+        """Return how long the episode has taken so far."""
+        return monotonic() - self._began
 
     def num_tokens_left(self, tokens: Sequence[int] | Tokens) -> int:
         """Return how many more tokens the context has room for."""
@@ -261,19 +272,34 @@ class EpisodeContext:
 def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeContext]:
     """Return a context for each member of a group; what several ask for alike is asked for once."""
 
-    async def generate(key: tuple[int, bytes, int], seeds: Sequence[int]) -> Sequence[Completion]:
+    async def generate(
+        key: tuple[int, bytes, int], asked: Sequence[tuple[int, OnToken | None]]
+    ) -> Sequence[Completion]:
         _, prefix, max_new_tokens = key
+        seeds, told = zip(*asked, strict=True)
         tokens = np.frombuffer(prefix, np.int32)
         changed = {**episode.sampling, "max_new_tokens": max_new_tokens}
         sampling = replace(services.sampling, **changed)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
-        return await services.generate(GroupRequest(name, tokens, tuple(seeds), sampling))
+        on_token = _on_event_loop(told) if any(told) else None
+        return await services.generate(GroupRequest(name, tokens, seeds, sampling, on_token))
 
     async def score(_: None, completions: Sequence[Tokens]) -> Sequence[Score]:
         return await services.score(episode.prompt, completions)
 
     shared = Coalescer(generate), Coalescer(score), Coalescer(services.call_tool)
     return [EpisodeContext(services, *shared, seed) for seed in episode.seeds]
+
+
+def _on_event_loop(told: Sequence[OnToken | None]) -> Callable[[int, int], None]:
+    """Return what the engine's thread tells tokens to, for those members that want them."""
+    loop = asyncio.get_running_loop()
+
+    def on_token(index: int, token: int) -> None:
+        if one := told[index]:
+            loop.call_soon_threadsafe(one, token)
+
+    return on_token
 
 
 def turn_seed(member_seed: int, turn: int, branch: int = 0) -> int:

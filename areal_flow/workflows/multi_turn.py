@@ -14,14 +14,15 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from areal_flow.settings import Settings, require
+from areal_flow.settings import require
 from areal_flow.types import Prompt
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
+from areal_flow.workflows.limits import TimedWorkflow
 from areal_flow.workflows.protocol import TrajectoryDraft
 
 
-class MultiTurn(Settings):
+class MultiTurn(TimedWorkflow):
     """Answers, and tries again after the verifier's message, up to `max_turns` times in all."""
 
     name: Literal["multi_turn"] = "multi_turn"
@@ -68,19 +69,26 @@ class MultiTurn(Settings):
         score = await context.score(completion.tokens)
         if score.reward is not None:
             score = replace(score, reward=score.reward * self.turn_discount**turn)
-        return draft.with_completion(completion).scored(score)
+        draft = draft.with_completion(completion).scored(score)
+        limit = self.time_limit(context) if self._goes_on(draft, turn + 1) else ""
+        return draft.cut_by(limit) if limit else draft
+
+    def _goes_on(self, draft: TrajectoryDraft, turn: int) -> bool:
+        """Return whether a conversation has this turn, too."""
+        score = draft.score
+        assert score is not None
+        # Where the verifier itself failed, another answer would not help.
+        is_wrong = score.reward is not None and score.verdict != "right"
+        return turn < self.max_turns and draft.finish_reason == "stop" and is_wrong
 
     def _asked_again(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft | None:
         """Append the verifier's message; None when the conversation is over."""
-        score = draft.score
-        assert score is not None
-        # Where the verifier itself failed, another answer would not help.
-        is_wrong = score.reward is not None and score.verdict != "right"
-        if turn == self.max_turns or draft.finish_reason != "stop" or not is_wrong:
+        if not self._goes_on(draft, turn):
             return None
-        message = score.message or self.wrong_answer_message
+        assert draft.score is not None
+        message = draft.score.message or self.wrong_answer_message
         text = self.message_template.replace("{message}", message)
         asked = draft.with_environment(context.user_turn(text, after=draft.tokens))
         return asked if context.num_tokens_left(asked.tokens) > 0 else None

@@ -90,6 +90,11 @@ class TrajectoryDraft:
         """Return the trajectory with the score that it will be trained with."""
         return replace(self, score=score)
 
+    def cut_by(self, limit: str) -> TrajectoryDraft:
+        """Return the trajectory as one that would have gone on; its score's message says so."""
+        score = self.score and replace(self.score, message=f"ended by {limit}")
+        return replace(self, finish_reason="length", score=score)
+
     def _with(
         self,
         tokens: Tokens,

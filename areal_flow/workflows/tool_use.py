@@ -16,15 +16,16 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from areal_flow.settings import Settings, require
+from areal_flow.settings import require
 from areal_flow.types import Prompt, RewardPart, Score, Tokens
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
+from areal_flow.workflows.limits import TimedWorkflow
 from areal_flow.workflows.protocol import TrajectoryDraft
 from areal_flow.workflows.tools import ANSWERING, ToolCall, marked_call, tools_by_name
 
 
-class ToolUse(Settings):
+class ToolUse(TimedWorkflow):
     """One conversation with tools, up to `max_calls` calls."""
 
     name: Literal["tool_use"] = "tool_use"
@@ -68,6 +69,8 @@ class ToolUse(Settings):
             calls = self._calls(completion.tokens, context)
             if not calls or completion.finish_reason != "stop":
                 break
+            if limit := self.time_limit(context):
+                break
             if num_calls + len(calls) > self.max_calls:
                 limit = f"workflow.max_calls ({self.max_calls})"
                 break
@@ -79,10 +82,8 @@ class ToolUse(Settings):
                 break
             draft = answered
         score = self._with_calls(await context.score(completion.tokens), num_calls)
-        if limit:
-            said = f"ended by {limit}"
-            draft, score = replace(draft, finish_reason="length"), replace(score, message=said)
-        return [draft.scored(score)]
+        draft = draft.scored(score)
+        return [draft.cut_by(limit) if limit else draft]
 
     def _calls(self, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
         """Return the calls of a completion, by the chat template if there is one."""

@@ -58,16 +58,18 @@ def evaluate(
     return report
 
 
-def export(model: str, directory: Path, /, *, folders: Given) -> None:
+def export(model: str, directory: Path, /, *, adapter: bool = False, folders: Given) -> None:
     """Write a plain Hugging Face directory.
 
     Args:
-        model: A run's name, models:/NAME@ALIAS, or a checkpoint directory.
+        model: A run's name, RUN@VERSION, models:/NAME@ALIAS, or a checkpoint directory.
         directory: A new one.
+        adapter: Write the adapter of a run with trainer.lora.rank alone, for `peft`.
     """
-    from pipelines.models import export, find_model
+    from pipelines import models
 
-    export(find_model(folders.runs, model, registry=folders.registry), directory)
+    write = models.export_adapter if adapter else models.export
+    write(models.find_model(folders.runs, model, registry=folders.registry), directory)
 
 
 def trajectories(

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from areal_flow.controller import speed
 from areal_flow.pass_rates import PASS_RATE
+from areal_flow.types import SKIPPED_UPDATES
 from pipelines.cli.run_log import log
 
 WINDOW_STEPS = 8
@@ -79,6 +80,7 @@ class Progress:
         rate = {name.removeprefix(speed.AREA): value for name, value in found.items()}
         steps_left = max(0, self._num_steps - row["step"])
         left = int(steps_left * totals["seconds_step"] / len(self._rows))
+        num_skipped = sum(row["metrics"].get(SKIPPED_UPDATES, 0.0) > 0 for row in self._rows)
         return {
             "step": f"{row['step']}/{self._num_steps}",
             "reward": f"{self._sum('reward_mean') / len(self._rows):.3f}",
@@ -90,6 +92,7 @@ class Progress:
             "generators busy": f"{min(1.0, rate['generators_busy_fraction']):.0%}",
             "trainer busy": f"{min(1.0, rate['trainer_busy_fraction']):.0%}",
             "left": f"{left // 60}:{left % 60:02d}",
+            **({"SKIPPED": f"{num_skipped} of {len(self._rows)} steps"} if num_skipped else {}),
         }
 
     def _sum(self, column: str) -> float:

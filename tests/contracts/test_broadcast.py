@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from subprocess import PIPE
 from time import monotonic
 
 import pytest
@@ -19,32 +20,37 @@ from areal_flow.audit.files import listed_weights
 from areal_flow.errors import WeightsError
 from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.weights import broadcast
+from areal_flow.weights import broadcast, broadcast_sender, gloo
 from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryWriter
 
 HOST = "127.0.0.1"
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 12
 
 READER = f"""
 import signal, sys
 from pathlib import Path
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.weights import broadcast
+from areal_flow.weights import gloo
+from areal_flow.weights.broadcast import BroadcastReader
 
-pieces = broadcast._pieces
+pieces = gloo._pieces
 def two_pieces(tensors):
     for number, piece in enumerate(pieces(tensors)):
-        if number == 2 and sys.argv[2] == "stops":
+        if number == 2 and how == "stops":
             print("stopped", flush=True)
             signal.pause()
         yield piece
 
-broadcast.PIECE_BYTES, broadcast._pieces = {PIECE_BYTES}, two_pieces
-reader = broadcast.BroadcastReader(Path(sys.argv[1]), host="{HOST}")
-print("asks", flush=True)
-print(hash_tensors(reader.load(reader.newest())))
+gloo.PIECE_BYTES, gloo._pieces = {PIECE_BYTES}, two_pieces
+reader = BroadcastReader(Path(sys.argv[1]), host="{HOST}")
+for line in sys.stdin:
+    how = line.strip()
+    print("asks", flush=True)
+    print(hash_tensors(reader.load(reader.newest())), flush=True)
 """
+
+Weights = dict[str, Tensor]
 
 
 def weights(version: int) -> dict[str, Tensor]:
@@ -57,27 +63,56 @@ def weights(version: int) -> dict[str, Tensor]:
     }
 
 
+def small_steps(count: int, share: float = 0.03) -> list[Weights]:
+    """Return versions of which each changes little of the one before it."""
+    generator = torch.Generator().manual_seed(0)
+    made = [{"matrix": torch.randn(300, 700, generator=generator).bfloat16()}]
+    for _ in range(1, count):
+        moved = torch.rand(300, 700, generator=generator) < share
+        before = made[-1]["matrix"]
+        made.append({"matrix": torch.where(moved, before * 1.01, before)})
+    return made
+
+
 def publish(writer: BroadcastWriter, *versions: int) -> None:
     for version in versions:
-        writer.stage(version, weights(version))
-        writer.publish(version)
+        publish_weights(writer, version, weights(version))
+
+
+def publish_weights(writer: BroadcastWriter, version: int, tensors: Weights) -> None:
+    writer.stage(version, tensors)
+    writer.publish(version)
 
 
 def reader_of(root: Path) -> BroadcastReader:
     return BroadcastReader(root, host=HOST)
 
 
-def process_that_reads(root: Path, how: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", READER, str(root), how]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def process_that_reads(root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", READER, str(root)]
+    return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+
+
+def tell(process: subprocess.Popen[str], how: str) -> str:
+    """Have a process read the newest version; return the first line that it answers then."""
+    assert process.stdin is not None
     assert process.stdout is not None
+    process.stdin.write(f"{how}\n")
+    process.stdin.flush()
     assert process.stdout.readline() == "asks\n"
-    return process
+    return process.stdout.readline().strip()
+
+
+def sent_bytes(writer: BroadcastWriter) -> int:
+    """Return what was sent since the last call."""
+    assert writer.sender is not None
+    num_bytes, writer.sender.num_sent_bytes = writer.sender.num_sent_bytes, 0
+    return num_bytes
 
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BroadcastWriter:
-    monkeypatch.setattr(broadcast, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(gloo, "PIECE_BYTES", PIECE_BYTES)
     return BroadcastWriter(tmp_path, host=HOST)
 
 
@@ -85,44 +120,121 @@ def test_readers_that_ask_together_come_late_or_want_another_version_are_answere
     writer: BroadcastWriter, tmp_path: Path
 ) -> None:
     publish(writer, 0, 1)
-    with process_that_reads(tmp_path, "whole") as elsewhere, ThreadPoolExecutor(3) as threads:
+    with process_that_reads(tmp_path) as elsewhere, ThreadPoolExecutor(4) as threads:
+        told = threads.submit(tell, elsewhere, "reads")
         wanted = (1, 0, 1)
         loads = [threads.submit(reader_of(tmp_path).load, version) for version in wanted]
         for version, load in zip(wanted, loads, strict=True):
             assert hash_tensors(load.result()) == hash_tensors(weights(version))
-        assert elsewhere.communicate()[0].strip() == hash_tensors(weights(1))
+        assert told.result() == hash_tensors(weights(1))
+        elsewhere.communicate()
     assert elsewhere.returncode == 0
     publish(writer, 2)
     assert hash_tensors(reader_of(tmp_path).load(2)) == hash_tensors(weights(2))
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, None], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("end", "held"),
+    [(signal.SIGKILL, True), (None, False)],
+    ids=["dies, sent what changed", "hangs, sent everything"],
+)
 def test_reader_that_stops_in_mid_transfer_holds_up_neither_trainer_nor_readers(
     end: signal.Signals | None,
+    held: bool,
     writer: BroadcastWriter,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(broadcast, "GATHER_S", 1.0)
-    monkeypatch.setattr(broadcast, "PIECE_TIMEOUT_S", 3.0)
-    publish(writer, 0)
-    with (
-        process_that_reads(tmp_path, "stops") as stopped,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        other = threads.submit(reader_of(tmp_path).load, 0)
-        assert stopped.stdout is not None
-        assert stopped.stdout.readline() == "stopped\n"
+    monkeypatch.setattr(broadcast_sender, "PIECE_TIMEOUT_S", 3.0)
+    made, reader = small_steps(3), reader_of(tmp_path)
+    publish_weights(writer, 0, made[0])
+    with process_that_reads(tmp_path) as stopped, ThreadPoolExecutor(1) as threads:
+        if held:
+            assert tell(stopped, "reads") == hash_tensors(reader.load(0))
+            publish_weights(writer, 1, made[1])
+        version = writer.newest()
+        monkeypatch.setattr(broadcast_sender, "GATHER_S", 1.0)
+        other = threads.submit(reader.load, version)
+        assert tell(stopped, "stops") == "stopped"
         began = monotonic()
-        publish(writer, 1)
+        publish_weights(writer, 2, made[2])
         assert monotonic() - began < 1
         if end:
             stopped.send_signal(end)
-        assert hash_tensors(other.result(timeout=20)) == hash_tensors(weights(0))
-        assert hash_tensors(reader_of(tmp_path).load(1)) == hash_tensors(weights(1))
+        assert hash_tensors(other.result(timeout=20)) == hash_tensors(made[version])
+        assert hash_tensors(reader_of(tmp_path).load(2)) == hash_tensors(made[2])
         assert "the others ask again" in caplog.text
         stopped.kill()
+
+
+def test_reader_is_sent_what_changed_since_what_it_holds_if_that_is_less(
+    writer: BroadcastWriter, tmp_path: Path
+) -> None:
+    made, follower = small_steps(KEEP_VERSIONS + 3), reader_of(tmp_path)
+    missed_two, missed_too_many = reader_of(tmp_path), reader_of(tmp_path)
+    whole = made[0]["matrix"].nbytes
+    with process_that_reads(tmp_path) as elsewhere:
+        for version, tensors in enumerate(made):
+            publish_weights(writer, version, tensors)
+            expected = hash_tensors(tensors)
+            assert hash_tensors(follower.load(version)) == expected
+            assert (
+                sent_bytes(writer) == whole if version == 0 else sent_bytes(writer) < 0.05 * whole
+            )
+            assert tell(elsewhere, "reads") == expected
+            sent_bytes(writer)
+            if version % 3 == 0:
+                assert hash_tensors(missed_two.load(version)) == expected
+                assert (sent_bytes(writer) < 0.15 * whole) == (version > 0)
+            if version in (0, KEEP_VERSIONS + 2):
+                assert hash_tensors(missed_too_many.load(version)) == expected
+                assert sent_bytes(writer) == whole
+        elsewhere.communicate()
+
+
+def test_reader_is_sent_everything_where_what_changed_is_no_less(
+    writer: BroadcastWriter, tmp_path: Path
+) -> None:
+    reader, made = reader_of(tmp_path), small_steps(2, share=1.0)
+    for version, tensors in enumerate([*made, {"a": torch.ones(9, dtype=torch.bfloat16)}]):
+        publish_weights(writer, version, tensors)
+        assert hash_tensors(reader.load(version)) == hash_tensors(tensors)
+        assert sent_bytes(writer) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_readers_that_hold_different_versions_ask_together(
+    writer: BroadcastWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, readers = small_steps(3), [reader_of(tmp_path) for _ in range(4)]
+    for version in (0, 1):
+        publish_weights(writer, version, made[version])
+        readers[version].load(version)
+    readers[2].load(1)
+    publish_weights(writer, 2, made[2])
+    sent_bytes(writer)
+    monkeypatch.setattr(broadcast_sender, "GATHER_S", 0.5)
+    with ThreadPoolExecutor(4) as threads:
+        loads = threads.map(lambda reader: hash_tensors(reader.load(2)), readers)
+        assert set(loads) == {hash_tensors(made[2])}
+    whole = made[0]["matrix"].nbytes
+    assert whole < sent_bytes(writer) < 1.2 * whole  # everything once, and two small deltas
+
+
+def test_reader_whose_weights_are_not_those_of_the_trainer_is_sent_everything(
+    writer: BroadcastWriter, tmp_path: Path
+) -> None:
+    """An engine changed what it was given; a trainer that was restored made another version."""
+    made, reader = small_steps(3), reader_of(tmp_path)
+    publish_weights(writer, 0, made[0])
+    reader.load(0)["matrix"].zero_()
+    publish_weights(writer, 1, made[1])
+    assert hash_tensors(reader.load(1)) == hash_tensors(made[1])
+    successor, forked = BroadcastWriter(tmp_path, host=HOST), small_steps(3, share=0.04)
+    for version in (0, 1, 2):
+        successor.stage(version, forked[version])
+    successor.publish(2)
+    assert hash_tensors(reader.load(2)) == hash_tensors(forked[2])
 
 
 def test_trainer_that_was_started_anew_answers_who_asked_the_old_one(
@@ -182,7 +294,7 @@ def test_version_that_is_being_staged_anew_is_waited_for(
 
 def test_what_arrives_changed_is_refused(writer: BroadcastWriter, tmp_path: Path) -> None:
     publish(writer, 0)
-    writer._held[0]["half"][3] += 1
+    writer._held[0].tensors["half"][3] += 1
     with pytest.raises(WeightsError, match="expected weights with hash"):
         reader_of(tmp_path).load(0)
 

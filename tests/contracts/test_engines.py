@@ -109,6 +109,23 @@ def test_interrupting_with_the_same_weights_changes_nothing(subject: Subject) ->
     assert [plain(c.tokens) for c in found["r"]] == [plain(c.tokens) for c in quiet]
 
 
+def test_tokens_are_told_as_they_are_sampled_also_through_an_interruption(subject: Subject) -> None:
+    told: dict[int, list[int]] = {0: [], 1: []}
+    request = request_of(seeds=2, length=12)
+    quiet = run_all(subject.make(), request)["r"]
+    engine = subject.make()
+    engine.add(replace(request, on_token=lambda index, token: told[index].append(token)))
+    found: dict[str, list[Completion]] = {}
+    while not any(told.values()) or len(told[0]) < 4:
+        assert not engine.step()
+    engine.load_weights(subject.weights(0), version=1)
+    while engine.has_work():
+        found.update(engine.step())
+    assert [plain(c.tokens) for c in found["r"]] == [told[0], told[1]]
+    assert [plain(c.tokens) for c in found["r"]] == [plain(c.tokens) for c in quiet]
+    assert {0, 1} == {version for c in found["r"] for version in versions_of(c)}
+
+
 def test_members_that_start_after_a_switch_come_from_the_new_weights(subject: Subject) -> None:
     """Also those whose group's prompt was prefilled by the old ones."""
     engine = subject.make(max_num_seqs=2)

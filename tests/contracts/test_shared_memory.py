@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, StorageError, WeightsError
 from areal_flow.layout import RunLayout
-from areal_flow.models.hashing import hash_file, hash_tensors
+from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.recovery.bootstrap import take_over
 from areal_flow.recovery.lease import hold_lease
 from areal_flow.store.ledger import create_ledger
@@ -134,7 +134,7 @@ def test_segments_are_safetensors_files(tmp_path: Path) -> None:
     }
     write_tensors(tensors, tmp_path / "model.safetensors")
     assert hash_tensors(load_file(tmp_path / "model.safetensors")) == hash_tensors(tensors)
-    assert hash_file(tmp_path / "model.safetensors") == hash_tensors(tensors)
+    assert hash_files(tmp_path / "model.safetensors") == hash_tensors(tensors)
     mapped = map_tensors(tmp_path / "model.safetensors")
     assert hash_tensors(mapped) == hash_tensors(tensors)
 

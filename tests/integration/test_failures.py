@@ -44,7 +44,11 @@ def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path)
             killed.append(" and ".join(roles))
             await asyncio.sleep(0.5)
 
-    broadcast = {"schedule": "sync", "weights": {"medium": "broadcast"}}
+    broadcast = {
+        "schedule": "sync",
+        "weights": {"medium": "broadcast"},
+        "generation": {"dtype": "bfloat16"},  # of which what has changed is sent
+    }
     recipe = small_recipe(num_steps=12, prompts={"num_held_out": 0}, **broadcast)
     run_small(root, recipe, kill_in_turn)
     assert killed == ["generator", "reward", "trainer and generator"]

@@ -129,27 +129,38 @@ def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     assert failed.reward_detail.str.contains("ValueError: expected 12 characters").all()
 
 
-def test_agent_of_an_sdk_is_trained_audited_and_replayed(tmp_path: Path) -> None:
+def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replayed(
+    tmp_path: Path,
+) -> None:
     model = write_model_directory(tmp_path / "model")
     give_chat_template(model, CHATML)
     recipe = small_recipe(
         model=str(model),
-        num_steps=2,
+        num_steps=4,
         sft={"num_steps": 0},
         prompts={"num_held_out": 4, "chat_template": True},
         generation={"max_new_tokens": 12, "max_model_len": 256, "max_num_seqs": 16},
         trainer={"tokens_per_micro_batch": 1024},
         workflow={"name": "agent", "path": "tests.integration.workflows:asks_twice"},
     )
-    layout = run_small(tmp_path / "agent", recipe)
+    layout = RunLayout((tmp_path / "agent").resolve())
+
+    async def kill_in_the_midst_of_calls() -> None:
+        await step_reached(layout, 1)
+        os.kill(await worker_pid("generator"), signal.SIGKILL)
+
+    run_small(layout.root, recipe, kill_in_the_midst_of_calls)
     check_accounting(layout)
     rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
     assert {row["branch"] for row in rows} == {0}
+    members = {(row["submission_index"], row["member"]) for row in rows}
+    assert len(members) == len(rows), "what was rolled out again is stored once"
+    assert len(rows) == 4 * len({index for index, _ in members}), "nothing else was lost"
     assert all(row["loss_mask"].count(True) <= 12 for row in rows)
     text = tokenizer_of(layout.model).decode(rows[0]["output_tokens"], skip_special_tokens=False)
     assert "<|im_start|>user\nBetter?<|im_end|>\n<|im_start|>assistant\n" in text
-    found = replay_step(layout, step=2, from_checkpoint=0)
-    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 2
+    found = replay_step(layout, step=4, from_checkpoint=0)
+    assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 4
 
 
 CALCULATOR = (

@@ -11,13 +11,15 @@ import openai
 import pytest
 
 from areal_flow.errors import EngineError
-from areal_flow.types import Completion, GroupRequest
+from areal_flow.testing import BigramEngine
+from areal_flow.types import Completion, GroupRequest, Tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.agent_session import answer_message
+from areal_flow.workflows.agent_stream import ContentStream
 from areal_flow.workflows.context import EpisodeContext, contexts_of
 from areal_flow.workflows.protocol import TrajectoryDraft
-from tests.episodes import PROMPT, FakeServices, episode_of
+from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.plain import plain
 
 Function = Callable[..., Any]
@@ -104,9 +106,29 @@ def test_rewritten_history_begins_another_trajectory() -> None:
 
     drafts = run(agent)
     assert [draft.branch for draft in drafts] == [0, 1]
-    assert [draft.score for draft in drafts] == [None, None]
+    assert {draft.score and draft.score.verdict for draft in drafts} == {"no_reward"}
     assert not drafts[0].loss_mask.all()
     assert drafts[1].loss_mask.all()
+
+
+def test_template_that_rewrites_answers_begins_another_trajectory() -> None:
+    class Forgets(FakeServices):
+        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+            if after is not None:
+                raise ValueError("the chat template rewrites earlier answers")
+            return super().chat(*arguments, after=after)
+
+    async def goes_on(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump(), *asked("and?")]
+            await client.chat.completions.create(model="m", messages=history)
+        return 1.0
+
+    drafts = run(goes_on, Forgets(tokens_per_version=2))
+    assert [draft.branch for draft in drafts] == [0, 1]
+    assert all(draft.loss_mask.all() for draft in drafts)
+    assert len({span.version for draft in drafts for span in draft.version_spans}) > 1
 
 
 def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:
@@ -146,6 +168,98 @@ def test_agent_without_async_streams_in_a_thread() -> None:
         return 1.0
 
     assert len(run(agent)) == 2
+
+
+class TokenByToken(FakeServices):
+    """Samples a token when the agent has seen the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = asyncio.Semaphore(1)
+
+    async def generate(self, request: GroupRequest) -> Any:
+        self.requests.append(request)
+        engine = BigramEngine(LOGITS, max_num_seqs=64)
+        engine.add(request)
+        while True:
+            await asyncio.wait_for(self.seen.acquire(), 10)
+            if finished := engine.step():
+                return finished[0][1]
+
+
+def test_text_is_streamed_as_it_is_sampled_and_the_trajectory_is_the_same() -> None:
+    services = TokenByToken()
+
+    async def streams(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            chunks = await client.chat.completions.create(
+                model="m", messages=asked("hi"), stream=True
+            )
+            pieces = [c.choices[0].delta.content async for c in seen(chunks) if c.choices]
+        assert len([piece for piece in pieces if piece]) > 1
+        return 1.0
+
+    async def seen(chunks: Any) -> Any:
+        async for chunk in chunks:
+            if chunk.choices and chunk.choices[0].delta.content:
+                services.seen.release()
+            yield chunk
+
+    async def waits(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=asked("hi"))
+        return 1.0
+
+    (streamed,), (whole,) = run(streams, services), run(waits)
+    assert plain(streamed) == plain(whole)
+
+
+def test_stream_that_its_client_leaves_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    class Notes(TokenByToken):
+        async def generate(self, request: GroupRequest) -> Any:
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    services = Notes()
+
+    async def leaves(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            chunks = await client.chat.completions.create(
+                model="m", messages=asked("hi"), stream=True
+            )
+            await anext(aiter(chunks))
+            await chunks.close()
+            await asyncio.wait_for(cancelled.wait(), 5)
+            services.seen = asyncio.Semaphore(100)
+            await client.chat.completions.create(model="m", messages=asked("ho"))
+        return 1.0
+
+    (draft,) = run(leaves, services)
+    assert draft.loss_mask.all()
+
+
+def test_stream_never_cuts_a_character_nor_shows_what_is_a_call() -> None:
+    text = ' Été 🙂 then\n<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+
+    class Bytes(FakeServices):
+        def decode(self, tokens: Any) -> str:
+            return bytes(tokens.tolist()).decode(errors="replace")
+
+    (context,) = contexts_of(episode_of(1), Bytes())
+    for has_tools, whole in ((False, text), (True, " Été 🙂 then")):
+        pieces: list[str] = []
+        stream = ContentStream(context, pieces.append, has_tools=has_tools)
+        for byte in text.encode():
+            stream(byte)
+        assert "".join(pieces) == whole
+        assert len(pieces) > 5
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    assert answer_message(text, tools, call_number=0)["content"] == whole
 
 
 @pytest.mark.parametrize(
@@ -259,7 +373,32 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
     cut = run(asks_on, max_calls=2)
     assert [draft.finish_reason for draft in cut] == ["length"] * 2
     (late,) = run(sleeps, max_seconds=0.5)
-    assert (late.finish_reason, late.score) == ("length", None)
+    assert late.finish_reason == "length"
+    assert late.score is not None
+    assert late.score.reward is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "verdict"),
+    [
+        ({}, None, "no_reward"),
+        ({"missing_reward": 0.0}, 0.0, "wrong"),
+        ({"missing_reward": 1}, 1.0, "right"),
+    ],
+)
+def test_agent_that_gives_no_reward_has_what_the_recipe_says(
+    settings: dict[str, Any], reward: float | None, verdict: str
+) -> None:
+    async def forgets(base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=asked("hi"))
+
+    (draft,) = run(forgets, **settings)
+    assert draft.score is not None
+    assert (draft.score.reward, draft.score.verdict) == (reward, verdict)
+    assert bool(draft.score.error) == (reward is None)
+    (left,) = run(forgets, missing_reward="score")
+    assert left.score is None
 
 
 def test_agent_that_fails_or_asks_nothing_fails_its_member() -> None:

@@ -268,7 +268,9 @@ def test_engine_gives_the_log_probabilities_of_a_full_forward(
     my_project: Callable[[str], ModuleType],
 ) -> None:
     subject = plain_subject(my_project("plain_engine"))
-    engine_contract.test_logprobs_equal_a_full_forward(subject, {"temperature": 0.7})
+    early = {"repetition_penalty": 1.3, "min_new_tokens": 4, "stop_token_ids": (2,)}
+    sampling = {"temperature": 0.7, **early}
+    engine_contract.test_logprobs_equal_a_full_forward(subject, sampling)
 
 
 def test_engine_draws_the_same_whatever_its_company(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,16 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
-from areal_flow.errors import ArealFlowError
-from areal_flow.types import GroupReceipt, TrajectoryReceipt, VersionSpan, trajectory_id
+from areal_flow.errors import ArealFlowError, TrainingError
+from areal_flow.types import (
+    SKIPPED_UPDATES,
+    GroupReceipt,
+    StepRequest,
+    StepResult,
+    TrajectoryReceipt,
+    VersionSpan,
+    trajectory_id,
+)
 from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -287,6 +296,23 @@ def test_error_in_training_ends_the_run_as_itself() -> None:
     flow = make_flow(cluster, MemoryLog())
     with pytest.raises(ArealFlowError, match="not finite"):
         run_in_virtual_time(run_to_end(flow))
+
+
+def test_run_whose_steps_go_on_changing_nothing_ends_and_says_why() -> None:
+    """Each of them is a step like any other until then: recorded, and its policy published."""
+    log, cluster = MemoryLog(), FakeCluster(random.Random(0))
+    compute = cluster.step
+
+    async def skip(request: StepRequest) -> StepResult:
+        result = await compute(request)
+        skipped = {} if request.step in (1, 4) else {SKIPPED_UPDATES: 0.5}
+        return replace(result, metrics=replace(result.metrics, metrics=skipped))
+
+    cluster.step = skip  # type: ignore[method-assign]
+    flow = make_flow(cluster, log)
+    with pytest.raises(TrainingError, match="found 5 steps in a row, the last one 9"):
+        run_in_virtual_time(run_to_end(flow))
+    assert [row["step"] for row in log.rows] == [*range(1, 10)]
 
 
 def test_generation_goes_on_while_the_trainer_is_away() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from areal_flow.models.hashing import hash_file, hash_tensors
+from areal_flow.models.hashing import hash_files, hash_tensors
 
 TENSORS = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3).mT,
@@ -41,6 +41,6 @@ def test_names_shapes_types_and_bytes_count() -> None:
 def test_file_has_the_hash_of_its_tensors(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, file)
-    assert hash_file(file) == hash_tensors(TENSORS)
+    assert hash_files(file) == hash_tensors(TENSORS)
     others = {name: tensor for name, tensor in TENSORS.items() if name != "a"}
-    assert hash_file(file, without=["a", "unknown"]) == hash_tensors(others)
+    assert hash_files(file, without=["a", "unknown"]) == hash_tensors(others)

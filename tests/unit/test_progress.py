@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_flow.pass_rates import PASS_RATE
+from areal_flow.types import SKIPPED_UPDATES
 from pipelines.cli import progress as shown
 from pipelines.cli.progress import LiveProgress, Progress, counted
 from pipelines.cli.run_log import log, log_kept, logged_warnings, say
@@ -52,6 +53,15 @@ def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.Monke
     live.close()
     assert "SIGINT: finishing this step" in file.getvalue()
     assert terminal.getvalue() == "", "a picture would be drawn over it"
+
+
+def test_skipped_updates_are_said_as_long_as_they_are_among_the_last_steps() -> None:
+    file = StringIO()
+    progress = Progress(4, 1, console=Console(file=file, width=300))
+    progress.step(ROW)
+    assert "SKIPPED" not in file.getvalue()
+    progress.step({**ROW, "metrics": {**ROW["metrics"], SKIPPED_UPDATES: 0.25}})
+    assert "SKIPPED 1 of 2 steps" in file.getvalue()
 
 
 def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

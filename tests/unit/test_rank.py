@@ -158,7 +158,8 @@ def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: S
     of_batch = batch_metrics(rows(0, 1), pass_threshold=RECIPE.pass_threshold)
     assert of_batch.items() <= metrics.items()
     assert set(metrics).difference(of_batch) == {
-        "entropy_mean",
+        "speed/model_flops_utilization",
+        *("entropy_mean", "skipped_updates_fraction"),
         *("clip_fraction", "clip_low_fraction", "clip_high_fraction"),
         *("ratio_mean", "ratio_max", "ratio_ess_fraction", "ratio_overflow_fraction"),
         *(f"importance_weight_{name}" for name in ("mean", "max", "ess_fraction")),

@@ -182,7 +182,11 @@ def test_unknown_tool_is_told_to_the_policy_and_called_by_nobody() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "max_model_len", "limit"),
-    [({"max_calls": 1}, 200, "workflow.max_calls (1)"), ({}, 22, "generation.max_model_len")],
+    [
+        ({"max_calls": 1}, 200, "workflow.max_calls (1)"),
+        ({"max_seconds": 1e-9}, 200, "workflow.max_seconds (1e-09)"),
+        ({}, 22, "generation.max_model_len"),
+    ],
 )
 def test_limit_ends_an_episode_and_is_recorded(
     settings: dict[str, Any], max_model_len: int, limit: str

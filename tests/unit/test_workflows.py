@@ -111,6 +111,15 @@ def test_conversation_ends(
     assert all(draft.loss_mask[-1] for _, draft in group.drafts), "it ends with a completion"
 
 
+def test_conversation_that_is_late_is_cut_and_says_so_only_where_it_would_go_on() -> None:
+    late = conversation(FakeServices(wrong, max_model_len=500), max_turns=3, max_seconds=1e-9)
+    assert (num_stops(late), late.finish_reason) == (1, "length")
+    assert late.score is not None
+    assert late.score.message == "ended by workflow.max_seconds (1e-09)"
+    last = conversation(FakeServices(wrong, max_model_len=500), max_turns=1, max_seconds=1e-9)
+    assert last.finish_reason == "stop"
+
+
 @dataclass
 class BoundBySeed:
     """A workflow of somebody's: each member's completion has a bound of its own."""

@@ -1,0 +1,105 @@
+"""Low-rank adapters of policies (LoRA; Hu et al., arXiv 2106.09685). The only importer of `peft`.
+
+Of each chosen matrix W a policy with an adapter computes W + (alpha / rank) B A, of which A and B
+alone are trained. Whoever serves, evaluates or exports it gets that sum as a plain matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_flow.config import LoraSettings
+from areal_flow.errors import ConfigError
+
+PREFIX = "base_model.model."
+"""What names of an adapter's tensors begin with, as `peft` writes them."""
+_NAME = "default"
+
+
+def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
+    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen.
+
+    Args:
+        seed: of A's first values; those of B are 0.
+
+    Raises:
+        ConfigError: the policy has no such matrices.
+    """
+    import torch.distributed.tensor  # which `peft` reads, and does not import
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(_config(settings), policy, adapter_name=_NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.lora.target_modules = {settings.target_modules!r}: {error}"
+            ) from error
+
+
+def stored_name(name: str) -> str:
+    """Return what a tensor of a policy is called in files, whether or not it has an adapter.
+
+    A frozen matrix keeps its own name, and an adapter's tensors have those of `peft`.
+    """
+    if ".lora_" in name:
+        return PREFIX + name.replace(f".{_NAME}.", ".")
+    return name.replace(".base_layer.", ".")
+
+
+def split_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a policy's own tensors and its adapter's, by stored name."""
+    adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    return {name: tensors[name] for name in tensors if name not in adapter}, adapter
+
+
+@torch.no_grad()
+def merged(policy: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a policy's tensors, each matrix with an adapter as the sum that it stands for."""
+    plain, adapter = split_adapter(tensors)
+    if adapter:
+        for name, layer in _layers(policy).items():
+            plain[f"{name}.weight"] = plain[f"{name}.weight"] + layer.get_delta_weight(_NAME)
+    return plain
+
+
+@contextmanager
+def without_adapter(policy: Any) -> Iterator[None]:
+    """Have a policy compute what it would without its adapter."""
+    layers = _layers(policy).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_description(settings: LoraSettings, *, base: str) -> dict[str, Any]:
+    """Return the content of `adapter_config.json`, by which `peft` loads an adapter."""
+    config = _config(settings).to_dict()
+    return {**config, "base_model_name_or_path": base, "inference_mode": True}
+
+
+def _config(settings: LoraSettings) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _layers(policy: Any) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: layer for name, layer in policy.named_modules() if isinstance(layer, LoraLayer)}

@@ -1,0 +1,101 @@
+"""How much of its machine's matrix rate a step uses: model FLOP utilisation.
+
+(Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). Counted is what the formula asks for, and
+not what is computed twice to save memory.
+
+Letters: N numbers in the matrices of the layers, T tokens of a sequence, M trained ones of it, H
+hidden size, V vocabulary, A width of attention over all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_flow.algorithms.protocol import Algorithm
+from areal_flow.models.policy import DTYPES
+from areal_flow.trainer.sequences import TrainingSequence
+
+WIDTHS = {"cpu": 768, "cuda": 8192}
+"""Of the square matrices that are multiplied to measure a rate."""
+TRIALS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyShape:
+    """What the floating-point operations of a pass depend on."""
+
+    num_weights: int
+    """N."""
+    head: int
+    """H V."""
+    attention: int
+    """A."""
+    trains_weights: bool
+    """False where an adapter is trained: the gradients of all other matrices are not computed."""
+
+    @classmethod
+    def of(cls, policy: Any) -> PolicyShape | None:
+        """Return a policy's shape; None of one with experts, whose tokens choose their matrices."""
+        modules = [m for m in policy.get_decoder().modules() if not isinstance(m, nn.Embedding)]
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        if any(parameter.ndim > 2 for parameter in parameters):
+            return None
+        config = policy.config
+        head_dim = getattr(config, "head_dim", None)
+        heads = config.num_attention_heads
+        width = heads * head_dim if head_dim else config.hidden_size
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+        return cls(
+            num_weights=sum(matrix.numel() for matrix in matrices),
+            head=config.hidden_size * config.vocab_size,
+            attention=width * config.num_hidden_layers,
+            trains_weights=all(matrix.requires_grad for matrix in matrices),
+        )
+
+    def forward_flops(self, sequences: Sequence[TrainingSequence]) -> float:
+        """Return the operations of a pass: the sum over sequences of 2 N T + 2 A T^2 + 2 H V M."""
+        num_tokens = sum(s.num_tokens for s in sequences)
+        num_pairs = sum(s.num_tokens**2 for s in sequences)
+        num_trained = sum(s.num_trained for s in sequences)
+        numbers = self.num_weights * num_tokens + self.attention * num_pairs
+        return 2.0 * (numbers + self.head * num_trained)
+
+    def step_flops(self, sequences: Sequence[TrainingSequence], algorithm: Algorithm) -> float:
+        """Return the operations of a step: each pass forward, and twice as much backward.
+
+        The backward pass of an adapter is once as much.
+        """
+        passes = 3.0 if self.trains_weights else 2.0
+        if algorithm.needs_proximal:
+            passes += 1 - 1 / algorithm.num_minibatches
+        passes += algorithm.needs_reference + algorithm.needs_minibatch_bound
+        return passes * self.forward_flops(sequences)
+
+
+def matrix_rate(device: str, dtype: str) -> float:
+    """Return how many operations a second this process multiplies matrices with, measured once."""
+    return _measured_rate(device, dtype, torch.get_num_threads())
+
+
+@lru_cache
+@torch.no_grad()
+def _measured_rate(device: str, dtype: str, num_threads: int) -> float:
+    """Return the best of some trials: other processes may use the machine meanwhile."""
+    on_gpu = device.startswith("cuda")
+    width = WIDTHS["cuda" if on_gpu else "cpu"]
+    matrix = torch.ones(width, width, dtype=DTYPES[dtype], device=device)
+    seconds = []
+    for _ in range(TRIALS):
+        began = perf_counter()
+        matrix @ matrix
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - began)
+    return 2.0 * width**3 / min(seconds)

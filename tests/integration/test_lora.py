@@ -1,0 +1,31 @@
+"""A run that trains an adapter is audited, replayed and evaluated like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_flow.audit.run import check_run
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.replay import replay_step
+from tests.integration.runs import run_small, small_recipe
+
+
+def test_every_step_of_an_adapter_is_replayed_and_what_was_served_is_what_is_exported(
+    tmp_path: Path,
+) -> None:
+    recipe = small_recipe(
+        num_steps=3,
+        prompts={"num_held_out": 0},
+        sft={"num_steps": 0},
+        trainer={"learning_rate": 2e-3, "lora": {"rank": 4}},
+    )
+    layout = run_small(tmp_path / "r", recipe)
+    assert check_run(layout).clean
+    found = replay_step(layout, step=3, from_checkpoint=0)
+    steps = [*found.before, found.compared]
+    assert [compared.equal for compared in steps] == [True] * 3
+    assert len({compared.recorded.hashes.weights_hash for compared in steps}) == 3
+    served = policy_tensors(load_policy(checkpoint_path(layout.checkpoints, 3)))
+    assert hash_tensors(served) == found.recorded.hashes.served_hash

@@ -23,6 +23,7 @@ from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION, GenerationSettings
+from areal_flow.held_out import HeldOutSettings, check_names
 from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
@@ -33,6 +34,30 @@ from areal_flow.workflows.single_turn import SingleTurn
 from areal_flow.workflows.tool_use import ToolUse
 
 SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
+
+
+class DifficultySettings(Settings):
+    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
+
+    run: str = ""
+    """The earlier run: its name, or its directory; empty: all prompts are trained on."""
+    min_pass_rate: float = Field(0.05, ge=0, le=1)
+    """Prompts that passed less often are too hard, and left out."""
+    max_pass_rate: float = Field(0.95, ge=0, le=1)
+    """Prompts that passed more often are too easy, and left out."""
+    min_samples: int = Field(4, ge=1)
+    """A prompt with fewer completions there counts as unseen."""
+    keep_unseen: bool = True
+    """Train on prompts of which that run says nothing."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DifficultySettings:
+        require(
+            self.min_pass_rate <= self.max_pass_rate,
+            f"prompts.difficulty.min_pass_rate ({self.min_pass_rate}) must not exceed "
+            f"max_pass_rate ({self.max_pass_rate})",
+        )
+        return self
 
 
 class SourceSettings(Settings):
@@ -97,11 +122,14 @@ class PromptSettings(Settings):
     num_prompts: int = Field(24_000, ge=1)
     """How many prompts a source makes; a file is read whole."""
     num_held_out: int = Field(1024, ge=0)
-    """How many prompts are never trained on, at most a fifth of a file; 0: no evaluation."""
+    """How many prompts are never trained on, at most a fifth of a file; 0: none of these, and no
+    evaluation unless there are `evaluation.held_out`."""
     num_terms: tuple[int, int] = Field((3, 7), strict=False)
     """The fewest and the most terms of a sum, for the source `arithmetic`."""
     skip_bad_rows: bool = False
     """Leave out and list rows that are wrong, instead of ending there."""
+    difficulty: DifficultySettings = DifficultySettings()
+    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptSettings:
@@ -257,9 +285,12 @@ class EvaluationSettings(Settings):
     """So many tokens of an answer come before it can stop."""
     stop_after_plateau: int = Field(0, ge=0)
     """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
+    held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
+    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a file."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
+        check_names(self.held_out)
         require(
             self.temperature != 0 or self.num_samples == 1,
             f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
@@ -419,12 +450,17 @@ class Recipe(Settings):
             f"prompts.path ({self.prompts.path}) and [[sources]] are two ways to say the same: "
             "make the file one of the sources",
         )
+        names += [each.name for each in self.evaluation.held_out]
         for reward in self.rewards:
             unknown = sorted(set(reward.sources) - set(names))
             require(
                 not unknown,
                 f"rewards: sources of {reward.verifier!r} name {unknown}, expected of {names}",
             )
+        require(
+            bool(self.sources) or any(not reward.sources for reward in self.rewards),
+            "rewards: one must judge the prompts to train on; leave its sources out",
+        )
         for name in names:
             judged = any(name in (reward.sources or names) for reward in self.rewards)
             require(judged, f"sources: no reward judges {name!r}; add it to one's sources")
@@ -435,12 +471,23 @@ class Recipe(Settings):
             return {"": self}
         return {source.name: self._of_source(source) for source in self.sources}
 
+    def of_set(self, held_out: HeldOutSettings) -> Recipe:
+        """Return the recipe by which a held-out set is read and judged: a source's of its name."""
+        of = self.by_source().get(held_out.name, self) if self.sources else self
+        prompts = of.prompts.model_copy(update=held_out.over_prompts())
+        rewards = tuple(r for r in of.rewards if not r.sources or held_out.name in r.sources)
+        return of.model_copy(update={"prompts": prompts, "rewards": rewards})
+
     def _of_source(self, source: SourceSettings) -> Recipe:
         given = source.model_dump(exclude={"name", "weight", "settings"}, exclude_none=True)
         rewards = tuple(r for r in self.rewards if not r.sources or source.name in r.sources)
         return self.model_copy(
             update={"prompts": self.prompts.model_copy(update=given), "rewards": rewards}
         )
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self.prompts.num_held_out or self.evaluation.held_out)
 
     @property
     def groups_per_step(self) -> int:

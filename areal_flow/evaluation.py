@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
+from areal_flow.held_out import HELD_OUT
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from schemas.content import row_arrays
@@ -103,6 +104,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
     }
     return [
         {
+            "held_out": episode.prompt.source or HELD_OUT,
             "prompt_id": episode.prompt.prompt_id,
             "sample": sample,
             "difficulty": episode.prompt.difficulty,

@@ -6,7 +6,8 @@ runs/NAME/
     inputs.json            what it was prepared with: the verifier's identity, hashes of files
     model/                 config.json and tokenizer of the policy, no weights
     prompts/               train.arrow, held_out.arrow, bad_rows.jsonl; made ones as JSONL, too;
-                           chat_template.json: the template in use, of model/, and its hash
+                           chat_template.json: the template in use, of model/, and its hash;
+                           difficulty.parquet: the pass rates that prompts were chosen by
     rewards/               reward functions that were shipped, with their source
     trajectories.lance     the events
     steps.lance            their order
@@ -63,6 +64,7 @@ class RunLayout:
     held_out_prompts = _Within("prompts", "held_out.arrow")
     sft_rows = _Within("sft", "rows.npz")
     sft_checkpoints = _Within("sft", "checkpoints")
+    difficulty = _Within("prompts", "difficulty.parquet")
     sft_metrics = _Within("sft", "metrics.jsonl")
     bad_rows = _Within("prompts", "bad_rows.jsonl")
     chat_template = _Within("prompts", "chat_template.json")

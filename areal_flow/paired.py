@@ -39,7 +39,7 @@ def compare_answers(
     """Compare two models' answers to the same prompts.
 
     Args:
-        first: `prompt_id` and `reward` of each answer.
+        first: `held_out`, `prompt_id` and `reward` of each answer.
         second: the same of the other model.
         threshold: a completion passes if its reward is above it.
 
@@ -79,8 +79,10 @@ def sign_test(num_better: int, num_worse: int) -> float:
     return float(min(1.0, 2 * tail / 2**n))
 
 
-def _pass_rates(rows: Sequence[Mapping[str, Any]], threshold: float) -> dict[str, float]:
-    passed = defaultdict[str, list[bool]](list)
+def _pass_rates(
+    rows: Sequence[Mapping[str, Any]], threshold: float
+) -> dict[tuple[str, str], float]:
+    passed = defaultdict[tuple[str, str], list[bool]](list)
     for row in rows:
-        passed[row["prompt_id"]].append(passes(row["reward"], threshold=threshold))
+        passed[row["held_out"], row["prompt_id"]].append(passes(row["reward"], threshold=threshold))
     return {prompt: fmean(of) for prompt, of in passed.items()}

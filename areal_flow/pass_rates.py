@@ -31,13 +31,25 @@ def passes(reward: float | None, *, threshold: float) -> bool:
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:
-    """Return what the rows of one evaluation were worth, overall and by difficulty."""
+    """Return what the rows of one evaluation were worth: overall, by difficulty and by set."""
     difficulty = itemgetter("difficulty")
     by_difficulty = groupby(sorted(rows, key=difficulty), difficulty)
     return EvaluationTable(
         evaluation_scores(rows, threshold=threshold),
         {value: evaluation_scores([*part], threshold=threshold) for value, part in by_difficulty},
+        {
+            name: evaluation_scores(part, threshold=threshold)
+            for name, part in rows_by_set(rows).items()
+        },
     )
+
+
+def rows_by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each held-out set by its name, in the order in which they come."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["held_out"], []).append(row)
+    return found
 
 
 def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationScores:
@@ -48,8 +60,8 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
     then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample.
 
     Args:
-        rows: `prompt_id`, `sample`, `reward` and `num_output_tokens` of each answer and, where
-            prompts have several, `reward_detail`.
+        rows: `held_out` (the set's name), `prompt_id`, `sample`, `reward` and `num_output_tokens`
+            of each answer and, where prompts have several, `reward_detail`.
     """
     by_prompt = _by_prompt(rows)
     num_samples = max((row["sample"] + 1 for row in rows), default=1)
@@ -74,11 +86,12 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
 def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each prompt; two prompts of one id are told apart by their samples."""
-    found: dict[tuple[str, int], list[Row]] = {}
-    num_seen = Counter[tuple[str, int]]()
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    num_seen = Counter[tuple[str, str, int]]()
     for row in rows:
-        sample = row["prompt_id"], row["sample"]
-        found.setdefault((row["prompt_id"], num_seen[sample]), []).append(row)
+        prompt = row["held_out"], row["prompt_id"]
+        sample = *prompt, row["sample"]
+        found.setdefault((*prompt, num_seen[sample]), []).append(row)
         num_seen[sample] += 1
     return [*found.values()]
 

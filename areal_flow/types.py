@@ -366,10 +366,24 @@ class EvaluationScores:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTable:
-    """A held-out evaluation: what its answers were worth, overall and by difficulty."""
+    """A held-out evaluation: what its answers were worth, over all prompts and in parts."""
 
     overall: EvaluationScores
+    """Of the prompts of all sets, each of which counts once."""
     by_difficulty: Mapping[int, EvaluationScores] = field(default_factory=dict)
+    by_set: Mapping[str, EvaluationScores] = field(default_factory=dict)
+    """By the name of the held-out set, the order of which is the recipe's."""
+
+    @property
+    def several_sets(self) -> Mapping[str, EvaluationScores]:
+        """Return the sets if there are several: one alone is what is overall."""
+        return self.by_set if len(self.by_set) > 1 else {}
+
+    @property
+    def parts(self) -> tuple[str, Mapping[Any, EvaluationScores]]:
+        """Return what a table has a row for: the sets or, of one set, its difficulties."""
+        sets = self.several_sets
+        return ("set", sets) if sets else ("difficulty", self.by_difficulty)
 
 
 def answer_text(answer: Any) -> str:

@@ -98,8 +98,8 @@ def evaluate(
         title = str(model)
         directory = find_model(Path(runs), str(model), registry=registry)
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
-        path = None if prompts is None else file_of(prompts, Path(scratch) / "given.jsonl")
-        return evaluate_model(directory, prompts=path, limit=num_prompts, title=title)
+        data = [] if prompts is None else [str(file_of(prompts, Path(scratch) / "given.jsonl"))]
+        return evaluate_model(directory, data=data, limit=num_prompts, title=title)
 
 
 def sft(

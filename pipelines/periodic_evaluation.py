@@ -41,7 +41,7 @@ class PeriodicEvaluations:
     ) -> None:
         """Take what makes the evaluation of a name, and the names of those that are there."""
         self._evaluate = evaluate
-        self._every_steps = recipe.evaluation.every_steps if recipe.prompts.num_held_out else 0
+        self._every_steps = recipe.evaluation.every_steps if recipe.has_held_out else 0
         self._num_steps = recipe.num_steps
         self._begun = set(made)
         self._waiting = ""

@@ -65,12 +65,17 @@ def summarise(
         }
         for name, table in compared.items()
     }
+    by_set = {
+        name: {held: scores.as_json() for held, scores in table.by_set.items()}
+        for name, table in compared.items()
+    }
     return {
         "verifiers": verifiers,
         **dict.fromkeys(("held_out_before", "held_out_after")),
         **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
         **{name: value or 0 for name, value in totals.items()},
         "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
+        "by_set": {"before": {}, "after": {}, **by_set},
     }
 
 
@@ -130,20 +135,18 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
 
 
 def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[RenderableType]:
-    both = [
-        (difficulty, scores, after.by_difficulty[difficulty])
-        for difficulty, scores in before.by_difficulty.items()
-    ]
+    (label, first_parts), (_, last_parts) = before.parts, after.parts
+    both = [(part, scores, last_parts[part]) for part, scores in first_parts.items()]
     parts = both if len(both) > 1 else []
     rows = [
         {
-            "difficulty": difficulty,
+            label: part,
             "prompts": first.passed.n,
             "pass rate": f"{first.passed.pass_rate:.3f} -> {last.passed.pass_rate:.3f}",
             "mean reward": f"{first.reward.reward_mean:.3f} -> {last.reward.reward_mean:.3f}",
             "mean tokens": f"{first.mean_tokens:.1f} -> {last.mean_tokens:.1f}",
         }
-        for difficulty, first, last in [*parts, ("all", before.overall, after.overall)]
+        for part, first, last in [*parts, ("all", before.overall, after.overall)]
     ]
     kind = "Wilson" if after.overall.num_samples == 1 else "normal"
     changes = [

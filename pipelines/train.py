@@ -295,7 +295,7 @@ class Training:
 
     async def evaluate(self, name: str, version: int) -> None:
         """Answer the held-out prompts, if there are any, with the version that is served."""
-        if not self.recipe.prompts.num_held_out:
+        if not self.recipe.has_held_out:
             return
         if rows := self._answered(name, version):
             if {row["verifier"] for row in rows} == {self.provenance.verifier}:

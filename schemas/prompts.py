@@ -38,6 +38,7 @@ class EvaluationRow(pa.DataFrameModel):
     version_spans: pl.List(pl.Struct({"version": pl.Int32, "length": pl.Int32})) = pa.Field(
         description="which versions sampled this answer; empty where there is none"
     )
+    held_out: str = pa.Field(description="the name of its held-out set")
     prompt_id: str
     sample: pl.Int32 = pa.Field(ge=0, description="which of the prompt's answers")
     difficulty: pl.Int32 = pa.Field(ge=0)

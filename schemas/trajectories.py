@@ -6,7 +6,7 @@ import pandera.polars as pa
 import polars as pl
 from pandera.api.polars.types import PolarsData
 
-SCHEMA_VERSION = 4
+from areal_flow.layout import SCHEMA_VERSION
 
 FINISH_REASONS = ("stop", "length")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.held_out import HELD_OUT
 from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.recovery.lease import Writer
@@ -33,6 +34,7 @@ def answers(
             "writer_epoch": 1,
             "policy_version": version,
             "version_spans": [{"version": version, "length": 3}],
+            "held_out": HELD_OUT,
             "prompt_id": f"held-out-{n}",
             "sample": 0,
             "source": "",

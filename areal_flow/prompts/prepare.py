@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, islice
@@ -26,6 +26,7 @@ from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
+from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.mixture import quotas
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
@@ -52,6 +53,8 @@ class Prepared:
     num_held_out: int
     num_repeated: int
     """Rows that ask what is held out: they are left out."""
+    chosen: str
+    """How many prompts an earlier run's pass rates keep; empty where they are not asked."""
     bad_rows: list[str]
     first_prompt: str
     """As the policy reads it: special tokens are there."""
@@ -64,6 +67,8 @@ class Prepared:
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables, each source's from two files, or from one whose fifth at most
     is held out.
+
+    Other held-out sets are files of their own. A prompt is of the first set that has it.
 
     Raises:
         PromptError: naming file, line and field of the first bad rows, or what else is missing.
@@ -79,8 +84,10 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         num_repeated += row["prompt"] in held_out
         return row["prompt"] not in held_out
 
+    is_chosen = DifficultyFilter(recipe.prompts.difficulty, layout)
+
     def to_train(rows: Iterable[Row]) -> Iterator[Row]:
-        for row in filter(is_new, rows):
+        for row in filter(is_chosen, filter(is_new, rows)):
             of_source[row["source"]] += 1
             yield row
 
@@ -90,6 +97,9 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
+    names = [each.name for each in recipe.evaluation.held_out]
+    for row in filter(is_new, _set_rows(recipe, layout, bad_rows, names=names)):
+        held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
     rows = to_train(chain.from_iterable(rest))
@@ -100,12 +110,16 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     for name in recipe.by_source():
         if not of_source[name]:
             of = f" of source {name!r}" if name else ""
-            raise PromptError(f"no prompts{of} are left to train on; give more, or hold out fewer")
+            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
+            raise PromptError(
+                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
+            )
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
         num_held_out,
         num_repeated,
+        str(is_chosen),
         listed,
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
@@ -129,16 +143,14 @@ def _split(recipe: Recipe, read: Read) -> tuple[Iterator[Row], Iterator[Row]]:
     return read(path, keeps=places.__contains__), rest
 
 
-def prepare_held_out(recipe: Recipe, layout: RunLayout) -> None:
-    """Write the whole prompt file as the held-out table.
+def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
+    """Write the sets of `evaluation.held_out` that have these names as the held-out table.
 
     Raises:
         PromptError: as `prepare_prompts`.
     """
-    assert recipe.prompts.path is not None
     bad_rows: dict[Place, PromptError] = {}
-    read = _reader(recipe, layout, bad_rows)
-    num_good = _write(layout.held_out_prompts, read(recipe.prompts.path))
+    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
     _refuse(bad_rows, recipe, num_good=num_good)
 
 
@@ -204,6 +216,21 @@ def tokenise_completions(
         lengths=np.array([sum(map(len, row)) for row in parts], np.int32),
     )
     return len(rows) // len(fields)
+
+
+def _set_rows(
+    recipe: Recipe,
+    layout: RunLayout,
+    bad_rows: dict[Place, PromptError],
+    *,
+    names: Collection[str],
+) -> Iterator[Row]:
+    """Yield the rows of the sets of these names, each with the name of its set as its source."""
+    for each in recipe.evaluation.held_out:
+        if each.name not in names:
+            continue
+        read = _reader(recipe.of_set(each), layout, bad_rows, source=each.name)
+        yield from islice(read(each.path), each.num_prompts or None)
 
 
 def _reader(

@@ -21,6 +21,7 @@ from areal_flow.errors import RewardError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
+from areal_flow.recovery.run_directory import find_run
 
 FIRST_EPOCH = 1
 ACCEPT = (
@@ -73,9 +74,13 @@ def record_inputs(
         model: the directory that the first policy comes from.
         reference: the directory of the policy that the loss compares with, unless it is the first.
     """
-    copies = (layout.train_prompts, layout.held_out_prompts, layout.sft_rows)
-    sources = [recipe.prompts.path, recipe.prompts.held_out_path, recipe.sft.path]
-    sources += [path for of in recipe.sources for path in (of.path, of.held_out_path)]
+    prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
+    copies = (*prompts, layout.sft_rows)
+    held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.held_out))
+    earlier = recipe.prompts.difficulty.run
+    chosen_by = find_run(layout.root.parent, earlier).identity if earlier else None
+    several = (path for of in recipe.sources for path in (of.path, of.held_out_path))
+    sources = (recipe.prompts.path, *held_out, *several, recipe.sft.path, chosen_by)
     inputs = RunInputs(
         verifiers=[(FIRST_EPOCH, verifier.identity)],
         files={

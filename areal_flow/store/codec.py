@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from areal_flow.layout import SCHEMA_VERSION
 from areal_flow.types import (
     EngineStats,
     Episode,
@@ -30,7 +31,6 @@ from areal_flow.types import (
 from areal_flow.workflows.group import RolledOutGroup
 from schemas import TrajectoryRow, arrow_schema, content_hashes
 from schemas.content import row_arrays
-from schemas.trajectories import SCHEMA_VERSION
 
 TRAJECTORIES = arrow_schema(TrajectoryRow)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE, evaluation_scores
+from areal_flow.pass_rates import PASS_RATE, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
@@ -25,6 +25,7 @@ from areal_flow.tracking.protocol import (
     TRAINED_AT_TAG,
     Tracker,
 )
+from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ _CHECKPOINT_COLUMNS = [
     *("weights_hash", "lance_version", "trajectory_watermark", "committed_at", "metrics"),
 ]
 _EVALUATION_COLUMNS = [
-    *("evaluation", "policy_version", "prompt_id", "sample", "reward", "num_output_tokens"),
-    *("evaluated_at", "verifier", "difficulty", "prompt", "answer", "completion", "reward_detail"),
+    *("evaluation", "policy_version", "held_out", "prompt_id", "sample", "reward"),
+    *("num_output_tokens", "evaluated_at", "verifier", "difficulty", "prompt", "answer"),
+    *("completion", "reward_detail"),
 ]
 
 
@@ -70,6 +72,20 @@ def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     entries = dict(row.get("metrics") or ())
     named = {name if "/" in name else f"train/{name}": value for name, value in entries.items()}
     return {k: float(value) for k, value in {**fixed, **named}.items() if value is not None}
+
+
+def held_out_metrics(found: EvaluationTable) -> dict[str, float]:
+    """Return an evaluation's numbers by the names that sinks show; of several sets, those of each.
+
+    They are `held_out/NAME` over all prompts, and `held_out/SET/NAME`.
+    """
+    sets = {f"held_out/{name}": scores for name, scores in found.several_sets.items()}
+    named = {"held_out": found.overall, **sets}
+    return {
+        f"{area}/{label}": value
+        for area, scores in named.items()
+        for label, value in scores.by_name().items()
+    }
 
 
 class Projection:
@@ -130,9 +146,9 @@ class Projection:
         answers = run.evaluations("polars", columns=_EVALUATION_COLUMNS)
         made = answers.partition_by(["evaluation", "policy_version"], as_dict=True)
         for (name, version), part in made.items():
-            scores = evaluation_scores(part.to_dicts(), threshold=run.pass_threshold)
-            self._pass_rates[version] = scores.passed.pass_rate
-            metrics = {f"held_out/{label}": value for label, value in scores.by_name().items()}
+            found = tabulate(part.to_dicts(), threshold=run.pass_threshold)
+            self._pass_rates[version] = found.overall.passed.pass_rate
+            metrics = held_out_metrics(found)
             at = _milliseconds(part["evaluated_at"].max())
             log = self._sink.log_evaluation
             self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)

@@ -20,7 +20,10 @@ def evaluate(
     model: str,
     /,
     *,
-    prompts: Annotated[Path | None, Parameter(name=("--prompts", "--data"))] = None,
+    data: Annotated[
+        list[str] | None,
+        Parameter(name=("--data", "--prompts"), metavar="[NAME=]FILE", negative=""),
+    ] = None,
     num_prompts: int | None = None,
     against: str | None = None,
     to: Path | None = None,
@@ -30,14 +33,14 @@ def evaluate(
 
     Args:
         model: A run's name, NAME@VERSION of it, models:/NAME@ALIAS, or a model directory.
-        prompts: JSONL or Parquet, instead of the run's own.
-        num_prompts: Answer only the first ones.
+        data: JSONL or Parquet, instead of the run's own; may be given again for another set.
+        num_prompts: Answer only the first ones of each set.
         against: Another model, compared on the same prompts.
         to: A new .lance, .parquet or .jsonl with every answer and its verdict.
     """
     from pipelines.cli.reports import report_comparison, report_evaluation
     from pipelines.cli.table_file import write_table_file
-    from pipelines.evaluate import answers_table, compare_models, evaluate_model
+    from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_model
     from pipelines.models import find_model, title_of
 
     names = [model] if against is None else [against, model]
@@ -45,10 +48,10 @@ def evaluate(
     for name in names:
         directory = find_model(folders.runs, name, registry=folders.registry)
         title = title_of(name, directory)
-        found.append(evaluate_model(directory, prompts=prompts, limit=num_prompts, title=title))
+        found.append(evaluate_model(directory, data=data or (), limit=num_prompts, title=title))
     report = report_evaluation(found[-1].table, found[-1].title)
     if against is not None:
-        report = report_comparison(compare_models(*found), *found)
+        report = report_comparison(compare_models(*found), compare_by_set(*found), *found)
     if to is not None:
         table = answers_table(found)
         write_table_file(to, [table], table.schema)
@@ -193,6 +196,18 @@ def replay(
     return report_replay(layout, replayed, num_trajectories=trajectories, tokens_of=tokens)
 
 
+def difficulty(run: str, /, *, folders: Given) -> Report:
+    """Show how many of a run's prompts passed how often, for `prompts.difficulty` of the next one.
+
+    Args:
+        run: A run's name, or its directory.
+    """
+    from areal_flow.store.queries import Run
+    from pipelines.cli.prompt_report import report_difficulty
+
+    return report_difficulty(Run(find_run(folders.runs, run).root))
+
+
 def check(run: str, /, *, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
 
@@ -231,4 +246,4 @@ def settings(section: str | None = None, /) -> Report:
     return report_settings(section)
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, replay, check, report, settings)
+COMMANDS = (evaluate, export, trajectories, lineage, difficulty, replay, check, report, settings)

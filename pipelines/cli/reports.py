@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from areal_flow.recovery.lease import newest_lease
 from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
-from areal_flow.types import EvaluationTable
+from areal_flow.types import EvaluationScores, EvaluationTable
 from pipelines.cli.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -44,54 +44,70 @@ def report_check(layout: RunLayout) -> Report:
 
 
 def report_evaluation(found: EvaluationTable, model: str) -> Report:
-    """Report pass rates and mean rewards by difficulty, the overall ones as a line of JSON."""
+    """Report pass rates and mean rewards, the overall ones as a line of JSON.
+
+    A line is a held-out set or, of one set, a difficulty.
+    """
     overall = found.overall.as_json()
     rows = [
         {"difficulty": difficulty, **scores.as_json()}
         for difficulty, scores in found.by_difficulty.items()
     ]
-    shown = [
-        {
-            "difficulty": difficulty,
-            "prompts": scores.passed.n,
-            "pass rate, 95%": with_interval(scores, "pass_rate"),
-            "mean reward, 95%": with_interval(scores, "reward_mean"),
-            "mean tokens": f"{scores.mean_tokens:.1f}",
-        }
-        for difficulty, scores in found.by_difficulty.items()
-    ]
+    label, parts = found.parts
+    shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
     table = Table(shown, f"{model}: held-out prompts, {samples_text(found.overall)}")
-    data = {"model": model, "overall": overall, "by_difficulty": rows}
+    by_set = {name: scores.as_json() for name, scores in found.by_set.items()}
+    data = {"model": model, "overall": overall, "by_set": by_set, "by_difficulty": rows}
     return Report(data, [table, json.dumps(overall)])
 
 
+def _scores(scores: EvaluationScores) -> dict[str, Any]:
+    return {
+        "prompts": scores.passed.n,
+        "pass rate, 95%": with_interval(scores, "pass_rate"),
+        "mean reward, 95%": with_interval(scores, "reward_mean"),
+        "mean tokens": f"{scores.mean_tokens:.1f}",
+    }
+
+
 def report_comparison(
-    compared: PairedComparison, first: EvaluationResult, second: EvaluationResult
+    compared: PairedComparison,
+    by_set: Mapping[str, PairedComparison],
+    first: EvaluationResult,
+    second: EvaluationResult,
 ) -> Report:
-    """Report two models' scores, and how the second does on the first's prompts."""
-    shown = [
-        {
-            "model": result.title,
-            "prompts": result.table.overall.passed.n,
-            "pass rate, 95%": with_interval(result.table.overall, "pass_rate"),
-            "mean reward, 95%": with_interval(result.table.overall, "reward_mean"),
-            "mean tokens": f"{result.table.overall.mean_tokens:.1f}",
-        }
-        for result in (first, second)
-    ]
-    said = (
+    """Report two models' scores, and how the second does on the first's prompts, set by set."""
+    results = (first, second)
+    if len(by_set) > 1:
+        shown = [
+            {"set": name, "model": result.title, **_scores(result.table.by_set[name])}
+            for name in by_set
+            for result in results
+        ]
+        said = [f"{name}: {_compared(of)}" for name, of in [*by_set.items(), ("all", compared)]]
+    else:
+        shown = [{"model": result.title, **_scores(result.table.overall)} for result in results]
+        said = [_compared(compared)]
+    data = {
+        "models": [_of_model(result) for result in results],
+        "comparison": compared.as_json(),
+        "by_set": {name: of.as_json() for name, of in by_set.items()},
+    }
+    title = f"held-out prompts, {samples_text(second.table.overall)}"
+    return Report(data, [Table(shown, title), *said])
+
+
+def _of_model(result: EvaluationResult) -> dict[str, Any]:
+    by_set = {name: scores.as_json() for name, scores in result.table.by_set.items()}
+    return {"model": result.title, **result.table.overall.as_json(), "by_set": by_set}
+
+
+def _compared(compared: PairedComparison) -> str:
+    return (
         f"{compared.difference:+.3f} ({compared.low:+.3f} to {compared.high:+.3f}): better on "
         f"{compared.num_better} of {compared.num_prompts} prompts, worse on {compared.num_worse}, "
         f"p = {compared.p_value:.2g} (exact, paired)"
     )
-    data = {
-        "models": [
-            {"model": result.title, **result.table.overall.as_json()} for result in (first, second)
-        ],
-        "comparison": compared.as_json(),
-    }
-    title = f"held-out prompts, {samples_text(second.table.overall)}"
-    return Report(data, [Table(shown, title), said])
 
 
 def report_runs(runs: Path) -> Report:

@@ -125,9 +125,10 @@ def _figures(ledger: Any, evaluations: Sequence[HeldOut], *, num_generators: int
     """Return the numbers that stand first, by what they are called."""
     found = summarise({}, ledger, num_generators=num_generators)
     held_out = {
-        f"Held-out {label}, version {each.version}": with_interval(each.found.overall, name)
+        f"{held_out} {label}, version {each.version}": with_interval(scores, name)
         for label, name in (("pass rate", "pass_rate"), ("mean reward", "reward_mean"))
         for each in _ends(evaluations)
+        for held_out, scores in {"Held-out": each.found.overall, **each.found.several_sets}.items()
     }
     return {
         **held_out,

@@ -19,6 +19,7 @@ import pytest
 from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
+from areal_flow.held_out import HELD_OUT
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import Verifier, accept
 from areal_flow.recovery.lease import hold_lease
@@ -46,6 +47,7 @@ def layout(tmp_path: Path) -> RunLayout:
 def append_evaluation(layout: RunLayout, version: int, rewards: list[float | None]) -> None:
     answer = {
         "evaluation": "after",
+        "held_out": HELD_OUT,
         "verifier": "numeric@0",
         "difficulty": 2,
         "prompt": "1 + 1 =",

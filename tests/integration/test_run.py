@@ -33,7 +33,10 @@ SUMMARY_KEYS = {
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder where a user ran `areal-flow train` once."""
     cwd = tmp_path_factory.mktemp("workspace")
-    arguments = [*small_arguments(), "--tracking.enabled", "true"]
+    rows = [json.dumps({"question": f"{n} + 90 =", "answer": str(n + 90)}) for n in range(8)]
+    (cwd / "nineties.jsonl").write_text("\n".join(rows))
+    sets = '[{name = "nineties", path = "nineties.jsonl"}]'
+    arguments = [*small_arguments(), "--tracking.enabled", "true", "--evaluation.held-out", sets]
     done = cli("train", "--name", "first", *arguments, cwd=cwd)
     (cwd / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +54,12 @@ def test_summary_has_what_was_promised(layout: RunLayout) -> None:
     for moment in ("held_out_before", "held_out_after"):
         names = {f"{name}{end}" for name in ("pass_rate", "reward_mean") for end in BOUNDS}
         assert set(summary[moment]) == {*names, "n", "num_samples", "mean_tokens"}
-        assert summary[moment]["n"] == 64
+        assert summary[moment]["n"] == 64 + 8
+    for by_set in summary["by_set"].values():
+        assert {name: scores["n"] for name, scores in by_set.items()} == {
+            "held_out": 64,
+            "nineties": 8,
+        }
     assert summary["num_steps"] == 4
     assert summary["model_version"] == "3"
     assert summary["staleness_max"] <= 2
@@ -133,7 +141,7 @@ def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     done = cli("evaluate", "models:/areal-flow@best", "--num-prompts", "40", cwd=workspace)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["n"] == 40
+    assert found["n"] == 40 + 8, "the first ones of each set"
     assert found["pass_rate_low"] <= found["pass_rate"] <= found["pass_rate_high"]
 
 

@@ -117,7 +117,7 @@ def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(
     layout: RunLayout,
 ) -> None:
     text = "\x1b[2J" + "a" * 5000 + "="
-    said = describe_prompts(Prepared(1, 0, 0, [], text, ""), layout)
+    said = describe_prompts(Prepared(1, 0, 0, "", [], text, ""), layout)
     assert "\x1b" not in said
     assert "The first prompt:\n  ␛[2Jaaa" in said
     assert "aaa … 3005 characters more … aaa" in said

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from areal_flow.workflows.group import run_group
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
 from areal_flow.workflows.single_turn import SingleTurn
+from pipelines.evaluate import held_out_sets
 from schemas import EvaluationRow, arrow_schema, validate
 from tests.episodes import PROMPT, FakeServices
 
@@ -167,3 +169,16 @@ def test_fewest_tokens_of_a_held_out_answer_are_not_those_of_training() -> None:
 def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
         build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")
+
+
+def test_held_out_set_has_a_name_of_its_own() -> None:
+    one = {"name": "math", "path": "m.jsonl"}
+    with pytest.raises(ConfigError, match="a name stands twice in"):
+        build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
+    found = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
+    assert [(each["name"], Path(each["path"]).name) for each in found] == [
+        ("math", "math.jsonl"),
+        ("code", "rows.parquet"),
+    ]
+    with pytest.raises(ConfigError, match="--data: expected another name for each file"):
+        held_out_sets(["a/math.jsonl", "b/math.jsonl"])

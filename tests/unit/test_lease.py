@@ -170,6 +170,7 @@ def answers_of(writer_epoch: int, name: str) -> list[dict[str, Any]]:
         "evaluation": name,
         "writer_epoch": writer_epoch,
         "policy_version": 0,
+        "held_out": "held_out",
         "prompt_id": "p",
         "difficulty": 1,
         "prompt": "1 + 1 =",

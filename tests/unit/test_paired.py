@@ -15,7 +15,12 @@ from areal_flow.paired import compare_answers, sign_test
 
 def answers(*rewards: float | None, samples: int = 1) -> list[dict[str, Any]]:
     return [
-        {"prompt_id": f"p{place // samples}", "sample": place % samples, "reward": reward}
+        {
+            "held_out": "sums",
+            "prompt_id": f"p{place // samples}",
+            "sample": place % samples,
+            "reward": reward,
+        }
         for place, reward in enumerate(rewards)
     ]
 

@@ -38,6 +38,7 @@ from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.store.database import connect, read_sql
+from areal_flow.tracking.projection import held_out_metrics
 from areal_flow.types import Score, Verdict
 from pipelines.cli.progress import Progress
 from pipelines.cli.reports import report_evaluation
@@ -95,7 +96,7 @@ def test_bare_number_is_right_if_its_completion_passes(
 def answers(*rewards: float | None, difficulty: int = 1) -> list[dict[str, Any]]:
     made = {"difficulty": difficulty, "num_output_tokens": 4, "sample": 0}
     return [
-        {**made, "prompt_id": f"{difficulty}-{index}", "reward": reward}
+        {**made, "held_out": "held_out", "prompt_id": f"{difficulty}-{index}", "reward": reward}
         for index, reward in enumerate(rewards)
     ]
 
@@ -179,7 +180,7 @@ def test_evaluation_is_reported_with_both_labelled() -> None:
 
 def sampled(*prompts: Sequence[float | None]) -> list[dict[str, Any]]:
     """Return answers with several samples a prompt."""
-    made = {"difficulty": 1, "num_output_tokens": 4, "reward_detail": "{}"}
+    made = {"held_out": "held_out", "difficulty": 1, "num_output_tokens": 4, "reward_detail": "{}"}
     return [
         {**made, "prompt_id": f"p{index}", "sample": sample, "reward": reward}
         for index, rewards in enumerate(prompts)
@@ -242,6 +243,24 @@ def test_prompts_that_share_an_id_are_two_prompts() -> None:
     found = evaluation_scores([*answers(1.0), *answers(0.0)], threshold=0.5)
     assert (found.passed.n, found.passed.pass_rate, found.num_samples) == (2, 0.5, 1)
     assert found.pass_at == {}
+
+
+def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_once() -> None:
+    rows = [{**row, "held_out": "code"} for row in sampled([1, 1], [1, 0], [0, 0])]
+    found = tabulate([*sampled([1, 1]), *rows], threshold=0.5)
+    assert {name: of.passed.pass_rate for name, of in found.by_set.items()} == {
+        "held_out": 1.0,
+        "code": 0.5,
+    }
+    assert (found.overall.passed.n, found.overall.passed.pass_rate) == (4, 0.625)
+    metrics = held_out_metrics(found)
+    assert metrics["held_out/pass_at_2"] == 0.75
+    assert metrics["held_out/code/pass_at_2"] == pytest.approx(2 / 3)
+    report = report_evaluation(found, "m")
+    assert [*report.data["by_set"]] == ["held_out", "code"]
+    assert [row["set"] for row in report.parts[0].rows] == ["held_out", "code"]
+    of_one = held_out_metrics(tabulate(rows, threshold=0.5))
+    assert not any(name.startswith("held_out/code") for name in of_one), "it is what is overall"
 
 
 def test_ks_are_powers_of_two_and_all_samples() -> None:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.config import Recipe, build_recipe
-from areal_flow.errors import PromptError
+from areal_flow.config import EvaluationSettings, Recipe, build_recipe
+from areal_flow.errors import ConfigError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
@@ -251,6 +251,47 @@ def test_held_out_prompts_are_never_trained_on(tmp_path: Path, layout: RunLayout
     assert held
     assert len({p.text for p in held}) == len(held)
     assert not {p.text for p in held} & {p.text for p in train}
+
+
+def test_no_prompt_of_any_held_out_set_is_trained_on(tmp_path: Path, layout: RunLayout) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [good(index) for index in range(40)])
+    problems = [{"problem": f"{n} + 1 =", "answer": "1"} for n in (3, 4, 90, 91)]
+    file = write_rows(tmp_path / "problems.jsonl", problems)
+    own = {"name": "problems", "path": str(file), "question_field": "problem", "num_prompts": 3}
+    sets = EvaluationSettings.model_validate({"held_out": [own]})
+    asked = recipe(path, num_held_out=0).model_copy(update={"evaluation": sets})
+    found = prepare_prompts(asked, layout)
+    assert (found.num_train, found.num_held_out, found.num_repeated) == (38, 3, 2)
+    held = PromptTable(layout.held_out_prompts, seed=0).rows()
+    assert [(p.text, p.source) for p in held] == [
+        (row["problem"], "problems") for row in problems[:3]
+    ]
+    train = PromptTable(layout.train_prompts, seed=0).rows()
+    assert not {p.text for p in held} & {p.text for p in train}
+
+
+def test_held_out_sets_of_code_and_of_numbers_are_each_judged_by_their_own(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [good(index) for index in range(40)])
+    tested = {"question": "f =", "answer": "none", "mode": "stdin"}
+    tested["tests"] = [{"input": "", "output": "2"}]
+    code = write_rows(tmp_path / "code.jsonl", [tested])
+    numbers, programs = RewardSettings(), RewardSettings(verifier="code", sources=("code",))
+    table = recipe(path).model_dump(mode="json", exclude_none=True)
+    table["evaluation"]["held_out"] = [{"name": "code", "path": str(code)}]
+    table["rewards"] = [programs.model_dump()]
+    with pytest.raises(ConfigError, match="one must judge the prompts to train on"):
+        build_recipe(table, source="test")
+    table["rewards"].append(numbers.model_dump())
+    with pytest.raises(PromptError, match=r"code.jsonl, line 1: .* the numeric verifier"):
+        prepare_prompts(build_recipe(table, source="test"), layout)
+    table["sources"] = [{"name": "sums", "path": table["prompts"].pop("path")}]
+    table["prompts"]["source"] = "arithmetic"
+    table["rewards"][1]["sources"] = ["sums"]
+    prepare_prompts(build_recipe(table, source="test"), layout)
+    held = PromptTable(layout.held_out_prompts, seed=0).rows()
+    assert [p.source for p in held] == ["sums"] * 4 + ["code"]
 
 
 def test_every_epoch_shows_every_prompt_once_in_another_order(

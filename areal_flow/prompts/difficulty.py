@@ -1,0 +1,89 @@
+"""Keeps prompts that are neither too easy nor too hard, by how often an earlier run passed them.
+
+What the earlier run's trajectories say is read once, when a run is prepared, and stored with it. A
+prompt is known by the hash of its text, so files may have other rows in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_flow.config import DifficultySettings
+from areal_flow.errors import PromptError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import check_schema_version, find_run
+from areal_flow.store.queries import Run
+
+_RATES = """
+SELECT sha256(asked.prompt) AS prompt_hash, avg(passed::DOUBLE) AS pass_rate,
+    count(*) AS num_samples
+FROM trajectories JOIN (SELECT DISTINCT prompt_tokens, prompt FROM prompts) AS asked
+    USING (prompt_tokens)
+WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
+"""
+
+
+def prompt_pass_rates(run: Run) -> pa.Table:
+    """Return `prompt_hash`, `pass_rate` and `num_samples` of each prompt that a run answered."""
+    with closing(run.database()) as database:
+        found: pa.Table = database.sql(_RATES).to_arrow_table()
+    return found
+
+
+class DifficultyFilter:
+    """Decides which prompts are trained on, and counts them."""
+
+    def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
+        """Read the pass rates of the earlier run, and store them in the new one.
+
+        Raises:
+            RunError: there is no such run.
+            PromptError: it has no trajectories with a reward.
+        """
+        self._settings = settings
+        self.counts = Counter[str]()
+        """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""
+        self._rates: dict[str, float] = {}
+        if not settings.run:
+            return
+        parent = find_run(layout.root.parent, settings.run)
+        rates = prompt_pass_rates(Run(parent.root))
+        if not len(rates):
+            raise PromptError(
+                f"prompts.difficulty.run = {settings.run!r}: expected trajectories with a reward, "
+                "found none there"
+            )
+        of = {"run": str(parent.root), "run_id": check_schema_version(parent)}
+        layout.difficulty.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(rates.replace_schema_metadata(of), layout.difficulty)
+        self._rates = {
+            row["prompt_hash"]: row["pass_rate"]
+            for row in rates.to_pylist()
+            if row["num_samples"] >= settings.min_samples
+        }
+
+    def __call__(self, row: dict[str, Any]) -> bool:
+        """Return whether a row of a prompt table is to be trained on."""
+        settings = self._settings
+        if not settings.run:
+            return True
+        rate = self._rates.get(hashlib.sha256(row["prompt"].encode()).hexdigest())
+        if rate is None:
+            self.counts["unseen"] += 1
+            return settings.keep_unseen
+        easy, hard = rate > settings.max_pass_rate, rate < settings.min_pass_rate
+        self.counts["too easy" if easy else "too hard" if hard else "kept"] += 1
+        return not (easy or hard)
+
+    def __str__(self) -> str:
+        """Return the counts as a sentence says them; empty without a filter."""
+        unseen = "kept, too" if self._settings.keep_unseen else "left out"
+        said = ", ".join(f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard"))
+        of = f"by the pass rates of run {self._settings.run}"
+        return f"{of}: {said}, {self.counts['unseen']} unseen ({unseen})" if self.counts else ""

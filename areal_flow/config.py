@@ -25,6 +25,7 @@ from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION, GenerationSettings
 from areal_flow.held_out import HeldOutSettings, check_names
 from areal_flow.pass_rates import PASS_THRESHOLD
+from areal_flow.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require
 from areal_flow.weights.settings import Medium, WeightsSettings
@@ -34,119 +35,6 @@ from areal_flow.workflows.single_turn import SingleTurn
 from areal_flow.workflows.tool_use import ToolUse
 
 SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
-
-
-class DifficultySettings(Settings):
-    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
-
-    run: str = ""
-    """The earlier run: its name, or its directory; empty: all prompts are trained on."""
-    min_pass_rate: float = Field(0.05, ge=0, le=1)
-    """Prompts that passed less often are too hard, and left out."""
-    max_pass_rate: float = Field(0.95, ge=0, le=1)
-    """Prompts that passed more often are too easy, and left out."""
-    min_samples: int = Field(4, ge=1)
-    """A prompt with fewer completions there counts as unseen."""
-    keep_unseen: bool = True
-    """Train on prompts of which that run says nothing."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> DifficultySettings:
-        require(
-            self.min_pass_rate <= self.max_pass_rate,
-            f"prompts.difficulty.min_pass_rate ({self.min_pass_rate}) must not exceed "
-            f"max_pass_rate ({self.max_pass_rate})",
-        )
-        return self
-
-
-class SourceSettings(Settings):
-    """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
-
-    name: str = Field(pattern=r"^[\w.-]+$")
-    """What trajectories, metrics and rewards call it."""
-    weight: float = Field(1.0, gt=0)
-    """Its share of the prompts is this part of all weights, to the percent."""
-    source: str = "file"
-    """As `prompts.source`."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a source that takes some: of a task of reasoning-gym its own; of a
-    Hugging Face dataset `config`, `split`, `held_out_split`, `revision`."""
-    path: Path | None = Field(None, strict=False)
-    """As `prompts.path`."""
-    held_out_path: Path | None = Field(None, strict=False)
-    """As `prompts.held_out_path`."""
-    question_field: str | None = None
-    """As `prompts.question_field`."""
-    answer_field: str | None = None
-    """As `prompts.answer_field`."""
-    template: str | None = None
-    """As `prompts.template`."""
-    num_prompts: int | None = Field(None, ge=1)
-    """As `prompts.num_prompts`."""
-    num_held_out: int | None = Field(None, ge=0)
-    """As `prompts.num_held_out`."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SourceSettings:
-        where = f"sources {self.name!r}"
-        require(self.source != "file" or self.path is not None, f"{where}: path is needed")
-        template = self.template is None or "{question}" in self.template
-        require(template, f"{where}: template must contain {{question}}")
-        return self
-
-
-class PromptSettings(Settings):
-    """Where prompts come from and how they are put to the policy."""
-
-    source: str = "arithmetic"
-    """`file`; a source that makes prompts: `arithmetic`, `calculator`, `one_liners`;
-    `reasoning_gym:TASK`; `datasets:NAME`, a Hugging Face dataset; or `verifiers:ENVIRONMENT`.
-    `[[sources]]` mix several."""
-    path: Path | None = Field(None, strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row, for the source `file`."""
-    held_out_path: Path | None = Field(None, strict=False)
-    """Held-out prompts in a file of their own; otherwise drawn from `path`."""
-    question_field: str = "question"
-    """The field of a row that has the question: text or, with a chat template, messages, each of
-    `role` and `content`, the last one the user's."""
-    answer_field: str = "answer"
-    """The field of a row that has the right answer: text, a number or a list."""
-    template: str = "{question}"
-    """What the policy is given, or with a chat template the user's last message; `{question}`
-    stands for the question."""
-    chat_template: bool = False
-    """Put questions as conversations, by the chat template of the model's tokenizer."""
-    system: str = ""
-    """The system message of a chat whose row has none; empty: no such message."""
-    num_prompts: int = Field(24_000, ge=1)
-    """How many prompts a source makes; a file is read whole."""
-    num_held_out: int = Field(1024, ge=0)
-    """How many prompts are never trained on, at most a fifth of a file; 0: none of these, and no
-    evaluation unless there are `evaluation.held_out`."""
-    num_terms: tuple[int, int] = Field((3, 7), strict=False)
-    """The fewest and the most terms of a sum, for the source `arithmetic`."""
-    skip_bad_rows: bool = False
-    """Leave out and list rows that are wrong, instead of ending there."""
-    difficulty: DifficultySettings = DifficultySettings()
-    """Which prompts are trained on, by how often an earlier run's completions of them passed."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PromptSettings:
-        require(
-            self.source != "file" or self.path is not None,
-            "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
-        )
-        require("{question}" in self.template, "prompts.template must contain {question}")
-        require(
-            self.chat_template or not self.system,
-            f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
-        )
-        require(
-            2 <= self.num_terms[0] <= self.num_terms[1],
-            f"prompts.num_terms ({[*self.num_terms]}) must be two numbers from 2, the larger last",
-        )
-        return self
 
 
 class SftSettings(Settings):

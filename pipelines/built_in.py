@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_flow.config import PromptSettings, Recipe, SourceSettings
+from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import (
@@ -22,6 +22,7 @@ from areal_flow.models.directory import (
     resolve_model,
     tokenizer_of,
 )
+from areal_flow.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum
 from pipelines.arithmetic.tiny_policy import write_tiny_model

@@ -87,7 +87,7 @@ def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Pat
         ("exits_by_sys", "called sys.exit(3): it must return a reward (at exits_by_sys, own.py"),
         ("hangs", "no verdict on a completion within 0.5 s, it stands in hangs, own.py, line 20"),
         ("returns_nothing", "returned None, expected a number or a Score"),
-        ("holds_the_loop", "hangs (no verdict within 7 s) on the first prompt row"),
+        ("holds_the_loop", "no verdict on a completion within 0.5 s, it stands in holds_the_loop"),
     ],
 )
 def test_what_is_wrong_with_a_verifier_is_named(

@@ -11,7 +11,7 @@ import pytest
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.recovery.replay_settings import settings_of_a_step
+from areal_flow.recovery.replay_settings import WITHOUT_INFLUENCE, settings_of_a_step
 from areal_flow.recovery.restore import ComparedStep, compared_values, result_from_row
 from areal_flow.settings import flatten
 from areal_flow.types import PolicyHashes, StepResult
@@ -70,11 +70,13 @@ def test_environment_differences_name_both_sides() -> None:
     assert compared.environment_differences == {"device": ("cpu", "cuda"), "threads": (1, None)}
 
 
-def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_three() -> None:
-    of_algorithms = {name for a in ALGORITHMS.values() for name in a.model_fields}
-    known = len(of_algorithms) + len(flatten(TrainerSettings().model_dump()))
+def test_every_setting_of_algorithms_and_trainer_can_change_a_step_but_eight() -> None:
+    of_algorithms = {f"algorithm.{name}" for a in ALGORITHMS.values() for name in a.model_fields}
+    known = of_algorithms | flatten(TrainerSettings().model_dump(), "trainer.").keys()
     found = settings_of_a_step()
-    assert len([name for name in found if name.startswith(("algorithm.", "trainer."))]) == known - 3
+    of_both = {name for name in found if name.startswith(("algorithm.", "trainer."))}
+    assert of_both == known - WITHOUT_INFLUENCE
+    assert len(known) - len(of_both) == 8
     assert {"controller.max_staleness", "generation.temperature", "seed"} <= set(found)
 
 

@@ -203,6 +203,7 @@ def test_reasoning_gym_task_is_a_source_and_judges_itself(layout: RunLayout) -> 
         ),
         ({"source": "arithmetic", "settings": {"a": 1}}, ConfigError, "takes no settings"),
         ({"source": "datasets:a/b", "settings": {"a": 1}}, ConfigError, "has no setting 'a'"),
+        ({"source": "verifiers:a", "settings": {"a": 1}}, ConfigError, "takes no settings"),
     ],
 )
 def test_source_that_is_misnamed_or_misset_is_refused(

@@ -11,7 +11,7 @@ seeds, with the 95% interval of Student's t over them. `best` is the highest of 
 every `--every` steps. tokens/s are of `areal-flow train` at this `max_staleness`, with
 `--flow-steps`.
 
-    python -m benchmarks.staleness [--etas 0 1 2 4 8 16 inf] [--seeds 0 1 2] [--steps 60]
+    python -m benchmarks.staleness [--etas 0 1 2 4 8 16 inf] [--seeds 0 1 2] [--steps 100]
         [--json FILE] [--plot FILE]
 
 A file of `--json` that is there is continued: what it has is not run again.
@@ -220,11 +220,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--etas", nargs="+", type=float, default=[0, 1, 2, 4, 8, 16, inf])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--minibatches", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--flow-steps", type=int, default=0, help="of `train`; 0: no tokens/s")
     parser.add_argument("--model", type=Path, help="start from this directory")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -61,6 +61,16 @@ class TrainingSequence:
         )
 
 
+_NOTHING = TrainingSequence(
+    np.zeros(1, np.int64),
+    np.zeros(0, np.int64),
+    np.zeros(0, np.float32),
+    np.zeros(0, np.bool_),
+    0.0,
+    0,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Sequences in one row, and what to compute at the trained positions."""
@@ -103,7 +113,11 @@ class MicroBatches(Sequence[MicroBatch]):
 def pack_sequences(
     sequences: Sequence[TrainingSequence], *, device: torch.device | str = "cpu"
 ) -> MicroBatch:
-    """Lay sequences side by side and align everything that belongs to their trained tokens."""
+    """Lay sequences side by side and align everything that belongs to their trained tokens.
+
+    Without any, the row is one token that nothing is trained on.
+    """
+    sequences = sequences or [_NOTHING]
     tokens = [part for s in sequences for part in (s.prompt_tokens, s.output_tokens)]
     trained_M = np.flatnonzero(np.concatenate([s.trained for s in sequences]))
     sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])

@@ -170,9 +170,12 @@ def _plan_minibatch(
     micro_batches = [[member for index in indices for member in units[index]] for indices in packed]
     work = [sum(_work(sequences[member].num_tokens) for member in micro) for micro in micro_batches]
     ranks = deal_by_work(work, num_ranks)
-    return [
-        [m for m, of in zip(micro_batches, ranks, strict=True) if of == r] for r in range(num_ranks)
-    ]
+    dealt: MinibatchPlan = [[] for _ in range(num_ranks)]
+    for micro, rank in zip(micro_batches, ranks, strict=True):
+        dealt[rank].append(micro)
+    # Ranks whose parts of the policy belong together make as many passes each, some of no sequence.
+    num_passes = max(len(of_rank) for of_rank in dealt)
+    return [[*of_rank, *[[]] * (num_passes - len(of_rank))] for of_rank in dealt]
 
 
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:

@@ -88,7 +88,7 @@ def test_reference_is_the_policy_without_its_adapter() -> None:
     ]
     assert found[0].value == pytest.approx(found[1].value, rel=1e-3)
     assert found[0].value > 1e-4
-    assert backend.optimizer_tensors()
+    assert backend.optimizer.named_state()
 
 
 @pytest.fixture

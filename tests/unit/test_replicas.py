@@ -47,7 +47,7 @@ def trained(
     ]
     return {
         "weights": of.fingerprint(),
-        "optimizer": hash_tensors(of.optimizer_tensors()),
+        "optimizer": hash_tensors(of.optimizer.named_state()),
         "numbers": numbers,
     }
 

@@ -193,7 +193,7 @@ def test_step_is_deterministic_to_the_bit() -> None:
         trained = state()
         for step in (1, 2):
             train_step(trained, make_sequences(seed=step), step=step, settings=settings())
-        return trained.fingerprint(), hash_tensors(trained.optimizer_tensors())
+        return trained.fingerprint(), hash_tensors(trained.optimizer.named_state())
 
     assert after() == after()
 
@@ -312,7 +312,9 @@ def test_checkpoint_continues_to_the_bit(tmp_path: Path) -> None:
     assert read_checkpoint(path, restored).next_submission_index == 7
     train_step(restored, make_sequences(seed=2), step=2, settings=settings())
     assert restored.fingerprint() == straight.fingerprint()
-    assert hash_tensors(restored.optimizer_tensors()) == hash_tensors(straight.optimizer_tensors())
+    assert hash_tensors(restored.optimizer.named_state()) == hash_tensors(
+        straight.optimizer.named_state()
+    )
 
 
 def test_changed_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -365,9 +367,9 @@ def test_loaded_optimizer_state_follows_its_parameters_device() -> None:
     trained = state()
     train_step(trained, make_sequences(), step=1, settings=settings())
     elsewhere = ReplicatedBackend(small_policy().to("meta"), TrainerSettings())
-    elsewhere.load_optimizer_tensors(trained.optimizer_tensors())
+    elsewhere.optimizer.load_named_state(trained.optimizer.named_state())
     devices = {
         name.rsplit(".", 1)[1]: tensor.device.type
-        for name, tensor in elsewhere.optimizer_tensors().items()
+        for name, tensor in elsewhere.optimizer.named_state().items()
     }
     assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "cpu"}

@@ -1,0 +1,161 @@
+"""Forward and backward passes of one rank over its micro-batches, and how ranks add their numbers.
+
+It refuses to know what holds the policy, how gradients of ranks are added, and what an update is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
+from areal_flow.config import TrainerSettings
+from areal_flow.models.policy import DTYPES
+from areal_flow.trainer.backend import Minibatch, StepSettings
+from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch
+
+
+class RunOn(Protocol):
+    """Calls a function of a policy, with what the policy needs around a pass."""
+
+    def __call__(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """Return `function(policy, *arguments, **keywords)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """What one rank found in its batch of a minibatch, beside its gradients."""
+
+    loss: float
+    metrics: dict[str, Metric]
+
+
+class Passes:
+    """Passes over one policy, and over the one that its loss compares it with."""
+
+    def __init__(self, policy: RunOn, settings: TrainerSettings, *, reference: RunOn) -> None:
+        self._policy = policy
+        self._settings = settings
+        self.reference = reference
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Return the log-probabilities `[M]` of a micro-batch's trained tokens."""
+        return self._logprobs_under(self._policy, micro, temperature)
+
+    @torch.no_grad()
+    def _logprobs_under(self, policy: RunOn, micro: MicroBatch, temperature: float) -> Tensor:
+        with self._autocast():
+            logprobs_M: Tensor = policy(token_logprobs, micro, temperature=temperature)
+        return logprobs_M
+
+    def minibatch_bound(
+        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
+    ) -> float | None:
+        """Return what an algorithm must know of all of a minibatch's tokens: one for all ranks."""
+        if not settings.algorithm.needs_minibatch_bound:
+            return None
+        sent = {}
+        for rank, micro_batches in minibatch.micro_batches.items():
+            # Ranks exchange tensors of one shape; what is not a token is not a number.
+            sent[rank] = torch.full((2, minibatch.size.num_tokens), torch.nan)
+            at = 0
+            for micro in micro_batches:
+                log_ratio_M = self.logprobs(micro, settings.temperature) - micro.behavior_logprobs_M
+                end = at + len(log_ratio_M)
+                sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
+                at = end
+        tokens_2N = torch.cat(replicas.gather(sent), dim=1)
+        log_ratio_N, advantages_N = tokens_2N[:, ~tokens_2N[1].isnan()]
+        return settings.algorithm.minibatch_bound(log_ratio_N, advantages_N)
+
+    def backward(
+        self, minibatch: Minibatch, rank: int, settings: StepSettings, bound: float | None
+    ) -> RankNumbers:
+        """Add one rank's gradients to those of the policy; return the rank's numbers."""
+        total, metrics = 0.0, dict[str, Metric]()
+        for micro in minibatch.micro_batches[rank]:
+            with self._saved_activations():
+                inputs = self._loss_inputs(micro, settings, minibatch.policy_version, bound)
+                found = _with_entropy(settings.token_loss(inputs), inputs.entropy_T)
+            loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            metrics = add_metrics(metrics, found.metrics)
+        return RankNumbers(total, metrics)
+
+    def _loss_inputs(
+        self, micro: MicroBatch, settings: StepSettings, version: int, bound: float | None
+    ) -> LossInputs:
+        temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
+        reference_M = None
+        if settings.algorithm.needs_reference:
+            reference_M = self._logprobs_under(self.reference, micro, temperature)
+        with self._autocast():
+            logprobs_M, entropy_M = self._policy(
+                token_logprobs_and_entropies,
+                micro,
+                temperature=temperature,
+                entropy_has_gradient=settings.algorithm.needs_entropy,
+            )
+        return LossInputs(
+            logprobs_T=logprobs_M,
+            proximal_logprobs_T=logprobs_M.detach() if proximal_M is None else proximal_M,
+            behavior_logprobs_T=micro.behavior_logprobs_M,
+            advantages_T=micro.advantages_M,
+            sequence_T=micro.sequence_M,
+            versions_T=micro.versions_M,
+            entropy_T=entropy_M,
+            reference_logprobs_T=reference_M,
+            policy_version=version,
+            minibatch_bound=bound,
+        )
+
+    def _autocast(self) -> torch.autocast:
+        """Return the precision of passes; the master weights stay float32."""
+        device_type, dtype = torch.device(self._settings.device).type, self._settings.dtype
+        return torch.autocast(device_type, DTYPES[dtype], enabled=dtype != "float32")
+
+    def _saved_activations(self) -> AbstractContextManager[object]:
+        if self._settings.activations != "offload":
+            return nullcontext()
+        on_gpu = torch.device(self._settings.device).type == "cuda"
+        return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+def add_numbers(
+    computed: Mapping[int, RankNumbers], replicas: ReplicaGroup
+) -> tuple[float, dict[str, Metric]]:
+    """Return the minibatch's loss and metrics, those of its ranks added up."""
+    kinds = next(iter(computed.values())).metrics
+    names = sorted(kinds)
+    sent = {}
+    for rank, found in computed.items():
+        metrics = [found.metrics[name] for name in names]
+        numbers = [(m.total, m.weight or 0.0, m.squares or 0.0) for m in metrics]
+        sent[rank] = torch.tensor([(found.loss, 1.0, 0.0), *numbers], dtype=torch.float64)
+    loss, added = 0.0, dict[str, Metric]()
+    for (rank_loss, _, _), *numbers in (tensor.tolist() for tensor in replicas.gather(sent)):
+        loss += rank_loss
+        of_rank = {
+            name: Metric(
+                total,
+                None if kinds[name].weight is None else weight,
+                None if kinds[name].squares is None else squares,
+            )
+            for name, (total, weight, squares) in zip(names, numbers, strict=True)
+        }
+        added = add_metrics(added, of_rank)
+    return loss, added
+
+
+def _with_entropy(loss: PolicyLoss, entropy_M: Tensor | None) -> PolicyLoss:
+    """Return a loss that also shows the policy's entropy on its tokens, in nats."""
+    assert entropy_M is not None, "a trainer always gives it"
+    return replace(loss, metrics={**loss.metrics, "entropy_mean": mean(entropy_M)})

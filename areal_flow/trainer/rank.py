@@ -54,7 +54,7 @@ from areal_flow.trainer.sequences import (
 )
 from areal_flow.trainer.step import learning_rate, train_step
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
-from areal_flow.weights.channel import HashingWriter, WeightsWriter
+from areal_flow.weights.channel import HashingWriter, WeightsWriter, converted
 
 
 @dataclass
@@ -240,11 +240,11 @@ class TrainerRank:
     def _stand_at(self, version: int) -> PolicyHashes:
         """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
         dtype = DTYPES[self.recipe.generation.dtype]
-        weights = self.backend.export_weights()
+        weights = converted(self.backend.export_weights(), dtype=dtype)
         channel = self.channel if self.replicas.leads else HashingWriter()
         with ThreadPoolExecutor(1) as beside:
             weights_hash = beside.submit(self.backend.fingerprint)
-            served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
+            served_hash = channel.stage(version, weights)
             self._hashes = PolicyHashes(weights_hash.result(), served_hash)
         self._step, self._last = version, None
         return self._hashes

@@ -1,4 +1,4 @@
-"""What processes do that share a policy, for `tests/integration/test_sharded.py`, which starts them.
+"""What processes do that share a policy; `tests/integration/test_sharded.py` starts them.
 
     python -m tests.sharded_ranks RANK NUM_RANKS DIRECTORY CASE...
 
@@ -92,8 +92,7 @@ def train(
     backend = begin(training, replicas)
     backend.hold_reference(small_policy(seed=1, tied=training.tied))
     numbers = [
-        take_step(backend, step, num_ranks, replicas, training)
-        for step in range(1, num_steps + 1)
+        take_step(backend, step, num_ranks, replicas, training) for step in range(1, num_steps + 1)
     ]
     weights = backend.export_weights()
     return {
@@ -213,9 +212,7 @@ def run_ranks(directory: Path, num_ranks: int, *cases: str) -> list[dict[str, An
     """Start the processes, wait for them, and return what each found by case."""
     command = [sys.executable, "-m", "tests.sharded_ranks"]
     processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), str(directory), *cases], cwd=ROOT
-        )
+        subprocess.Popen([*command, str(rank), str(num_ranks), str(directory), *cases], cwd=ROOT)
         for rank in range(num_ranks)
     ]
     try:

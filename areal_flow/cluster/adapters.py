@@ -13,7 +13,7 @@ import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
-from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
+from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.results import result_of, run_task

@@ -79,7 +79,10 @@ class TrainerReplicas:
         self._writing_ranks = range(self._num_ranks if has_part else 1)
         others = self._writing_ranks[1:]
         await asyncio.gather(
-            *(self._ask(rank, trainer_tasks.take_snapshot, arguments, num_slots=1) for rank in others)
+            *(
+                self._ask(rank, trainer_tasks.take_snapshot, arguments, num_slots=1)
+                for rank in others
+            )
         )
 
     async def write_snapshot(self, step: int) -> None:

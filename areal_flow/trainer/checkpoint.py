@@ -42,7 +42,6 @@ from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import LoadsRows, SavedRows, SavedState, TrainerBackend
 from areal_flow.trainer.tensor_rows import RowsFile, write_rows
 
-
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 Found = TypeVar("Found")
@@ -165,7 +164,7 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
         TrainingError: the files are unreadable or not what was written.
     """
     if backend.is_sharded:
-        return _read_rows(path, cast(LoadsRows, backend))
+        return _read_rows(path, cast("LoadsRows", backend))
     description, optimizer = _read(path, lambda path: load_file(path / OPTIMIZER_FILE))
     random_state = optimizer.pop(RNG_STATE)
     _refuse_unless(hash_tensors(optimizer) == description.optimizer_hash, path)

@@ -54,6 +54,7 @@ def connect_mesh(
         TrainerLost: one did not come, or left.
     """
     from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
 
     def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
         seconds = timeout.total_seconds()
@@ -70,7 +71,7 @@ def connect_mesh(
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        return distributed.init_device_mesh(device_type, (num_ranks,))
+        return init_device_mesh(device_type, (num_ranks,))
 
 
 @contextmanager

@@ -42,8 +42,8 @@ from areal_flow.trainer.backend import (
 from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.checkpoint import (
     Snapshot,
-    read_checkpoint,
     complete_checkpoint,
+    read_checkpoint,
     read_weights,
     write_part,
 )
@@ -166,7 +166,9 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, hashes, metrics, numeric_environment(self.recipe, self.replicas))
+        return StepResult(
+            request.step, hashes, metrics, numeric_environment(self.recipe, self.replicas)
+        )
 
     def require_policy(self) -> None:
         """Refuse if this rank holds nothing, as when its process was started again.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.types import Rendezvous
 from areal_flow.trainer.mesh import connect_mesh, leave_mesh, reach_store, serve_store
+from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import connect_gloo
 
 MEETING_TIMEOUT_S = 300.0

@@ -22,8 +22,8 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import TensorHash, hash_tensors
 from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_layers
-from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.recovery.checkpoints import RNG_STATE
+from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedRows, StepSettings, UpdateNumbers
 from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.passes import Passes, add_numbers
@@ -81,7 +81,7 @@ class ShardedBackend:
         if not (isfinite(loss) and isfinite(grad_norm)):
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
             return UpdateNumbers()
-        self._run.reshard()  # what was gathered for a pass without gradients is old from here on
+        self._run.forget()  # what was gathered for a pass without gradients is old from here on
         self.optimizer.update(learning_rate=minibatch.learning_rate)
         return UpdateNumbers([loss], [grad_norm], metrics)
 
@@ -120,17 +120,17 @@ class ShardedBackend:
             rows = weights.rows(name, first_row, len(local) if local.ndim else 1)
             if rows.shape != local.shape:
                 raise WeightsError(
-                    f"{name}: expected rows of shape {tuple(local.shape)}, found {tuple(rows.shape)}"
+                    f"{name}: expected rows of shape {tuple(local.shape)}, "
+                    f"found {tuple(rows.shape)}"
                 )
             local.copy_(rows)
-        self._run.reshard()
+        self._run.forget()
         state = {n: self._state(n, optimizer) for n in sorted(optimizer.names - {RNG_STATE})}
         self.optimizer.load_named_state(state)
 
     def _state(self, name: str, optimizer: RowsFile) -> Tensor:
-        """Return a tensor of the optimizer's state: for a parameter's rows, or a number of steps."""
-        parameter_name, _, key = name.rpartition(".")
-        parameter = self.policy.get_parameter(parameter_name).detach()
+        """Return a tensor of the optimizer's state: of a parameter's rows, or a number."""
+        parameter = self.policy.get_parameter(name.rpartition(".")[0]).detach()
         local, first_row = _local(parameter)
         rows = optimizer.rows(name, first_row, len(local))
         if not rows.ndim or not isinstance(parameter, DTensor):
@@ -182,6 +182,12 @@ class _Sharded(nn.Module):
 
     def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(self.policy, *arguments, **keywords)
+
+    def forget(self) -> None:
+        """Free what is still gathered: the next pass gathers it again."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -70,7 +71,7 @@ class RowsFile:
     """A safetensors file, read by rows."""
 
     def __init__(self, path: Path) -> None:
-        self._opened = safe_open(path, framework="pt")
+        self._opened = cast("Any", safe_open(path, framework="pt"))
         self.names = frozenset(self._opened.keys())
 
     def rows(self, name: str, first_row: int, num_rows: int) -> Tensor:

@@ -50,7 +50,7 @@ def write_tensors(
     """
     import torch
 
-    header, offsets = _header(like)
+    header, offsets = file_header(like)
     file.write(header)
     for name, tensor in tensors:
         file.seek(offsets[name])
@@ -58,10 +58,16 @@ def write_tensors(
     file.truncate(len(header) + sum(tensor.nbytes for tensor in like.values()))
 
 
-def _header(like: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+def file_header(
+    like: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """Return what a file begins with, and where in it each tensor does.
 
     Those of larger values come first, so that all are aligned.
+
+    Args:
+        like: see `write_tensors`.
+        metadata: text for whoever reads the file.
     """
     described: dict[str, Any] = {}
     end = 0
@@ -72,7 +78,8 @@ def _header(like: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
             "shape": list(like[name].shape),
             "data_offsets": [begin, end],
         }
-    header = json.dumps(described).encode()
+    beside = {"__metadata__": dict(metadata)} if metadata else {}
+    header = json.dumps({**beside, **described}).encode()
     header += b" " * (-(8 + len(header)) % HEADER_ALIGNMENT)
     content = len(header).to_bytes(8, "little") + header
     return content, {name: len(content) + of["data_offsets"][0] for name, of in described.items()}

@@ -2,9 +2,11 @@
 
 Two processes start from a checkpoint, make two steps, stage the weights (the leader into a
 directory) and write a checkpoint: once with a whole policy each, once with half of every tensor.
-Beside the peaks is what arithmetic asks for: weights, gradients and both moments, in float32.
+Beside the peaks is what arithmetic asks for: weights, gradients and both moments, in float32. The
+processes have glibc's own defaults: a worker keeps up to 2 GiB of what it has freed for its next
+step, which at this size would hide the rest.
 
-    python -m benchmarks.sharding [--hidden 768] [--layers 12] [--ranks 2] [--json FILE]
+    python -m benchmarks.sharding [--hidden 1024] [--layers 16] [--ranks 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from rich.table import Table
 from transformers import Qwen2Config
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
 from areal_flow.recovery.checkpoints import CheckpointState
@@ -73,9 +74,9 @@ def sequences(step: int) -> list[TrainingSequence]:
     return [
         TrainingSequence(
             prompt_tokens=drawn.integers(0, VOCABULARY, 16).astype(np.int32),
-            output_tokens=drawn.integers(0, VOCABULARY, 48).astype(np.int32),
-            behavior_logprobs=np.full(48, -np.log(VOCABULARY), np.float32),
-            trained=np.ones(48, np.bool_),
+            output_tokens=drawn.integers(0, VOCABULARY, 16).astype(np.int32),
+            behavior_logprobs=np.full(16, -np.log(VOCABULARY), np.float32),
+            trained=np.ones(16, np.bool_),
             reward=float(member % 2),
             group=member // 4,
         )
@@ -101,7 +102,7 @@ def measure(rank: int, directory: Path, arguments: argparse.Namespace) -> dict[s
     began = perf_counter()
     for step in range(1, NUM_STEPS + 1):
         train_step(backend, sequences(step), step=step, settings=how, replicas=replicas)
-    trained = perf_counter()
+    trained, peak_of_steps = perf_counter(), _peak_bytes()
     weights = directory / f"weights-{arguments.one}"
     channel = DeltaWriter(weights) if replicas.leads else HashingWriter()
     hashes = backend.stage(NUM_STEPS, channel, dtype=torch.float32)
@@ -121,7 +122,8 @@ def measure(rank: int, directory: Path, arguments: argparse.Namespace) -> dict[s
         root, model = directory / "checkpoints", directory / "model"
         complete_checkpoint(root, model, snapshot, Writer(directory / "writers", 1))
     return {
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes_of_steps": peak_of_steps,
+        "peak_bytes": _peak_bytes(),
         "step_seconds": (trained - began) / NUM_STEPS,
         "stage_seconds": staged - trained,
         "checkpoint_seconds": perf_counter() - staged,
@@ -130,8 +132,8 @@ def measure(rank: int, directory: Path, arguments: argparse.Namespace) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--one", choices=BACKENDS, help=argparse.SUPPRESS)
@@ -150,13 +152,14 @@ def main() -> None:
             for rank, found in enumerate(_in_own_processes(backend, directory, arguments))
         ]
     table = Table(title=f"Trainer ranks of {num_bytes / 4e6:.0f}M parameters")
-    for label in ("backend", "rank", "peak, GB", "state, GB", "step, s", "stage, s", "write, s"):
+    labels = ("backend", "rank", "state, GB", "peak of steps, GB", "peak of all, GB")
+    for label in (*labels, "step, s", "stage, s", "write, s"):
         table.add_column(label, justify="right")
     for row in rows:
         state = 4 * num_bytes / (arguments.ranks if row["backend"] == "fsdp" else 1)
         seconds = (row["step_seconds"], row["stage_seconds"], row["checkpoint_seconds"])
-        sizes = (row["peak_bytes"] / 1e9, state / 1e9)
-        cells = [f"{number:.2f}" for number in (*sizes, *seconds)]
+        sizes = (state, row["peak_bytes_of_steps"], row["peak_bytes"])
+        cells = [f"{number:.2f}" for number in (*(size / 1e9 for size in sizes), *seconds)]
         table.add_row(str(row["backend"]), str(row["rank"]), *cells)
     Console(width=100).print(table)
     Console(width=100).print(f"torch and all imports alone: {empty_bytes / 1e9:.2f} GB")
@@ -167,7 +170,7 @@ def main() -> None:
 
 def _begin(directory: Path, arguments: argparse.Namespace) -> tuple[int, int]:
     """Write the checkpoint that all start from; return the bytes of its weights, and of imports."""
-    empty_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    empty_bytes = _peak_bytes()
     (directory / "model").mkdir()
     backend = make_backend(policy(arguments), TrainerSettings())
     state = CheckpointState(0, backend.fingerprint(), 0, "")
@@ -176,10 +179,14 @@ def _begin(directory: Path, arguments: argparse.Namespace) -> tuple[int, int]:
     return sum(tensor.nbytes for tensor in backend.export_weights().values()), empty_bytes
 
 
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _in_own_processes(
     backend: str, directory: Path, arguments: argparse.Namespace
 ) -> list[dict[str, float]]:
-    environment = {**os.environ, **PROCESS_ENVIRONMENT, **worker_environment(1)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.sharding", *sys.argv[1:], "--one", backend]
     processes = [
         subprocess.Popen(

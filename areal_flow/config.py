@@ -117,6 +117,14 @@ class LoraSettings(Settings):
         return names[0] if names == ["all-linear"] else names
 
 
+class ParallelSettings(Settings):
+    """How trainer ranks share sequences."""
+
+    context_ranks: int = Field(1, ge=1)
+    """Trainer ranks that share the tokens of each micro-batch (Ulysses): each has activations of
+    its own slice, and some heads of attention. A divisor of `cluster.num_trainers`."""
+
+
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
@@ -140,6 +148,8 @@ class TrainerSettings(Settings):
     """Longer gradients are scaled down to this norm."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
     """Packed tokens of one forward and backward pass."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How trainer ranks share sequences."""
     activations: Literal["keep", "recompute", "offload"] = "keep"
     """What becomes of a layer's activations until its gradient needs them: kept, computed again
     from the layer's input (a third more work, same bits), or moved to main memory."""
@@ -293,6 +303,12 @@ class Recipe(Settings):
             self.trainer.backend != "fsdp" or num_trainers > 1,
             f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
             f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
+        )
+        context = self.trainer.parallel.context_ranks
+        require(
+            num_trainers % context == 0,
+            f"trainer.parallel.context_ranks ({context}) must divide cluster.num_trainers "
+            f"({num_trainers}): so many ranks share the tokens of a micro-batch",
         )
         size = self.controller.group_size
         require(

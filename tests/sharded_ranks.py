@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from areal_flow.algorithms.clipped import GSPO, DecoupledPPO
+from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
+from areal_flow.algorithms.gated import M2PO
 from areal_flow.algorithms.protocol import Algorithm, LossInputs, PolicyLoss
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.backend import StepSettings, TrainerBackend
+from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
@@ -31,7 +32,6 @@ from areal_flow.trainer.checkpoint import (
     write_part,
 )
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup
-from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
 from areal_flow.types import Rendezvous
@@ -54,7 +54,7 @@ class Training:
 
     @property
     def settings(self) -> TrainerSettings:
-        small = {"learning_rate": 1e-3, "tokens_per_micro_batch": 32}
+        small = {"learning_rate": 1e-3, "tokens_per_micro_batch": 32, "backend": "fsdp"}
         return TrainerSettings(**{**small, **self.trainer})
 
 
@@ -68,17 +68,26 @@ TRAININGS = {
     "bfloat16": Training(trainer={"dtype": "bfloat16"}),
     "few sequences": Training(DecoupledPPO(num_minibatches=1), num_sequences=1),
 }
+SHARES = {"parallel": {"context_ranks": 2}}
+REPLICATED = {**SHARES, "backend": "replicated"}
+SHARED_TOKENS = {
+    "context": Training(trainer=REPLICATED),
+    "context gspo": Training(GSPO(num_minibatches=1), REPLICATED),
+    "context m2po": Training(M2PO(num_minibatches=2), REPLICATED),
+    "context entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1), REPLICATED),
+    "context reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), REPLICATED),
+    "context recompute": Training(trainer={**REPLICATED, "activations": "recompute"}),
+    "context few": Training(DecoupledPPO(num_minibatches=1), REPLICATED, num_sequences=1),
+    "context fsdp": Training(trainer=SHARES),
+}
+"""Trained by ranks of which two share each micro-batch's tokens."""
 
 
 def begin(
     training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0
 ) -> TrainerBackend:
     policy = small_policy(seed=seed, tied=training.tied)
-    if replicas is None:
-        return ReplicatedBackend(policy, training.settings)
-    from areal_flow.trainer.sharded import ShardedBackend
-
-    return ShardedBackend(policy, training.settings, replicas)
+    return make_backend(policy, training.settings, replicas)
 
 
 def train(
@@ -111,7 +120,15 @@ def take_step(
     training: Training,
     **settings: Any,
 ) -> Any:
-    how = StepSettings(training.algorithm, 1.0, seed=0, num_ranks=num_ranks, **settings)
+    context = training.settings.parallel.context_ranks
+    how = StepSettings(
+        training.algorithm,
+        temperature=1.0,
+        seed=0,
+        num_ranks=num_ranks // context,
+        context_ranks=1 if replicas is None else context,
+        **settings,
+    )
     sequences = make_sequences(training.num_sequences, seed=step)
     return train_step(backend, sequences, step=step, settings=how, replicas=replicas)
 
@@ -231,8 +248,8 @@ def main(rank: int, num_ranks: int, directory: Path, cases: list[str]) -> None:
     for case in cases:
         point = directory / f"rendezvous-{case}"
         replicas = GlooGroup(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
-        if case in TRAININGS:
-            found[case] = train(TRAININGS[case], num_ranks, replicas)
+        if training := (TRAININGS | SHARED_TOKENS).get(case):
+            found[case] = train(training, num_ranks, replicas)
         else:
             found[case] = CASES[case](replicas, num_ranks, directory)
     (directory / f"{rank}.json").write_text(json.dumps(found))

@@ -79,6 +79,12 @@ class Metric:
             return self.total**2 / ((self.weight or 1.0) * self.squares or 1.0)
         return self.total / (self.weight or 1.0)
 
+    def of_nothing(self) -> Metric:
+        """Return what changes no metric of this kind that it is added to."""
+        if self.weight is None:
+            return self
+        return Metric(0.0, 0.0, None if self.squares is None else 0.0)
+
     def add(self, other: Metric) -> Metric:
         """Return the metric of both parts together."""
         if self.weight is None or other.weight is None:

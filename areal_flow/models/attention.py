@@ -59,6 +59,15 @@ class AttentionLayout(Protocol):
         """Return values `[N, T, H, D]` for `query [N, H, T, D]`, `key, value [N, K, T, D]`."""
 
 
+class RowLayout(AttentionLayout, Protocol):
+    """The layout of sequences side by side in one row, or in a slice of it."""
+
+    lengths: Sequence[int]
+    """Tokens of each sequence of the whole row."""
+    position_ids: Tensor
+    """Of each token within its sequence, `[1, T]`."""
+
+
 def attend_by_layout(
     module: Any,
     query: Tensor,
@@ -198,6 +207,7 @@ class PackedLayout:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = lengths
         lengths_N = torch.tensor(lengths)
         starts_N = lengths_N.cumsum(0) - lengths_N
         self._gathers_NL: list[Tensor] = []

@@ -28,7 +28,7 @@ from areal_flow.models.attention import (
     ATTENTION_NAME,
     AttentionLayout,
     KeyValues,
-    PackedLayout,
+    RowLayout,
 )
 from areal_flow.models.huggingface import (
     AutoConfig,
@@ -194,9 +194,7 @@ def fill_buffers(policy: Any) -> None:
             policy._init_weights(module)
 
 
-def logits_at(
-    policy: Any, input_ids_1T: Tensor, layout: PackedLayout, positions_M: Tensor
-) -> Tensor:
+def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return the logits `[M, V]` of a packed row at some of its positions.
 
     Args:
@@ -207,9 +205,7 @@ def logits_at(
     return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
-def hidden_at(
-    policy: Any, input_ids_1T: Tensor, layout: PackedLayout, positions_M: Tensor
-) -> Tensor:
+def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return what `logits_of` makes logits of, at some positions of a packed row: `[M, H]`."""
     hidden_1TH = policy.get_decoder()(
         input_ids=input_ids_1T,

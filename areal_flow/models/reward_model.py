@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import ModelError
-from areal_flow.models.attention import ATTENTION_NAME, PackedLayout
+from areal_flow.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
 from areal_flow.models.policy import hidden_at, load_model, ready
 
@@ -74,9 +74,7 @@ def is_reward_model(model: Any) -> bool:
     return hasattr(model, SCORE)
 
 
-def scores_at(
-    model: Any, input_ids_1T: Tensor, layout: PackedLayout, positions_M: Tensor
-) -> Tensor:
+def scores_at(model: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
     """Return a reward model's scores after some tokens of a packed row: `[M]`, float32."""
     hidden_MH = hidden_at(model, input_ids_1T, layout, positions_M)
     with torch.autocast(hidden_MH.device.type, enabled=False):

@@ -22,10 +22,13 @@ from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
 """What a replay must find again besides all in the `metrics` map that is no speed."""
 
-SHARDED_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+SHARED = {"backend", "context_ranks"}
+"""What of a numeric environment says that ranks shared the policy, or its sequences."""
+
+SHARED_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """By how much numbers of a step may differ, relatively (and by a hundredth of it absolutely), where
-its ranks shared the policy and the replay's one process holds it whole: the same sums in another
-order, and in bfloat16 norms of fewer bits. By the type of the passes."""
+its ranks shared the policy or sequences, which the replay's one process has whole: the same sums
+in another order, and in bfloat16 norms of fewer bits. By the type of the passes."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +82,19 @@ class ComparedStep:
     def refused(self) -> bool:
         """Return whether the step differs where it must not: in the same environment of a CPU.
 
-        Where ranks shared the policy, and one process holds it now: by more than the tolerance.
+        Where ranks shared the policy or sequences, which one process has whole now: by more than
+        the tolerance.
         """
         here = json.loads(self.replayed.numeric_environment)
-        same = self.environment_differences.keys() <= {"backend"} and here["device"] == "cpu"
+        same = self.environment_differences.keys() <= SHARED and here["device"] == "cpu"
         return same and not self.within_tolerance and not self.after_fork
 
     @property
     def tolerance(self) -> float:
         """Return the relative difference that numbers may have; 0: all must be equal to the bit."""
-        if "backend" not in self.environment_differences:
+        if not self.environment_differences.keys() & SHARED:
             return 0.0
-        return SHARDED_TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
+        return SHARED_TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
 
     @property
     def within_tolerance(self) -> bool:

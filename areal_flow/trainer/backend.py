@@ -39,6 +39,9 @@ class StepSettings:
     temperature: float
     seed: int
     num_ranks: int = 1
+    """Among which a minibatch is dealt."""
+    context_ranks: int = 1
+    """Processes that are one such rank together: they share the tokens of its micro-batches."""
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
     packs_groups: bool = False
@@ -174,6 +177,7 @@ def make_backend(
 def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
     device, backend = recipe.trainer.device, backend_name(recipe.trainer, replicas)
+    context = 1 if replicas.is_alone else recipe.trainer.parallel.context_ranks
     environment = {
         "torch": torch.__version__,
         "ranks": recipe.cluster.num_trainers,
@@ -185,5 +189,6 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         "dtype": recipe.trainer.dtype,
         "machine": os.uname().machine,
         **({"backend": backend} if backend != "replicated" else {}),
+        **({"context_ranks": context} if context > 1 else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -19,6 +19,9 @@ from areal_flow.weights.gloo import connect_gloo
 
 _BACKEND = "gloo_on_host"
 
+_subgroups: list[Any] = []
+"""This process's, beside the group of all ranks: what others wait for there ends, too."""
+
 
 def serve_store(host: str) -> tuple[Any, int]:
     """Return a store for other processes, and the port that it is reached at."""
@@ -41,10 +44,10 @@ def reach_store(host: str, port: int) -> Any:
     return TCPStore(host, port, wait_for_workers=False)
 
 
-def connect_mesh(
+def connect_ranks(
     store: Any, device_type: str, *, rank: int, num_ranks: int, host: str, timeout_s: float
-) -> Any:
-    """Return a one-dimensional mesh of all ranks, once all are there.
+) -> None:
+    """Form the group, once all ranks are there.
 
     Args:
         store: torch's, by which they find each other; nobody else uses it.
@@ -54,13 +57,12 @@ def connect_mesh(
         TrainerLost: one did not come, or left.
     """
     from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
 
     def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
         seconds = timeout.total_seconds()
         return connect_gloo(store, rank=rank, num_ranks=num_ranks, host=host, timeout_s=seconds)
 
-    leave_mesh()
+    leave_ranks()
     if _BACKEND.upper() not in dir(distributed.Backend):
         distributed.Backend.register_backend(_BACKEND, connect, devices=["cpu"])
     with losses_noticed():
@@ -71,7 +73,24 @@ def connect_mesh(
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+def mesh_of_ranks(device_type: str, num_ranks: int) -> Any:
+    """Return a one-dimensional mesh of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with losses_noticed():
         return init_device_mesh(device_type, (num_ranks,))
+
+
+def consecutive_ranks(num_ranks: int) -> Any:
+    """Return the group of so many consecutive ranks that this one is in; all ranks ask for one."""
+    from torch import distributed
+
+    with losses_noticed():
+        own, _ = distributed.new_subgroups(num_ranks)  # type: ignore[no-untyped-call]
+    _subgroups.append(own)
+    return own
 
 
 @contextmanager
@@ -92,13 +111,13 @@ def losses_noticed() -> Iterator[None]:
         raise
 
 
-def leave_mesh() -> None:
+def leave_ranks() -> None:
     """End this process's group, if there is one: what others wait for fails at once."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    group = distributed.group.WORLD
-    assert group is not None
-    group._get_backend(torch.device("cpu")).abort()
+    for group in (*_subgroups, distributed.group.WORLD):
+        group._get_backend(torch.device("cpu")).abort()
+    _subgroups.clear()
     distributed.destroy_process_group()

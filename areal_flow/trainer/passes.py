@@ -67,7 +67,10 @@ class Passes:
             sent[rank] = torch.full((2, minibatch.size.num_tokens), torch.nan)
             at = 0
             for micro in micro_batches:
-                log_ratio_M = self.logprobs(micro, settings.temperature) - micro.behavior_logprobs_M
+                logprobs_M = self.logprobs(micro, settings.temperature)
+                if repeats_another(rank, settings):
+                    continue
+                log_ratio_M = logprobs_M - micro.behavior_logprobs_M
                 end = at + len(log_ratio_M)
                 sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
                 at = end
@@ -88,6 +91,8 @@ class Passes:
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
+        if repeats_another(rank, settings):
+            return RankNumbers(0.0, {name: metric.of_nothing() for name, metric in metrics.items()})
         return RankNumbers(total, metrics)
 
     def _loss_inputs(
@@ -127,6 +132,14 @@ class Passes:
             return nullcontext()
         on_gpu = torch.device(self._settings.device).type == "cuda"
         return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+def repeats_another(rank: int, settings: StepSettings) -> bool:
+    """Return whether another process tells the numbers of the batch that this one shares with it.
+
+    Its gradients are of its own tokens alone, and count.
+    """
+    return rank % settings.context_ranks > 0
 
 
 def add_numbers(

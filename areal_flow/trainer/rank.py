@@ -47,6 +47,7 @@ from areal_flow.trainer.checkpoint import (
     read_weights,
     write_part,
 )
+from areal_flow.trainer.context import check_heads
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.rows_ahead import ReadRows
@@ -81,7 +82,7 @@ class TrainerRank:
     _snapshot: Snapshot | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.replicas: ReplicaGroup = SingleProcess(self.recipe.cluster.num_trainers)
+        self.replicas: ReplicaGroup = SingleProcess(self._num_batches)
         """With whom this rank computes; alone it computes every rank's batch."""
 
     @property
@@ -91,19 +92,32 @@ class TrainerRank:
         return self._backend
 
     @property
+    def _num_batches(self) -> int:
+        """Return among how many a minibatch is dealt: ranks that share sequences are one."""
+        return self.recipe.cluster.num_trainers // self.recipe.trainer.parallel.context_ranks
+
+    @property
     def settings(self) -> StepSettings:
         """Return what this rank's steps need beside policy and sequences."""
         return StepSettings(
             algorithm=self.recipe.algorithm,
             temperature=self.recipe.generation.temperature,
             seed=self.recipe.seed,
-            num_ranks=self.recipe.cluster.num_trainers,
+            num_ranks=self._num_batches,
+            context_ranks=1
+            if self.replicas.is_alone
+            else self.recipe.trainer.parallel.context_ranks,
             loss=self.loss,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
-        """Take a policy as the one to train, with a fresh optimizer."""
+        """Take a policy as the one to train, with a fresh optimizer.
+
+        Raises:
+            ConfigError: a setting does not go with it.
+        """
         self._hashes = None
+        check_heads(policy, self.recipe.trainer.parallel.context_ranks)
         if (lora := self.recipe.trainer.lora).rank:
             add_adapter(policy, lora, seed=self.recipe.seed)
         self._shape = PolicyShape.of(policy)
@@ -233,9 +247,13 @@ class TrainerRank:
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
-        backend = self._adopt_empty()
-        read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
-        return self._stand_at(step)
+        try:
+            backend = self._adopt_empty()
+            read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
+            return self._stand_at(step)
+        except BaseException:
+            self.replicas.leave()  # others may wait for this rank's part of a tensor
+            raise
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank that stands where this one does, with a policy and settings of its own."""
@@ -330,7 +348,7 @@ class TrainerRank:
         if self._shape is None:
             return {}
         settings, trainer = self.settings, self.recipe.trainer
-        share = len(self.replicas.mine) / settings.num_ranks
+        share = len(self.replicas.mine) / (settings.num_ranks * settings.context_ranks)
         flops = share * self._shape.step_flops(sequences, settings.algorithm)
         rate = matrix_rate(trainer.device, trainer.dtype)
         return {f"{SPEED}model_flops_utilization": flops / seconds / rate}

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.trainer.mesh import connect_mesh, leave_mesh, reach_store, serve_store
+from areal_flow.trainer.mesh import (
+    connect_ranks,
+    consecutive_ranks,
+    leave_ranks,
+    losses_noticed,
+    mesh_of_ranks,
+    reach_store,
+    serve_store,
+)
 from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import connect_gloo
 
@@ -57,6 +65,13 @@ class ReplicaGroup(Protocol):
             TrainerLost: another rank left.
         """
 
+    def subgroup(self, num_ranks: int, device_type: str) -> Any:
+        """Return torch's group of so many consecutive ranks, of which this is one.
+
+        Raises:
+            TrainerLost: another rank left.
+        """
+
     def leave(self) -> None:
         """Leave the group: the other ranks' exchanges fail at once instead of waiting."""
 
@@ -75,6 +90,9 @@ class SingleProcess:
 
     def mesh(self, device_type: str) -> Any:
         raise TrainingError("expected ranks that share a policy, found one process alone")
+
+    def subgroup(self, num_ranks: int, device_type: str) -> Any:
+        raise TrainingError("expected ranks that share sequences, found one process alone")
 
     def leave(self) -> None: ...
 
@@ -102,6 +120,7 @@ class GlooGroup:
         self.name = rendezvous.name
         self._num_ranks = rendezvous.num_ranks
         self._host = host
+        self._is_torchs_group = False
         self._group: Any = None
         try:
             self._group = _connect(rendezvous, point, host)
@@ -125,16 +144,28 @@ class GlooGroup:
         return [part.to(tensor.device) for part in received]
 
     def mesh(self, device_type: str) -> Any:
-        return connect_mesh(
-            self._mesh_store(),
-            device_type,
-            rank=self.mine[0],
-            num_ranks=self._num_ranks,
-            host=self._host,
-            timeout_s=EXCHANGE_TIMEOUT_S,
-        )
+        self._connect_torch(device_type)
+        return mesh_of_ranks(device_type, self._num_ranks)
 
-    def _mesh_store(self) -> Any:
+    def subgroup(self, num_ranks: int, device_type: str) -> Any:
+        self._connect_torch(device_type)
+        return consecutive_ranks(num_ranks)
+
+    def _connect_torch(self, device_type: str) -> None:
+        if self._is_torchs_group:
+            return
+        with losses_noticed():
+            connect_ranks(
+                self._store(),
+                device_type,
+                rank=self.mine[0],
+                num_ranks=self._num_ranks,
+                host=self._host,
+                timeout_s=EXCHANGE_TIMEOUT_S,
+            )
+        self._is_torchs_group = True
+
+    def _store(self) -> Any:
         """Return a store that the leader keeps, and whose address it tells the others."""
         if self.leads:
             store, port = serve_store(self._host)
@@ -146,7 +177,8 @@ class GlooGroup:
         return store if self.leads else reach_store(host, int(port_text))
 
     def leave(self) -> None:
-        leave_mesh()
+        if self._is_torchs_group:
+            leave_ranks()
         self._group = None  # its end closes the connections
 
 

@@ -28,8 +28,9 @@ from areal_flow.models.policy import (
 )
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
+from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.passes import Passes, RankNumbers, add_numbers
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
@@ -52,15 +53,17 @@ class ReplicatedBackend:
     is_sharded = False
 
     def __init__(
-        self, policy: Any, settings: TrainerSettings, _: ReplicaGroup | None = None
+        self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
     ) -> None:
         self.policy = policy
         self.settings = settings
         if settings.activations == "recompute":
             recompute_layers(policy)
         self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
-        without = partial(_run_without_adapter, policy)
-        self.passes = Passes(partial(_run, policy), settings, reference=without)
+        run, without = partial(_run, policy), partial(_run_without_adapter, policy)
+        shared = partial(over_ranks, settings=settings, replicas=replicas or SingleProcess())
+        self._over_ranks = shared
+        self.passes = Passes(shared(run), settings, reference=shared(without))
         self._has_reference = False
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
@@ -72,7 +75,7 @@ class ReplicatedBackend:
 
     def hold_reference(self, policy: Any) -> None:
         self._has_reference = True
-        self.passes.reference = partial(_run, policy.requires_grad_(False))
+        self.passes.reference = self._over_ranks(partial(_run, policy.requires_grad_(False)))
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup

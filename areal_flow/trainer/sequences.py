@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.models.attention import PackedLayout
+from areal_flow.models.attention import PackedLayout, RowLayout
 from areal_flow.types import Logprobs, Tokens, VersionSpan
 
 
@@ -76,7 +76,7 @@ class MicroBatch:
     """Sequences in one row, and what to compute at the trained positions."""
 
     input_ids_1T: Tensor
-    layout: PackedLayout
+    layout: RowLayout
     predicting_M: Tensor
     """Positions in the row whose next token is trained."""
     targets_M: Tensor

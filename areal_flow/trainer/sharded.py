@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -25,6 +26,7 @@ from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedRows, StepSettings, UpdateNumbers
+from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.passes import Passes, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
@@ -50,7 +52,9 @@ class ShardedBackend:
             recompute_layers(policy)
         self._run = _Sharded(policy, self._mesh, settings)
         self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
-        self.passes = Passes(self._run, settings, reference=self._run)
+        self._over_ranks = partial(over_ranks, settings=settings, replicas=replicas)
+        run = self._over_ranks(self._run)
+        self.passes = Passes(run, settings, reference=run)
         self._has_reference = False
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
@@ -64,7 +68,7 @@ class ShardedBackend:
     def hold_reference(self, policy: Any) -> None:
         self._has_reference = True
         frozen = policy.requires_grad_(False)
-        self.passes.reference = _Sharded(frozen, self._mesh, self.settings)
+        self.passes.reference = self._over_ranks(_Sharded(frozen, self._mesh, self.settings))
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup

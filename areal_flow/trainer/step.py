@@ -67,7 +67,9 @@ def train_step(
         sequences, step=step, settings=settings, max_tokens=max_tokens
     ):
         batches = {
-            rank: MicroBatches(sequences, planned[rank], backend.settings.device)
+            rank: MicroBatches(
+                sequences, planned[rank // settings.context_ranks], backend.settings.device
+            )
             for rank in replicas.mine
         }
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it

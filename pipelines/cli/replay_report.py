@@ -76,7 +76,7 @@ def verdict(replayed: Replayed) -> list[str]:
         elif compared.tolerance and compared.within_tolerance:
             lines.append(
                 f"Step {compared.step} is equal to its record within {compared.tolerance:g}: its "
-                "ranks shared the policy, which this process holds whole."
+                "ranks shared the policy or its sequences, which this process has whole."
             )
         elif not compared.equal:
             forked = compared.after_fork

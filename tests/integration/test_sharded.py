@@ -17,10 +17,23 @@ from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
 from areal_flow.trainer.checkpoint import read_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend
-from tests.integration.runs import check_accounting, run_while, small_recipe, step_reached
+from tests.integration.runs import (
+    check_accounting,
+    run_small,
+    run_while,
+    small_recipe,
+    step_reached,
+)
 from tests.integration.test_elasticity import Observed
 from tests.policies import small_policy
-from tests.sharded_ranks import TRAININGS, run_ranks, take_step, train
+from tests.sharded_ranks import (
+    SHARED_TOKENS,
+    TRAININGS,
+    Training,
+    run_ranks,
+    take_step,
+    train,
+)
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 """Of weights after ten steps, absolutely: rates of 1e-3 move a weight by a hundredth at most."""
@@ -37,12 +50,26 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
     return run_ranks(directory, 2, *cases), directory
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 4, *SHARED_TOKENS)
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 def test_ranks_make_what_one_process_makes(two_ranks: tuple[Found, Path], name: str) -> None:
-    ranks, training = two_ranks[0], TRAININGS[name]
-    one, tolerance = train(training, num_ranks=2), TOLERANCE[training.settings.dtype]
-    for rank in ranks:
-        found = rank[name]
+    check_equal([rank[name] for rank in two_ranks[0]], TRAININGS[name])
+
+
+@pytest.mark.parametrize("name", SHARED_TOKENS)
+def test_ranks_that_share_tokens_make_what_one_process_makes(four_ranks: Found, name: str) -> None:
+    """Twice two of them, whose one key-value head both have."""
+    check_equal([rank[name] for rank in four_ranks], SHARED_TOKENS[name])
+
+
+def check_equal(ranks: Found, training: Training) -> None:
+    one = train(training, num_ranks=len(ranks))
+    tolerance = TOLERANCE[training.settings.dtype]
+    for found in ranks:
         for numbers in ("losses", "grad_norms"):
             assert found[numbers] == pytest.approx(one[numbers], rel=tolerance, abs=tolerance)
         # Of the last step, the greatest weight among them.
@@ -51,7 +78,7 @@ def test_ranks_make_what_one_process_makes(two_ranks: tuple[Found, Path], name: 
         for tensor, values in one["weights"].items():
             difference = torch.tensor(found["weights"][tensor]) - torch.tensor(values)
             assert float(difference.abs().max()) < tolerance
-    assert ranks[0][name] == ranks[1][name], "all ranks know the same"
+        assert found == ranks[0], "all ranks know the same"
 
 
 def test_weights_leave_ranks_as_those_of_a_whole_policy(two_ranks: tuple[Found, Path]) -> None:
@@ -90,6 +117,21 @@ def test_rank_that_leaves_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]
     leader, other = (rank["left"]["noticed"] for rank in two_ranks[0])
     assert "another trainer rank left" in leader
     assert other == "its own end"
+
+
+def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
+    tmp_path: Path,
+) -> None:
+    recipe = small_recipe(
+        num_steps=3,
+        prompts={"num_held_out": 0},
+        trainer={"parallel": {"context_ranks": 2}},
+        cluster={"num_generators": 1, "num_trainers": 2},
+    )
+    layout = run_small(tmp_path / "c", recipe)
+    check_accounting(layout)
+    found = replay_step(layout, step=3, from_checkpoint=0)
+    assert all(c.tolerance and c.within_tolerance for c in (*found.before, found.compared))
 
 
 def test_sharded_run_survives_a_lost_rank_and_is_replayed_within_tolerance(tmp_path: Path) -> None:

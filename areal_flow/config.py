@@ -120,8 +120,9 @@ class LoraSettings(Settings):
 class TrainerSettings(Settings):
     """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
 
-    backend: Literal["replicated"] = "replicated"
-    """What holds the policy: replicated is a whole copy of it on each rank."""
+    backend: Literal["replicated", "fsdp"] = "replicated"
+    """What holds the policy: replicated is a whole copy of it on each rank, fsdp a part of each
+    tensor on each rank, for policies that do not fit on one."""
     learning_rate: float = Field(3e-4, gt=0)
     """The rate of AdamW after the warm-up: the peak of a schedule."""
     num_learning_rate_warmup_steps: int = Field(0, ge=0)
@@ -150,6 +151,15 @@ class TrainerSettings(Settings):
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
     """So many newest checkpoints are kept, and that of step 0."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        require(
+            self.backend != "fsdp" or not self.lora.rank,
+            f"trainer.lora.rank ({self.lora.rank}) with trainer.backend 'fsdp': an adapter is "
+            "small, and what it adapts is not sharded yet; set the backend to 'replicated'",
+        )
+        return self
 
 
 class EvaluationSettings(Settings):
@@ -284,6 +294,12 @@ class Recipe(Settings):
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
+        )
+        num_trainers = self.cluster.num_trainers
+        require(
+            self.trainer.backend != "fsdp" or num_trainers > 1,
+            f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
+            f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
         )
         size = self.controller.group_size
         require(

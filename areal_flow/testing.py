@@ -130,8 +130,8 @@ class MemoryWriter:
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         from areal_flow.models.hashing import hash_tensors
 
-        self._staged[version] = {name: tensor.clone() for name, tensor in tensors.items()}
-        return hash_tensors(tensors)
+        self._staged[version] = {name: tensors[name].clone() for name in sorted(tensors)}
+        return hash_tensors(self._staged[version])
 
     def publish(self, version: int) -> None:
         if version in self._staged:

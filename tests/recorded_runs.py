@@ -44,6 +44,7 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     layout.checkpoints.mkdir()
     rank.snapshot(weights_hash=hashes.weights_hash, next_submission_index=0)
     rank.write_snapshot(0, WRITER)
+    rank.complete_snapshot(0, WRITER)
     for step in (1, 2):
         groups = written[2 * step - 2 : 2 * step]
         ids = tuple(t.trajectory_id for group in groups for t in group.trajectories)

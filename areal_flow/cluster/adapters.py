@@ -13,7 +13,7 @@ import pyarrow as pa
 from distributed import Client, Future, wait
 from distributed.client import FuturesCancelledError
 
-from areal_flow.cluster import generator_tasks, reward_tasks, trainer_tasks
+from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.results import result_of, run_task
@@ -306,7 +306,7 @@ class DaskTrainer:
         """Copy the state with these weights, between two steps, for `write_snapshot`."""
         state = (weights_hash, next_submission_index)
         async with self.lock:
-            await self._persist(lambda: self._replicas.lead(trainer_tasks.take_snapshot, *state))
+            await self._persist(lambda: self._replicas.take_snapshot(*state))
 
     async def write_snapshot(self, step: int) -> None:
         """Write the snapshot of a step as a checkpoint, beside the steps that follow.
@@ -315,7 +315,7 @@ class DaskTrainer:
             TrainerLost: the trainer died with it.
             RunError, StorageError: nothing was written.
         """
-        await self._replicas.lead(trainer_tasks.write_snapshot, step, num_slots=0)
+        await self._replicas.write_snapshot(step)
 
     async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.

@@ -33,6 +33,7 @@ class TrainerReplicas:
         self._client = client
         self._num_ranks = num_ranks
         self._replace = replace
+        self._writing_ranks = range(1)
 
     async def restore(self, checkpoint: int) -> PolicyHashes:
         """Have all ranks load a checkpoint and form a new replica group.
@@ -66,6 +67,38 @@ class TrainerReplicas:
             TrainerLost: one does not.
         """
         await self._on_all_ranks(trainer_tasks.require_policy, [()] * self._num_ranks)
+
+    async def take_snapshot(self, weights_hash: str, next_submission_index: int) -> None:
+        """Have every rank copy what it has of a checkpoint: the leader all of it, or each a part.
+
+        Raises:
+            TrainerLost: a rank died, or does not stand where it must.
+        """
+        arguments = (weights_hash, next_submission_index)
+        has_part = await self.lead(trainer_tasks.take_snapshot, *arguments)
+        self._writing_ranks = range(self._num_ranks if has_part else 1)
+        others = self._writing_ranks[1:]
+        await asyncio.gather(
+            *(
+                self._ask(rank, trainer_tasks.take_snapshot, arguments, num_slots=1)
+                for rank in others
+            )
+        )
+
+    async def write_snapshot(self, step: int) -> None:
+        """Have the ranks write what they copied, beside their steps.
+
+        Raises:
+            TrainerLost: a rank died with its part.
+            RunError, StorageError: nothing was written.
+        """
+        await asyncio.gather(
+            *(
+                self._ask(rank, trainer_tasks.write_snapshot, (step,), num_slots=0)
+                for rank in self._writing_ranks
+            )
+        )
+        await self.lead(trainer_tasks.complete_snapshot, step, num_slots=0)
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
         """Have every rank read rows beside its step; one that cannot reads them when it must."""

@@ -46,19 +46,28 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
 
     rank = _rank()
     if 0 in list_checkpoints(rank.layout.checkpoints):
-        return rank.restore(0), numeric_environment(rank.recipe)
+        return rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
     rank.load_pretrained(directory)
     return rank.genesis()
 
 
-def take_snapshot(weights_hash: str, next_submission_index: int) -> None:
-    """Copy this trainer's state for a checkpoint, if it is the one with these weights."""
-    _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
+def take_snapshot(weights_hash: str, next_submission_index: int) -> bool:
+    """Copy this rank's state for a checkpoint, if it is the one with these weights.
+
+    Returns:
+        Whether every rank has a part of it.
+    """
+    return _rank().snapshot(weights_hash=weights_hash, next_submission_index=next_submission_index)
 
 
 def write_snapshot(step: int) -> None:
-    """Write this trainer's snapshot of a step as a checkpoint, while it trains on."""
+    """Write this rank's part of the snapshot of a step, while it trains on."""
     _rank().write_snapshot(step, _writer(worker_context()))
+
+
+def complete_snapshot(step: int) -> None:
+    """Make a checkpoint of what the ranks wrote, while they train on."""
+    _rank().complete_snapshot(step, _writer(worker_context()))
 
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:

@@ -32,7 +32,7 @@ from areal_flow.errors import EngineError
 from areal_flow.generation.parent_watch import end_with_parent
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.vllm_weights import WeightsExtension
-from areal_flow.weights.shared_memory import write_tensors
+from areal_flow.weights.tensor_file import write_tensors
 
 end_with_parent()  # a core process, which imports this for its executor, before all else
 
@@ -128,7 +128,8 @@ class CoreProcess:
         file = os.memfd_create("areal-flow-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")
-            write_tensors(checkpoint, path)
+            with path.open("wb") as segment:
+                write_tensors(checkpoint.items(), segment, like=checkpoint)
             yield "serve_file", str(path)
         finally:
             os.close(file)

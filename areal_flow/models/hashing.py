@@ -5,9 +5,10 @@ xxh3 finds every accident and no attack; it is as quick as memory (`benchmarks/h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import ExitStack
-from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -15,13 +16,55 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+HANDED_OVER_BYTES = 1 << 20
+"""Less is hashed by the time that another thread has begun."""
+
+
+class TensorHash:
+    """`hash_tensors` of tensors that come one after the other, in the order of their names."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a contiguous tensor in main memory. Other threads run meanwhile."""
+        self._digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        self._digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+
+    def add_beside(
+        self, tensors: Iterable[tuple[str, Tensor]], *, thread: Executor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors, each of which a thread adds while the caller uses it.
+
+        Small ones are added before they are yielded, which is sooner done than handed over.
+
+        Args:
+            tensors: as `add` takes them.
+        """
+        before = None
+        for name, tensor in tensors:
+            if before is not None:
+                before.result()
+            if tensor.nbytes < HANDED_OVER_BYTES:
+                self.add(name, tensor)
+            else:
+                before = thread.submit(self.add, name, tensor)
+            yield name, tensor
+        if before is not None:
+            before.result()
+
+    def hexdigest(self) -> str:
+        """Return the hash of what was added: 32 hexadecimal digits."""
+        return self._digest.hexdigest()
+
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of names, types, shapes and bytes, independent of the mapping's order.
 
-    32 hexadecimal digits. Other threads run meanwhile, and so does a GPU that the tensors are on.
+    32 hexadecimal digits. Each tensor is read once, in the order of names. Other threads run
+    meanwhile, and so does a GPU that the tensors are on.
     """
-    return _hash(_in_main_memory((name, tensors[name]) for name in sorted(tensors)))
+    return _hash(in_main_memory(tensors))
 
 
 def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
@@ -40,34 +83,46 @@ def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
 
 
 def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = xxhash.xxh3_128()
+    content = TensorHash()
     for name, tensor in tensors:
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        content.add(name, tensor)
+    return content.hexdigest()
 
 
-def _in_main_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in main memory; the next one is on its way from its GPU meanwhile."""
-    nothing: tuple[str, Tensor, Callable[[], None]] = ("", torch.empty(0), lambda: None)
-    copies = ((name, *_begin_copy(tensor.detach())) for name, tensor in tensors)
-    for (name, copy, wait), _ in pairwise(chain(copies, [nothing])):
-        wait()
-        yield name, copy
+def in_main_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor, contiguous and in main memory, in the order of names.
+
+    Each is read from the mapping once, when the one before it is yielded: from then on it is on
+    its way from its GPU. A tensor that is there already is yielded as it is, not copied.
+    """
+    arrivals: deque[Callable[[], tuple[str, Tensor]]] = deque()
+    for name in sorted(tensors):
+        arrivals.append(_begin_copy(name, tensors[name].detach()))
+        if len(arrivals) > 1:
+            yield arrivals.popleft()()
+    for last in arrivals:
+        yield last()
 
 
-def _begin_copy(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Return where a tensor will be in main memory, and what waits until it is there.
+def _begin_copy(name: str, tensor: Tensor) -> Callable[[], tuple[str, Tensor]]:
+    """Return what waits until a tensor is in main memory, and returns it there with its name.
 
     From a GPU it goes into pinned memory on a stream of its own, behind what computes the tensor
     and beside what comes after that.
     """
     if not tensor.is_cuda:
-        return tensor.cpu().contiguous(), lambda: None
+        there = tensor.cpu().contiguous()
+        return lambda: (name, there)
     stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.default_stream(tensor.device))
     with torch.cuda.stream(stream):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         arrived = stream.record_event()
-    return copy, arrived.synchronize
+    tensor.record_stream(stream)  # nobody may get its memory before it is copied
+
+    def arrival() -> tuple[str, Tensor]:
+        arrived.synchronize()
+        return name, copy
+
+    return arrival

@@ -175,9 +175,23 @@ def ready(policy: Any, device: torch.device | str) -> Any:
 def recompute_layers(policy: Any) -> None:
     """Have each layer keep its input alone for the backward pass, and compute the rest again."""
     policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in layers_of(policy):
+        layer.training = True  # transformers asks this; what is in the layer stays as it is
+
+
+def layers_of(policy: Any) -> list[Any]:
+    """Return a policy's layers, in their order."""
+    return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def fill_buffers(policy: Any) -> None:
+    """Compute what a policy has beside its weights, such as frequencies of its positions.
+
+    Weights of the modules that have any are drawn at random by the way: they are loaded later.
+    """
     for module in policy.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # transformers asks this; what is in the layer stays as it is
+        if module._non_persistent_buffers_set:
+            policy._init_weights(module)
 
 
 def logits_at(

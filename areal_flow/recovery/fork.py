@@ -19,6 +19,7 @@ from areal_flow.recovery.replay import LocalTrainer, threads_kept
 from areal_flow.recovery.replay_settings import on_device, on_this_machine
 from areal_flow.recovery.restore import LedgerReplay
 from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.checkpoint import Snapshot, write_checkpoint
 
 
@@ -63,6 +64,7 @@ async def write_version_0(
         if step is not None:
             await _replay(reached, parent, step=step, on_replayed=on_replayed)
     saved = local.rank.backend.save()
+    assert isinstance(saved, SavedState), "who is alone holds a whole policy"
     if fresh_optimizer:
         saved = replace(saved, optimizer={})
     weights_hash = reached.hashes.weights_hash

@@ -18,10 +18,16 @@ from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, Tok
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
-from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
+from areal_flow.types import PolicyHashes
+from areal_flow.weights.channel import WeightsWriter
 
-BACKENDS = {"replicated": "areal_flow.trainer.replicated:ReplicatedBackend"}
+BACKENDS = {
+    "replicated": "areal_flow.trainer.replicated:ReplicatedBackend",
+    "fsdp": "areal_flow.trainer.sharded:ShardedBackend",
+}
 """By the name that recipes use. The next one is a file, a line here and its tests."""
 
 
@@ -77,10 +83,20 @@ class SavedState:
     optimizer: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """As `SavedState`, of a backend that is sharded: a rank's rows."""
+
+    weights: dict[str, TensorRows]
+    optimizer: dict[str, TensorRows]
+
+
 class TrainerBackend(Protocol):
     """A policy and its optimizer, wherever their parts are; not for concurrent use."""
 
     settings: TrainerSettings
+    is_sharded: bool
+    """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""
@@ -106,13 +122,16 @@ class TrainerBackend(Protocol):
     def hold_reference(self, policy: Any) -> None:
         """Keep a policy, of any architecture with the same tokens, as the reference."""
 
-    def export_weights(self) -> dict[str, Tensor]:
+    def export_weights(self) -> Mapping[str, Tensor]:
         """Return the weights to be served, by name and in master precision: an adapter is merged.
 
         The next update changes them.
         """
 
-    def save(self) -> SavedState:
+    def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
+        """Write the weights aside, in the type that they are served in; return who they are."""
+
+    def save(self) -> SavedState | SavedRows:
         """Return a copy of the state; the next update does not change it."""
 
     def load(self, saved: SavedState) -> None:
@@ -126,16 +145,35 @@ class TrainerBackend(Protocol):
         """Return the hash of the master weights."""
 
 
-def make_backend(policy: Any, settings: TrainerSettings) -> TrainerBackend:
+class LoadsRows(Protocol):
+    """What a backend that is sharded has in place of `load`."""
+
+    def load_rows(self, weights: RowsFile, optimizer: RowsFile) -> None:
+        """Continue from the rows that `save` returned on all ranks, however many there were.
+
+        Raises:
+            WeightsError: they are of another policy.
+        """
+
+
+def backend_name(settings: TrainerSettings, replicas: ReplicaGroup) -> str:
+    """Return which backend a rank has: one that is alone holds its policy whole."""
+    return "replicated" if replicas.is_alone else settings.backend
+
+
+def make_backend(
+    policy: Any, settings: TrainerSettings, replicas: ReplicaGroup | None = None
+) -> TrainerBackend:
     """Return the backend that a recipe names, with a fresh optimizer over this policy."""
-    path = BACKENDS[settings.backend]
+    replicas = replicas or SingleProcess()
+    path = BACKENDS[backend_name(settings, replicas)]
     backend = import_function(path, setting="trainer.backend", error=ConfigError)
-    return backend(policy, settings)  # type: ignore[no-any-return]
+    return backend(policy, settings, replicas)  # type: ignore[no-any-return]
 
 
-def numeric_environment(recipe: Recipe) -> str:
+def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
     """Return, as JSON, what decides whether a replay can be equal bit for bit."""
-    device = recipe.trainer.device
+    device, backend = recipe.trainer.device, backend_name(recipe.trainer, replicas)
     environment = {
         "torch": torch.__version__,
         "ranks": recipe.cluster.num_trainers,
@@ -146,5 +184,6 @@ def numeric_environment(recipe: Recipe) -> str:
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "dtype": recipe.trainer.dtype,
         "machine": os.uname().machine,
+        **({"backend": backend} if backend != "replicated" else {}),
     }
     return json.dumps(environment, sort_keys=True)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from areal_flow.config import LoraSettings
 from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
-from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.models.lora import split_adapter
 from areal_flow.models.policy import read_weight_files
 from areal_flow.recovery.checkpoints import (
@@ -37,19 +39,28 @@ from areal_flow.recovery.checkpoints import (
     set_aside,
 )
 from areal_flow.recovery.lease import Writer
-from areal_flow.trainer.backend import SavedState, TrainerBackend
+from areal_flow.trainer.backend import LoadsRows, SavedRows, SavedState, TrainerBackend
+from areal_flow.trainer.tensor_rows import RowsFile, write_rows
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A copy of a trainer's state, to be written while the trainer goes on."""
 
-    saved: SavedState
+    saved: SavedState | SavedRows
+    """All of it, or what this process has."""
     description: CheckpointState
     """Without the optimizer's hash: it is computed when the snapshot is written."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Of the adapter, if the policy has one."""
-    random_state: torch.Tensor = field(default_factory=torch.get_rng_state)
+    random_state: Any = field(default_factory=torch.get_rng_state)
+    """torch's; rows of it where the rest is rows."""
+    attempt: str = ""
+    """A name of the ranks that write together."""
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
@@ -59,12 +70,25 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
         RunError: another driver took over.
         StorageError: the disk refused; older checkpoints are intact.
     """
-    target = checkpoint_path(root, snapshot.description.step)
-    partial = root / f".partial-{target.name}-{writer.writer_epoch}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(model_directory, partial)
-        saved = snapshot.saved
+    write_part(root, snapshot, writer)
+    return complete_checkpoint(root, model_directory, snapshot, writer)
+
+
+def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
+    """Write aside what this process has of a checkpoint, which may be all of it.
+
+    Raises:
+        StorageError: the disk refused; older checkpoints are intact.
+    """
+    partial = _partial(root, snapshot, writer)
+    saved = snapshot.saved
+    with _refusals_told(root, snapshot):
+        partial.mkdir(parents=True, exist_ok=True)
+        if isinstance(saved, SavedRows):
+            write_rows(partial / MODEL_FILE, saved.weights, metadata={"format": "pt"})
+            random_state = {RNG_STATE: snapshot.random_state}
+            write_rows(partial / OPTIMIZER_FILE, saved.optimizer | random_state)
+            return
         weights, adapter = split_adapter(saved.weights)
         if not adapter or snapshot.description.step == 0:
             save_file(weights, partial / MODEL_FILE, metadata={"format": "pt"})
@@ -72,9 +96,25 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
             metadata = {"format": "pt", "lora": snapshot.lora.model_dump_json()}
             save_file(adapter, partial / ADAPTER_FILE, metadata=metadata)
         optimizer = {**saved.optimizer, RNG_STATE: snapshot.random_state}
-        save_file(optimizer, partial / "optimizer.safetensors")
-        optimizer_hash = hash_tensors(saved.optimizer)
-        description = replace(snapshot.description, optimizer_hash=optimizer_hash)
+        save_file(optimizer, partial / OPTIMIZER_FILE)
+
+
+def complete_checkpoint(
+    root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer
+) -> Path:
+    """Rename a checkpoint into place of which every process has written its part.
+
+    Raises:
+        RunError: another driver took over.
+        StorageError: the disk refused, or a part is missing; older checkpoints are intact.
+    """
+    partial, target = _partial(root, snapshot, writer), _target(root, snapshot)
+    with _refusals_told(root, snapshot):
+        without_weights = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(model_directory, partial, dirs_exist_ok=True, ignore=without_weights)
+        description = replace(
+            snapshot.description, optimizer_hash=_optimizer_hash(partial, snapshot)
+        )
         (partial / "state.json").write_text(json.dumps(asdict(description), indent=2))
         for file in partial.iterdir():
             force_to_disk(file)
@@ -83,12 +123,38 @@ def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writ
             shutil.rmtree(set_aside(target))
         partial.rename(target)
         force_to_disk(root)
+    return target
+
+
+def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
+    """Return the hash of the optimizer's tensors; where others wrote too, see that all is there."""
+    saved, expected = snapshot.saved, snapshot.description.weights_hash
+    if not isinstance(saved, SavedRows):
+        return hash_tensors(saved.optimizer)
+    if (found := hash_files(partial / MODEL_FILE)) != expected:
+        raise OSError(f"expected weights {expected}, the ranks wrote {found}")
+    return hash_files(partial / OPTIMIZER_FILE, without={RNG_STATE})
+
+
+def _target(root: Path, snapshot: Snapshot) -> Path:
+    return checkpoint_path(root, snapshot.description.step)
+
+
+def _partial(root: Path, snapshot: Snapshot, writer: Writer) -> Path:
+    """Return where a checkpoint is written: ranks that were restored since write elsewhere."""
+    name, attempt = _target(root, snapshot).name, snapshot.attempt
+    return root / f".partial-{name}-{attempt}-{writer.writer_epoch}"
+
+
+@contextmanager
+def _refusals_told(root: Path, snapshot: Snapshot) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"could not write checkpoint {target}: {error}. Older checkpoints are intact: free "
-            "some space, then continue with --resume"
+            f"could not write checkpoint {_target(root, snapshot)}: {error}. Older checkpoints are "
+            "intact: free some space, then continue with --resume"
         ) from error
-    return target
 
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
@@ -97,12 +163,29 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
     Raises:
         TrainingError: the files are unreadable or not what was written.
     """
-    description, optimizer = _read(path, lambda path: load_file(path / "optimizer.safetensors"))
+    if backend.is_sharded:
+        return _read_rows(path, cast("LoadsRows", backend))
+    description, optimizer = _read(path, lambda path: load_file(path / OPTIMIZER_FILE))
     random_state = optimizer.pop(RNG_STATE)
     _refuse_unless(hash_tensors(optimizer) == description.optimizer_hash, path)
     weights = read_weights(path)
     torch.set_rng_state(random_state)
     backend.load(SavedState(weights, optimizer))
+    return description
+
+
+def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
+    """Do as `read_checkpoint`; a rank has one tensor at a time, and of most its own rows alone."""
+
+    def hashes(path: Path) -> tuple[str, str]:
+        optimizer_hash = hash_files(path / OPTIMIZER_FILE, without={RNG_STATE})
+        return hash_files(path / MODEL_FILE), optimizer_hash
+
+    description, found = _read(path, hashes)
+    _refuse_unless(found == (description.weights_hash, description.optimizer_hash), path)
+    weights, optimizer = RowsFile(path / MODEL_FILE), RowsFile(path / OPTIMIZER_FILE)
+    torch.set_rng_state(optimizer.rows(RNG_STATE, 0, len(torch.get_rng_state())))
+    backend.load_rows(weights, optimizer)
     return description
 
 
@@ -117,9 +200,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _read(
-    path: Path, read_tensors: Callable[[Path], dict[str, torch.Tensor]]
-) -> tuple[CheckpointState, dict[str, torch.Tensor]]:
+def _read(path: Path, read_tensors: Callable[[Path], Found]) -> tuple[CheckpointState, Found]:
     try:
         return read_checkpoint_state(path), read_tensors(path)
     except (OSError, SafetensorError, ValueError, TypeError) as error:

@@ -10,12 +10,12 @@ policy. Only the leader's weights and checkpoints are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal_flow.algorithms.protocol import TokenLoss
@@ -30,18 +30,22 @@ from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.recovery.inputs import reference_directory
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.backend import (
+    SavedRows,
+    SavedState,
     StepSettings,
     TrainerBackend,
     UpdateNumbers,
+    backend_name,
     make_backend,
     numeric_environment,
 )
 from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.checkpoint import (
     Snapshot,
+    complete_checkpoint,
     read_checkpoint,
     read_weights,
-    write_checkpoint,
+    write_part,
 )
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
@@ -53,6 +57,7 @@ from areal_flow.trainer.sequences import (
     sequences_from_rows,
 )
 from areal_flow.trainer.step import learning_rate, train_step
+from areal_flow.trainer.tensor_rows import rows_of
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
@@ -102,7 +107,7 @@ class TrainerRank:
         if (lora := self.recipe.trainer.lora).rank:
             add_adapter(policy, lora, seed=self.recipe.seed)
         self._shape = PolicyShape.of(policy)
-        self._backend = make_backend(policy.train(), self.recipe.trainer)
+        self._backend = make_backend(policy.train(), self.recipe.trainer, self.replicas)
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
@@ -112,7 +117,7 @@ class TrainerRank:
     def genesis(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
         self._hold_reference(self.backend.export_weights)
-        return self._stand_at(0), numeric_environment(self.recipe)
+        return self._stand_at(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
         """Compute a step and stage its weights; see the module for where a rank must stand.
@@ -161,7 +166,9 @@ class TrainerRank:
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
         )
-        return StepResult(request.step, hashes, metrics, numeric_environment(self.recipe))
+        return StepResult(
+            request.step, hashes, metrics, numeric_environment(self.recipe, self.replicas)
+        )
 
     def require_policy(self) -> None:
         """Refuse if this rank holds nothing, as when its process was started again.
@@ -172,8 +179,11 @@ class TrainerRank:
         if self._hashes is None:
             raise TrainerLost("the trainer was started again and holds nothing")
 
-    def snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+    def snapshot(self, *, weights_hash: str, next_submission_index: int) -> bool:
         """Copy the state with these weights, for `write_snapshot` to write beside the next steps.
+
+        Returns:
+            Whether that is a part of it, and every rank has one.
 
         Raises:
             TrainerLost: this rank holds other weights.
@@ -182,21 +192,44 @@ class TrainerRank:
         description = CheckpointState(
             self._step, weights_hash, next_submission_index, self.recipe.digest()
         )
-        self._snapshot = Snapshot(self.backend.save(), description, self.recipe.trainer.lora)
+        saved = self.backend.save()
+        snapshot = Snapshot(
+            saved, description, self.recipe.trainer.lora, attempt=self.replicas.name
+        )
+        if isinstance(saved, SavedRows):
+            own = rows_of(snapshot.random_state, whole=self.replicas.leads)
+            snapshot = replace(snapshot, random_state=own)
+        self._snapshot = snapshot
+        return self.backend.is_sharded
 
-    def write_snapshot(self, step: int, writer: Writer) -> Path:
-        """Write the snapshot of a step as a checkpoint; return its directory. Any thread.
+    def write_snapshot(self, step: int, writer: Writer) -> None:
+        """Write this rank's part of the snapshot of a step. Any thread.
+
+        Raises:
+            TrainerLost: this rank was started after the snapshot was taken.
+            StorageError: the disk refused; older checkpoints are intact.
+        """
+        write_part(self.layout.checkpoints, self._snapshot_of(step), writer)
+        if not self.replicas.leads:
+            self._snapshot = None
+
+    def complete_snapshot(self, step: int, writer: Writer) -> Path:
+        """Make what the ranks wrote a checkpoint; return its directory. Any thread.
 
         Raises:
             TrainerLost: this rank was started after the snapshot was taken.
             RunError: another driver took over.
             StorageError: the disk refused; older checkpoints are intact.
         """
+        snapshot, layout = self._snapshot_of(step), self.layout
+        self._snapshot = None
+        return complete_checkpoint(layout.checkpoints, layout.model, snapshot, writer)
+
+    def _snapshot_of(self, step: int) -> Snapshot:
         snapshot = self._snapshot
         if snapshot is None or snapshot.description.step != step:
             raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
-        self._snapshot = None
-        return write_checkpoint(self.layout.checkpoints, self.layout.model, snapshot, writer)
+        return snapshot
 
     def restore(self, step: int) -> PolicyHashes:
         """Load a checkpoint and stage its weights again; return its identity."""
@@ -207,13 +240,23 @@ class TrainerRank:
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
         """Return a rank that stands where this one does, with a policy and settings of its own."""
         other = replace(self, recipe=recipe, loss=loss)
-        other._adopt_empty().load(self.backend.save())
+        saved = self.backend.save()
+        assert isinstance(saved, SavedState), "who is alone holds a whole policy"
+        other._adopt_empty().load(saved)
         other._hashes, other._step = self._hashes, self._step
         return other
 
     def _adopt_empty(self) -> TrainerBackend:
-        """Adopt the run's architecture, whose weights are to be loaded."""
-        return self.adopt(empty_policy(self.layout.model, device=self.recipe.trainer.device))
+        """Adopt the run's architecture, whose weights are to be loaded.
+
+        Of a policy of which this rank will have a part, there is never a whole one.
+        """
+        trainer = self.recipe.trainer
+        if backend_name(trainer, self.replicas) == "replicated":
+            return self.adopt(empty_policy(self.layout.model, device=trainer.device))
+        with torch.device("meta"):
+            policy = empty_policy(self.layout.model, device="meta")
+        return self.adopt(policy)
 
     def _hold_reference(self, first_weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """Have the policy that the loss compares with: the recipe's, or the run's first."""
@@ -238,14 +281,10 @@ class TrainerRank:
             )
 
     def _stand_at(self, version: int) -> PolicyHashes:
-        """Write the weights aside and hash the master weights meanwhile: the policy has a name."""
+        """Write the weights aside: the policy has a name."""
         dtype = DTYPES[self.recipe.generation.dtype]
-        weights = self.backend.export_weights()
         channel = self.channel if self.replicas.leads else HashingWriter()
-        with ThreadPoolExecutor(1) as beside:
-            weights_hash = beside.submit(self.backend.fingerprint)
-            served_hash = channel.stage(version, {n: t.to(dtype) for n, t in weights.items()})
-            self._hashes = PolicyHashes(weights_hash.result(), served_hash)
+        self._hashes = self.backend.stage(version, channel, dtype=dtype)
         self._step, self._last = version, None
         return self._hashes
 

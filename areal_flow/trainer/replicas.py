@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from areal_flow.errors import TrainerLost
+from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.trainer.mesh import connect_mesh, leave_mesh, reach_store, serve_store
 from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import connect_gloo
 
@@ -31,13 +32,26 @@ class ReplicaGroup(Protocol):
     mine: Sequence[int]
     """The ranks whose batches this process computes."""
     leads: bool
-    """Whether this process stages weights and writes checkpoints."""
+    """Whether this process stages weights and completes checkpoints."""
+    name: str
+    """Of this group of processes, and no later one."""
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         """Return every rank's tensor in the order of ranks; all have one shape and dtype.
 
         Args:
             tensors: those of `mine`.
+
+        Raises:
+            TrainerLost: another rank left.
+        """
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process computes every rank's batch."""
+
+    def mesh(self, device_type: str) -> Any:
+        """Return torch's mesh of the ranks, for policies of which each rank has a part.
 
         Raises:
             TrainerLost: another rank left.
@@ -50,19 +64,28 @@ class ReplicaGroup(Protocol):
 class SingleProcess:
     """One process that computes every rank's batch: the only rank there is, or a replay of many."""
 
-    leads = True
+    leads = is_alone = True
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.mine: Sequence[int] = range(num_ranks)
+        self.name = "alone"
 
     def gather(self, tensors: Mapping[int, Tensor]) -> list[Tensor]:
         return [tensors[rank] for rank in self.mine]
+
+    def mesh(self, device_type: str) -> Any:
+        raise TrainingError("expected ranks that share a policy, found one process alone")
 
     def leave(self) -> None: ...
 
 
 class GlooGroup:
-    """One rank a process, connected by gloo. Tensors travel through main memory."""
+    """One rank a process, connected by gloo. Tensors travel through main memory.
+
+    Those of a mesh travel by NCCL where the ranks have GPUs.
+    """
+
+    is_alone = False
 
     def __init__(self, rendezvous: Rendezvous, point: Path, *, host: str) -> None:
         """Meet the other ranks.
@@ -76,7 +99,9 @@ class GlooGroup:
         """
         self.mine: Sequence[int] = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
+        self.name = rendezvous.name
         self._num_ranks = rendezvous.num_ranks
+        self._host = host
         self._group: Any = None
         try:
             self._group = _connect(rendezvous, point, host)
@@ -99,7 +124,29 @@ class GlooGroup:
             raise TrainerLost(f"another trainer rank left: {_first_line(error)}") from error
         return [part.to(tensor.device) for part in received]
 
+    def mesh(self, device_type: str) -> Any:
+        return connect_mesh(
+            self._mesh_store(),
+            device_type,
+            rank=self.mine[0],
+            num_ranks=self._num_ranks,
+            host=self._host,
+            timeout_s=EXCHANGE_TIMEOUT_S,
+        )
+
+    def _mesh_store(self) -> Any:
+        """Return a store that the leader keeps, and whose address it tells the others."""
+        if self.leads:
+            store, port = serve_store(self._host)
+        sent = torch.zeros(256, dtype=torch.uint8)
+        if self.leads:
+            address = f"{self._host} {port}".encode()
+            sent[: len(address)] = torch.tensor([*address], dtype=torch.uint8)
+        host, port_text = bytes(self.gather({self.mine[0]: sent})[0]).rstrip(b"\0").decode().split()
+        return store if self.leads else reach_store(host, int(port_text))
+
     def leave(self) -> None:
+        leave_mesh()
         self._group = None  # its end closes the connections
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import isfinite
@@ -30,6 +31,8 @@ from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, Upda
 from areal_flow.trainer.passes import Passes, RankNumbers, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.types import PolicyHashes
+from areal_flow.weights.channel import WeightsWriter, converted
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,11 @@ class RankGradient:
 class ReplicatedBackend:
     """A `TrainerBackend`: the master policy, in training form, and its optimizer."""
 
-    def __init__(self, policy: Any, settings: TrainerSettings) -> None:
+    is_sharded = False
+
+    def __init__(
+        self, policy: Any, settings: TrainerSettings, _: ReplicaGroup | None = None
+    ) -> None:
         self.policy = policy
         self.settings = settings
         if settings.activations == "recompute":
@@ -88,6 +95,12 @@ class ReplicatedBackend:
 
     def export_weights(self) -> dict[str, Tensor]:
         return merged_tensors(self.policy)
+
+    def stage(self, version: int, channel: WeightsWriter, *, dtype: torch.dtype) -> PolicyHashes:
+        with ThreadPoolExecutor(1) as beside:
+            weights_hash = beside.submit(self.fingerprint)
+            served_hash = channel.stage(version, converted(self.export_weights(), dtype=dtype))
+            return PolicyHashes(weights_hash.result(), served_hash)
 
     def save(self) -> SavedState:
         return SavedState(

@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -65,10 +65,12 @@ class BroadcastWriter(DirectoryWriter):
         self.sender: Sender | None = None
         """What answers readers, once there is something to send."""
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        described = {name: (str(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
+    ) -> None:
+        described = {name: (str(t.dtype), tuple(t.shape)) for name, t in like.items()}
         (self._staged(version) / DESCRIPTION_FILE).write_text(json.dumps(described))
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: tensor.clone() for name, tensor in tensors}
         self._held.pop(version, None)  # the order is that of staging
         self._held[version] = StagedVersion(copies)
         for old in list(self._held)[: -KEEP_VERSIONS - 1]:

@@ -7,8 +7,10 @@ when it is published, and `load` returns what has arrived. Neither end sees the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
+
+from areal_flow.errors import WeightsError
 
 
 class WeightsWriter(Protocol):
@@ -16,6 +18,10 @@ class WeightsWriter(Protocol):
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         """Keep weights aside, where no reader looks; return their hash.
+
+        Every writer reads each tensor exactly once, in the order of sorted names: all ranks of a
+        sharded trainer may have to read a tensor together. What it has to know beforehand it
+        takes from `described`. If a read raises, nothing is staged.
 
         Raises:
             StorageError: there is no room for them.
@@ -45,6 +51,58 @@ class WeightsReader(Protocol):
         Raises:
             WeightsError: they are missing or not what was published.
         """
+
+
+class StreamedTensors(Mapping[str, Any]):
+    """Weights of which each tensor is made when it is read: gathered from ranks, or converted."""
+
+    def __init__(self, like: Mapping[str, Any], *, read: Callable[[str], Any]) -> None:
+        """Take what is known of the tensors, and what makes one of them.
+
+        Args:
+            like: for each name a tensor of the type and the shape, on torch's meta device.
+            read: returns the tensor of a name, on any device; later reads leave it as it is.
+        """
+        self.like = like
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        expected, tensor = self.like[name], self._read(name)
+        if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+            raise WeightsError(
+                f"{name}: expected a tensor like the one it was described by, "
+                f"{expected.dtype} {tuple(expected.shape)}, "
+                f"found {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.like  # the mapping's own would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+
+def described(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return tensors of the same names, types, shapes and sizes without reading any of these.
+
+    Their values are not to be used.
+    """
+    return tensors.like if isinstance(tensors, StreamedTensors) else tensors
+
+
+def converted(tensors: Mapping[str, Any], *, dtype: Any) -> StreamedTensors:
+    """Return tensors of another of torch's types, each of which is converted when it is read."""
+    import torch
+
+    like = {
+        name: torch.empty(tensor.shape, dtype=dtype, device="meta")
+        for name, tensor in described(tensors).items()
+    }
+    return StreamedTensors(like, read=lambda name: tensors[name].to(dtype))
 
 
 class HashingWriter:

@@ -61,25 +61,49 @@ def may_change_little(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def smaller_delta(
-    base: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
+    base: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, TensorDelta] | None:
-    """Return what to ship instead of all weights; None where that is not less.
-
-    Args:
-        base: the version that a reader has.
-        beside_bytes: what a reader may have to read with it.
-    """
+    """Return what to ship to a reader that has `base`; None where that is not less than all."""
     if not (may_change_little(weights) and are_alike(base, weights)):
         return None
     delta = make_delta(base, weights)
+    return delta if is_smaller(delta, weights) else None
+
+
+def is_smaller(
+    delta: Mapping[str, TensorDelta], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
+) -> bool:
+    """Return whether a delta has fewer bytes than all weights.
+
+    Args:
+        beside_bytes: what a reader may have to read with it.
+    """
     num_bytes = beside_bytes + sum(changed.nbytes for changed in delta.values())
-    return delta if num_bytes < sum(tensor.nbytes for tensor in weights.values()) else None
+    return num_bytes < sum(tensor.nbytes for tensor in weights.values())
 
 
 def make_delta(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
     """Return what leads from one version to another; they must be alike."""
     assert are_alike(base, weights), "versions of other policies have no delta"
-    return {name: _tensor_delta(base[name], weights[name]) for name in base}
+    return {name: tensor_delta(base[name], weights[name]) for name in base}
+
+
+def tensor_delta(base: Tensor, tensor: Tensor) -> TensorDelta:
+    """Return what leads from one tensor to another of its type and shape."""
+    bits_N, base_N = _bits(tensor), _bits(base)
+    # NumPy's search for the few that differ takes a third of torch's time.
+    positions_C = torch.from_numpy(np.flatnonzero(base_N.numpy() != bits_N.numpy()))
+    blocks_C = positions_C // BLOCK_SIZE
+    num_blocks = -(-len(bits_N) // BLOCK_SIZE)
+    now_C = bits_N[positions_C]
+    moves_C = now_C - base_N[positions_C]
+    is_far_C = (moves_C <= _FAR) | (moves_C > -_FAR - 1)
+    return TensorDelta(
+        torch.bincount(blocks_C, minlength=num_blocks).to(torch.uint8),
+        (positions_C - blocks_C * BLOCK_SIZE).to(torch.uint8),
+        moves_C.masked_fill_(is_far_C, _FAR).to(torch.int8),
+        now_C[is_far_C],
+    )
 
 
 def apply_delta(tensors: Mapping[str, Tensor], delta: Mapping[str, TensorDelta]) -> None:
@@ -106,23 +130,6 @@ def delta_of_parts(labelled: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
         part, _, name = label.partition(":")
         parts.setdefault(name, {})[part] = tensor
     return {name: TensorDelta(**of) for name, of in parts.items()}
-
-
-def _tensor_delta(base: Tensor, tensor: Tensor) -> TensorDelta:
-    bits_N, base_N = _bits(tensor), _bits(base)
-    # NumPy's search for the few that differ takes a third of torch's time.
-    positions_C = torch.from_numpy(np.flatnonzero(base_N.numpy() != bits_N.numpy()))
-    blocks_C = positions_C // BLOCK_SIZE
-    num_blocks = -(-len(bits_N) // BLOCK_SIZE)
-    now_C = bits_N[positions_C]
-    moves_C = now_C - base_N[positions_C]
-    is_far_C = (moves_C <= _FAR) | (moves_C > -_FAR - 1)
-    return TensorDelta(
-        torch.bincount(blocks_C, minlength=num_blocks).to(torch.uint8),
-        (positions_C - blocks_C * BLOCK_SIZE).to(torch.uint8),
-        moves_C.masked_fill_(is_far_C, _FAR).to(torch.int8),
-        now_C[is_far_C],
-    )
 
 
 def _changed_positions(delta: TensorDelta) -> Tensor:

@@ -9,7 +9,7 @@ The driver publishes without ever importing torch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from areal_flow.errors import StorageError, WeightsError
+from areal_flow.weights.channel import described
+from areal_flow.weights.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,22 +90,21 @@ class DirectoryWriter(DirectoryReader):
     """A `WeightsWriter` over the same directory."""
 
     def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        from areal_flow.models.hashing import hash_tensors
+        from areal_flow.models.hashing import TensorHash, in_main_memory
 
-        staged = self._staged(version)
-        copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        staged, content = self._staged(version), TensorHash()
         try:
             self._prepare(staged)
-            with ThreadPoolExecutor(1) as beside:
-                served_hash = beside.submit(hash_tensors, copies)
-                self._write(version, copies)
-            (staged / HASH_FILE).write_text(served_hash.result())
+            with ThreadPoolExecutor(1) as thread:
+                hashed = content.add_beside(in_main_memory(tensors), thread=thread)
+                self._write(version, hashed, like=described(tensors))
+            (staged / HASH_FILE).write_text(content.hexdigest())
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"could not write weights to {staged}: {error}. Free some space or check the "
                 "disk, then continue with --resume"
             ) from error
-        return served_hash.result()
+        return content.hexdigest()
 
     def publish(self, version: int) -> None:
         published, staged = self._published(version), self._staged(version)
@@ -122,10 +123,16 @@ class DirectoryWriter(DirectoryReader):
         self._clear_staged()
         staged.mkdir(parents=True)
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
+    ) -> None:
+        """Write all tensors as they come, and keep none: the trainer goes on to change them.
 
-        save_file(dict(tensors), self._staged(version) / MODEL_FILE)
+        Args:
+            like: tensors of the same names, types and shapes, known beforehand.
+        """
+        with (self._staged(version) / MODEL_FILE).open("wb") as file:
+            write_tensors(tensors, file, like=like)
 
     def _outdated(self) -> list[int]:
         return self._versions()[:-KEEP_VERSIONS]

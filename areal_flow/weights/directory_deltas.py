@@ -8,13 +8,14 @@ this writer staged before, and where the deltas since the last whole one would t
 it: so a reader that comes late reads two policies' bytes at most. A reader that missed versions
 applies their deltas one after the other, and the hash of what comes out is checked.
 
-Writer and reader keep a copy of what they had last. Weights of other types change nearly
-everywhere; they are whole, and no copy is kept.
+Writer and reader keep a copy of what they had last; the writer's is brought to the next version
+tensor by tensor. Weights of other types change nearly everywhere; they are whole, and no copy is
+kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,8 +30,6 @@ from areal_flow.weights.directory import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from areal_flow.weights.delta import TensorDelta
 
 DELTA_FILE = "delta.safetensors"
 
@@ -106,34 +105,49 @@ class DeltaWriter(DirectoryWriter):
             self._last = self._last._replace(content_hash=served_hash)
         return served_hash
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        from areal_flow.weights.delta import labelled_parts, may_change_little
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
+    ) -> None:
+        from areal_flow.weights.delta import may_change_little
 
         last, self._last = self._last, None  # until this version is written
-        delta = self._delta(last, version, tensors)
-        if delta is None:
-            super()._write(version, tensors)
+        if not may_change_little(like):
+            super()._write(version, tensors, like=like)
+        elif last is not None and self._may_follow(last, version, like):
+            self._write_changes(version, tensors, held=last.tensors)
+            self._last = HeldWeights(version, "", last.tensors)
         else:
+            copies: dict[str, Tensor] = {}
+            super()._write(version, _copied_into(copies, tensors), like=like)
+            self._last = HeldWeights(version, "", copies)
+
+    def _may_follow(self, last: HeldWeights, version: int, like: Mapping[str, Tensor]) -> bool:
+        """Return whether readers may get from the last version to this one by a delta."""
+        from areal_flow.weights.delta import are_alike
+
+        return (
+            last.version == version - 1
+            and last.content_hash == hash_of(self._published(last.version))
+            and are_alike(last.tensors, like)
+        )
+
+    def _write_changes(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, held: Mapping[str, Tensor]
+    ) -> None:
+        """Bring what is held to this version, and write a delta, or everything if that is less."""
+        from safetensors.torch import save_file
+
+        from areal_flow.weights.delta import is_smaller, labelled_parts, tensor_delta
+
+        delta = {}
+        for name, tensor in tensors:
+            delta[name] = tensor_delta(held[name], tensor)
+            held[name].copy_(tensor)
+        earlier = sum(file.stat().st_size for file in self._deltas_up_to(version - 1))
+        if is_smaller(delta, held, beside_bytes=earlier):
             save_file(labelled_parts(delta), self._staged(version) / DELTA_FILE)
-        if may_change_little(tensors):
-            self._last = HeldWeights(version, "", _own_copy(tensors, last, delta))
-
-    def _delta(
-        self, last: HeldWeights | None, version: int, tensors: Mapping[str, Tensor]
-    ) -> dict[str, TensorDelta] | None:
-        """Return what to write instead of all tensors; None where that is not less."""
-        from areal_flow.weights.delta import smaller_delta
-
-        if (
-            last is None
-            or last.version != version - 1
-            or last.content_hash != hash_of(self._published(last.version))
-        ):
-            return None
-        earlier = sum(file.stat().st_size for file in self._deltas_up_to(last.version))
-        return smaller_delta(last.tensors, tensors, beside_bytes=earlier)
+        else:
+            super()._write(version, held.items(), like=held)
 
     def _deltas_up_to(self, version: int) -> Iterator[Path]:
         """Yield the deltas since the last whole version, the newest first."""
@@ -149,15 +163,10 @@ class DeltaWriter(DirectoryWriter):
         return [version for version in versions if version < first]
 
 
-def _own_copy(
-    tensors: Mapping[str, Tensor],
-    last: HeldWeights | None,
-    delta: Mapping[str, TensorDelta] | None,
-) -> Mapping[str, Tensor]:
-    """Return tensors that nobody else changes: the last ones, brought to where these are."""
-    from areal_flow.weights.delta import apply_delta
-
-    if last is None or delta is None:
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-    apply_delta(last.tensors, delta)
-    return last.tensors
+def _copied_into(
+    copies: dict[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a copy of each tensor, which nobody else changes, once it is among the copies."""
+    for name, tensor in tensors:
+        copies[name] = tensor.clone()
+        yield name, copies[name]

@@ -16,6 +16,7 @@ from typing import Any
 
 from areal_flow.errors import ConfigError, StorageError
 from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
+from areal_flow.weights.channel import described
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
 from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
 from areal_flow.weights.settings import Medium
@@ -56,7 +57,7 @@ class ChosenChannel:
 
     def stage(self, version: int, tensors: Mapping[str, Any]) -> str:
         if not (self.root.is_symlink() or self.root.exists()):
-            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            num_bytes = sum(tensor.nbytes for tensor in described(tensors).values())
             if uses_shared_memory(self._medium, num_bytes=num_bytes):
                 create_segments(self.root)
         return self._writer().stage(version, tensors)

@@ -18,34 +18,20 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from areal_flow.weights.directory import HASH_FILE, MODEL_FILE, DirectoryReader, DirectoryWriter
+from areal_flow.weights.tensor_file import DTYPES, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-
-HEADER_ALIGNMENT = 64
-"""Bytes; the first tensor begins at a multiple of it."""
-
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""What torch calls a type, by what safetensors calls it."""
 
 
 def segments_of(root: Path) -> Path:
@@ -103,42 +89,17 @@ class SharedMemoryWriter(DirectoryWriter):
         staged.mkdir(mode=0o700, parents=True, exist_ok=True)
         (staged / HASH_FILE).unlink(missing_ok=True)  # first: from here on it is not whole
 
-    def _write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        write_tensors(tensors, self._staged(version) / MODEL_FILE)
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
+    ) -> None:
+        with os.fdopen(_own_pages(self._staged(version) / MODEL_FILE), "wb") as segment:
+            write_tensors(tensors, segment, like=like)
 
     def _retire(self, published: Path) -> None:
         if next(self.root.glob(".spare-*"), None) is None:
             published.rename(self.root / f".spare-{published.name}")
         else:
             super()._retire(published)
-
-
-def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file, into the pages that the file has unless a reader holds them.
-
-    Raises:
-        OSError: there is no room.
-    """
-    import torch
-
-    names = {getattr(torch, of_torch): name for name, of_torch in DTYPES.items()}
-    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    described: dict[str, Any] = {}
-    end = 0
-    for name in ordered:
-        begin, end = end, end + tensors[name].nbytes
-        described[name] = {
-            "dtype": names[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [begin, end],
-        }
-    header = json.dumps(described).encode()
-    header += b" " * (-(8 + len(header)) % HEADER_ALIGNMENT)
-    with os.fdopen(_own_pages(file), "wb") as segment:
-        segment.write(len(header).to_bytes(8, "little") + header)
-        for name in ordered:
-            segment.write(tensors[name].flatten().view(torch.uint8).numpy().data)
-        segment.truncate()
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:

@@ -67,10 +67,16 @@ def verdict(replayed: Replayed) -> list[str]:
     lines = list(dict.fromkeys(filter(None, map(_environment, walked))))
     for compared in walked:
         if compared.refused:
+            by = f" by more than {compared.tolerance:g}" if compared.tolerance else ""
             lines.append(
-                f"Step {compared.step} DIFFERS where it must not, in "
+                f"Step {compared.step} DIFFERS where it must not{by}, in "
                 f"{', '.join(compared.differences)}: the numeric environment is the recorded one, "
                 "so the ledger, the log, a checkpoint, config.toml or the code has changed since."
+            )
+        elif compared.tolerance and compared.within_tolerance:
+            lines.append(
+                f"Step {compared.step} is equal to its record within {compared.tolerance:g}: its "
+                "ranks shared the policy, which this process holds whole."
             )
         elif not compared.equal:
             forked = compared.after_fork
@@ -111,6 +117,7 @@ def _compared(compared: ComparedStep) -> dict[str, Any]:
         "recorded": compared_values(compared.recorded),
         "replayed": compared_values(compared.replayed),
         "equal": compared.equal,
+        "within_tolerance": compared.within_tolerance,
         "refused": compared.refused,
         "environment_differences": compared.environment_differences,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from areal_flow.audit.findings import Finding
 from areal_flow.errors import WeightsError
 from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.weights.channel import StreamedTensors
 from areal_flow.weights.directory import KEEP_VERSIONS
 from areal_flow.weights.directory_deltas import DELTA_FILE, DeltaReader, DeltaWriter
 
@@ -44,7 +47,7 @@ def versions(count: int, share: float = 0.02) -> list[Weights]:
     return made
 
 
-def publish(writer: DeltaWriter, version: int, weights: Weights) -> None:
+def publish(writer: DeltaWriter, version: int, weights: Mapping[str, Tensor]) -> None:
     writer.stage(version, weights)
     writer.publish(version)
 
@@ -104,6 +107,30 @@ def test_version_is_whole_again_before_its_deltas_outweigh_it_and_older_ones_go(
         assert sum(size_of(tmp_path, each) for each in last) < 2.1 * size_of(tmp_path, whole[-1])
         assert hash_tensors(DeltaReader(tmp_path).load(newest_needed))
     assert len(whole) > 2
+
+
+def test_streamed_weights_are_the_files_that_weights_in_memory_are(tmp_path: Path) -> None:
+    roots = [tmp_path / "held", tmp_path / "streamed"]
+    writers = [DeltaWriter(root) for root in roots]
+    for version, weights in enumerate([*versions(5), first_weights(seed=7)]):
+        like = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+        publish(writers[0], version, weights)
+        publish(writers[1], version, StreamedTensors(like, read=weights.__getitem__))
+        held, streamed = (sorted((root / f"{version:08d}").iterdir()) for root in roots)
+        assert [file.name for file in held] == [file.name for file in streamed]
+        assert [file.read_bytes() for file in held] == [file.read_bytes() for file in streamed]
+    assert [is_whole(roots[1], version) for version in range(6)] == [True, *4 * [False], True]
+
+
+@pytest.mark.parametrize(("dtype", "num_kept"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_writer_keeps_a_copy_only_of_weights_that_may_change_little(
+    tmp_path: Path, dtype: torch.dtype, num_kept: int
+) -> None:
+    writer, shape = DeltaWriter(tmp_path), (7, 1009)
+    for version in range(3):
+        publish(writer, version, {"a": torch.rand(shape).to(dtype)})
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        assert sum(tensor.shape == shape for tensor in tensors) == num_kept
 
 
 def test_version_is_whole_where_a_delta_is_no_smaller(tmp_path: Path) -> None:

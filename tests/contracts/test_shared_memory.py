@@ -30,8 +30,8 @@ from areal_flow.weights.shared_memory import (
     free_segments,
     map_tensors,
     segments_of,
-    write_tensors,
 )
+from areal_flow.weights.tensor_file import write_tensors
 
 NUM_VALUES = 4_000_000
 
@@ -45,7 +45,8 @@ class HalfWritten:
     def __init__(self, file): self.file = file
     def __enter__(self): return self
     def __exit__(self, *error): ...
-    def truncate(self): ...
+    def seek(self, offset): self.file.seek(offset)
+    def truncate(self, size): ...
     def write(self, content):
         self.file.write(bytes(content)[: max(8, len(content) // 2)])
         self.file.flush()
@@ -69,6 +70,11 @@ def channel(tmp_path: Path) -> Iterator[ChosenChannel]:
     root = tmp_path / "weights" / "00000001"
     yield ChosenChannel(root, "shared_memory")
     free_segments(root)
+
+
+def write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with file.open("wb") as segment:
+        write_tensors(tensors.items(), segment, like=tensors)
 
 
 def publish(channel: ChosenChannel, *versions: int) -> None:
@@ -119,7 +125,7 @@ def test_retired_version_is_written_again_in_its_own_pages_once_no_reader_has_it
 
 def test_version_that_is_retired_while_it_is_opened_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    write_tensors(policy(0), file)
+    write(file, policy(0))
     another = tmp_path / "another"
     file.rename(another)
     with pytest.raises(FileNotFoundError):
@@ -132,7 +138,7 @@ def test_segments_are_safetensors_files(tmp_path: Path) -> None:
         "transposed": torch.rand(4, 3).T.contiguous(),
         "scalar": torch.tensor(0.5),
     }
-    write_tensors(tensors, tmp_path / "model.safetensors")
+    write(tmp_path / "model.safetensors", tensors)
     assert hash_tensors(load_file(tmp_path / "model.safetensors")) == hash_tensors(tensors)
     assert hash_files(tmp_path / "model.safetensors") == hash_tensors(tensors)
     mapped = map_tensors(tmp_path / "model.safetensors")

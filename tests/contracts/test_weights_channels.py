@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,17 @@ import pytest
 import torch
 
 from areal_flow.errors import WeightsError
-from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.hashing import HANDED_OVER_BYTES, hash_tensors
 from areal_flow.models.policy import assign_tensors, policy_tensors
 from areal_flow.testing import MemoryReader, MemoryWriter
-from areal_flow.weights.channel import HashingWriter, WeightsReader, WeightsWriter
+from areal_flow.weights.channel import (
+    HashingWriter,
+    StreamedTensors,
+    WeightsReader,
+    WeightsWriter,
+    converted,
+    described,
+)
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
@@ -49,6 +57,124 @@ def test_published_weights_come_back_exactly(medium: Medium) -> None:
     found = medium.reader.load(3)
     assert medium.reader.newest() == 3
     assert hash_tensors(found) == served_hash == hash_tensors(weights(0.1))
+
+
+class GatheredTensors:
+    """Tensors as a sharded trainer has them: made when they are read, and every read is noted."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, lost_at: str = "") -> None:
+        self.tensors = tensors
+        self.names_read: list[str] = []
+        self.most_alive = 0
+        self._lost_at = lost_at
+        self._made: list[weakref.ref[object]] = []
+
+    def streamed(self) -> StreamedTensors:
+        names = sorted(self.tensors, reverse=True)
+        like = {name: torch.empty_like(self.tensors[name], device="meta") for name in names}
+        return StreamedTensors(like, read=self.read)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.names_read.append(name)
+        if name == self._lost_at:
+            raise RuntimeError("a rank left")
+        tensor = self.tensors[name]
+        content = tensor.flatten().view(torch.uint8).numpy().copy()
+        self._made.append(weakref.ref(content))  # it lives as long as any view of the tensor
+        self.most_alive = max(self.most_alive, sum(made() is not None for made in self._made))
+        return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
+
+
+def half_weights(version: int) -> dict[str, torch.Tensor]:
+    """Return weights of which a version after the first one changes little."""
+    tensors = {name: torch.ones(3, 400, dtype=torch.bfloat16) for name in "abc"}
+    tensors["b"][0, :version] = 2.0
+    return tensors
+
+
+def large_weights() -> dict[str, torch.Tensor]:
+    """Return tensors that another thread hashes, and a small one amid them."""
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    large = {f"{n:02d}": torch.rand(1000, 700).to(dtypes[n % 3]) for n in range(9)}
+    assert min(tensor.nbytes for tensor in large.values()) > HANDED_OVER_BYTES
+    return {**large, "04a": torch.rand(3)}
+
+
+@pytest.mark.parametrize("weights_of", [weights, half_weights])
+def test_streamed_weights_are_read_once_in_order_and_come_back_exactly(
+    medium: Medium, weights_of: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    for version in range(4):
+        gathered = GatheredTensors(weights_of(version))
+        served_hash = medium.writer.stage(version, gathered.streamed())
+        medium.writer.publish(version)
+        assert gathered.names_read == sorted(gathered.tensors)
+        found = medium.reader.load(version)
+        assert hash_tensors(found) == served_hash == hash_tensors(weights_of(version))
+
+
+@pytest.mark.parametrize("medium", ["directory", "shared_memory"], indirect=True)
+def test_few_of_the_streamed_tensors_are_in_memory_at_a_time(medium: Medium) -> None:
+    for writer in (medium.writer, HashingWriter()):
+        gathered = GatheredTensors(large_weights())
+        served_hash = writer.stage(0, gathered.streamed())
+        assert gathered.names_read == sorted(gathered.tensors)
+        assert gathered.most_alive <= 3
+        assert served_hash == hash_tensors(gathered.tensors)
+        writer.publish(0)
+    assert medium.reader.newest() == 0
+
+
+@pytest.mark.parametrize("lost_at", ["a", "b", "c"])
+def test_weights_of_which_a_read_fails_are_not_published_and_the_next_ones_are(
+    medium: Medium, lost_at: str
+) -> None:
+    for version in (0, 1, 2):
+        medium.writer.stage(version, half_weights(version))
+        if version < 2:
+            medium.writer.publish(version)
+    with pytest.raises(RuntimeError, match="a rank left"):
+        medium.writer.stage(2, GatheredTensors(half_weights(2), lost_at=lost_at).streamed())
+    assert medium.reader.newest() == 1
+    assert hash_tensors(medium.reader.load(1)) == hash_tensors(half_weights(1))
+    for version in (2, 3):
+        medium.writer.stage(version, GatheredTensors(half_weights(version)).streamed())
+        medium.writer.publish(version)
+        assert hash_tensors(medium.reader.load(version)) == hash_tensors(half_weights(version))
+
+
+@pytest.mark.parametrize("medium", ["directory", "shared_memory", "broadcast"], indirect=True)
+def test_failed_read_takes_the_place_of_what_was_staged_before(medium: Medium) -> None:
+    medium.writer.stage(0, weights(0))
+    with pytest.raises(RuntimeError, match="a rank left"):
+        medium.writer.stage(0, GatheredTensors(weights(1), lost_at="b").streamed())
+    with pytest.raises(WeightsError, match="never staged"):
+        medium.writer.publish(0)
+
+
+def test_names_types_and_sizes_of_streamed_weights_are_known_without_a_read() -> None:
+    gathered = GatheredTensors(weights(1))
+    streamed = converted(gathered.streamed(), dtype=torch.float16)
+    assert (set(streamed), len(streamed)) == ({"a", "b"}, 2)
+    assert "a" in streamed
+    assert "c" not in streamed
+    assert {name: tensor.nbytes for name, tensor in described(streamed).items()} == {
+        "a": 12,
+        "b": 8,
+    }
+    assert described(weights(1)).keys() == streamed.keys()
+    assert gathered.names_read == []
+    assert torch.equal(streamed["a"], weights(1)["a"].half())
+    assert gathered.names_read == ["a"]
+
+
+def test_tensor_that_is_not_as_it_was_described_is_refused(medium: Medium) -> None:
+    like = {"a": torch.empty(3, 2, device="meta")}
+    streamed = StreamedTensors(like, read=lambda name: torch.zeros(2, 3))
+    with pytest.raises(WeightsError, match=r"a: expected .* \(3, 2\), found .* \(2, 3\)"):
+        medium.writer.stage(0, streamed)
+    with pytest.raises(WeightsError, match="never staged"):
+        medium.writer.publish(0)
 
 
 def test_staged_weights_are_invisible(medium: Medium) -> None:

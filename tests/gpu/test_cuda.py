@@ -18,6 +18,7 @@ from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from areal_flow.weights.channel import converted
 from tests.policies import small_policy
 
 pytestmark = [
@@ -61,6 +62,15 @@ def test_hash_of_weights_on_a_gpu_is_that_of_their_copies() -> None:
         tensors = {name: tensor / tensor.norm() for name, tensor in tensors.items()}
     found = hash_tensors(tensors)
     assert found == hash_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
+
+
+def test_streamed_tensors_may_leave_a_gpu_before_their_copies_are_hashed() -> None:
+    """The memory of each tensor is free for the next ones as soon as nobody holds it."""
+    tensors = {f"{n}": torch.randn(2048, 2048, device="cuda") for n in range(16)}
+    halves = converted(tensors, dtype=torch.bfloat16)
+    expected = {name: tensor.cpu().bfloat16() for name, tensor in tensors.items()}
+    for _ in range(8):
+        assert hash_tensors(halves) == hash_tensors(expected)
 
 
 def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from areal_flow.models.hashing import hash_files, hash_tensors
+from areal_flow.models.hashing import (
+    HANDED_OVER_BYTES,
+    TensorHash,
+    hash_files,
+    hash_tensors,
+    in_main_memory,
+)
 
 TENSORS = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3).mT,
@@ -21,6 +32,38 @@ def test_hash_of_named_tensors_is_what_it_was() -> None:
     assert hash_tensors(TENSORS) == "3b90ba18b1e8d9478ea9f77b88ec1c7d"
     assert hash_tensors(dict(reversed(TENSORS.items()))) == hash_tensors(TENSORS)
     assert hash_tensors({}) == "99aa06d3014798d86001c324468d497f"
+
+
+class LazyFuture(Future[None]):
+    """What `LastMoment` was given, which is done when somebody waits for it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> None:
+        if not self.done():
+            self.set_result(self._work())
+        return super().result(timeout)
+
+
+class LastMoment(Executor):
+    """A thread that is as slow as it may be."""
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        return LazyFuture(partial(work, *given, **named))
+
+
+@pytest.mark.parametrize("threads", [LastMoment, partial(ThreadPoolExecutor, 1)])
+def test_hash_beside_other_work_is_that_of_the_same_tensors(
+    threads: Callable[[], Executor],
+) -> None:
+    tensors = {f"{n}": torch.rand(HANDED_OVER_BYTES // 4 + n % 3 - 1) for n in range(9)}
+    content = TensorHash()
+    with threads() as thread:
+        passed = dict(content.add_beside(in_main_memory(tensors), thread=thread))
+    assert hash_tensors(passed) == hash_tensors(tensors)
+    assert content.hexdigest() == hash_tensors(tensors)
 
 
 def test_names_shapes_types_and_bytes_count() -> None:

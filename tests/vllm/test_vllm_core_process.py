@@ -105,4 +105,4 @@ async def test_core_process_ends_with_its_engine_also_with_one_that_never_served
     others = cores(os.getpid())
     with pytest.raises(WeightsError, match="nothing was published"):
         await start_engine(model, SETTINGS, Nothing(published(model)), CoreProcess)
-    assert cores(os.getpid()) == others
+    wait_until(lambda: cores(os.getpid()) == others, seconds=10)

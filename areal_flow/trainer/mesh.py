@@ -1,0 +1,104 @@
+"""torch's own process group of the trainer's ranks, which what shards policies asks for.
+
+A process has one at a time: ranks that form a new group leave the old one. Like every other group
+it listens where the process is told to, which torch's gloo does not ask.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from areal_flow.errors import TrainerLost
+from areal_flow.weights.gloo import connect_gloo
+
+_BACKEND = "gloo_on_host"
+
+
+def serve_store(host: str) -> tuple[Any, int]:
+    """Return a store for other processes, and the port that it is reached at."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # It closes the listener; of itself it would listen everywhere.
+    descriptor = listener.detach()
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def reach_store(host: str, port: int) -> Any:
+    """Return the store that another process serves."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, wait_for_workers=False)
+
+
+def connect_mesh(
+    store: Any, device_type: str, *, rank: int, num_ranks: int, host: str, timeout_s: float
+) -> Any:
+    """Return a one-dimensional mesh of all ranks, once all are there.
+
+    Args:
+        store: torch's, by which they find each other; nobody else uses it.
+        device_type: of the tensors that are shared.
+
+    Raises:
+        TrainerLost: one did not come, or left.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+        seconds = timeout.total_seconds()
+        return connect_gloo(store, rank=rank, num_ranks=num_ranks, host=host, timeout_s=seconds)
+
+    leave_mesh()
+    if _BACKEND.upper() not in dir(distributed.Backend):
+        distributed.Backend.register_backend(_BACKEND, connect, devices=["cpu"])
+    with losses_noticed():
+        distributed.init_process_group(
+            f"cpu:{_BACKEND},cuda:nccl" if device_type == "cuda" else _BACKEND,
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return init_device_mesh(device_type, (num_ranks,))
+
+
+@contextmanager
+def losses_noticed() -> Iterator[None]:
+    """Have a rank that left within torch's own exchanges noticed as what it is.
+
+    Raises:
+        TrainerLost: one left.
+    """
+    from torch import distributed
+
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            line = str(error).partition("\n")[0]
+            raise TrainerLost(f"another trainer rank left: {line}") from error
+        raise
+
+
+def leave_mesh() -> None:
+    """End this process's group, if there is one: what others wait for fails at once."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    group = distributed.group.WORLD
+    assert group is not None
+    group._get_backend(torch.device("cpu")).abort()
+    distributed.destroy_process_group()

@@ -1,0 +1,121 @@
+"""Ranks that share a policy, as processes: they make what one process makes that holds it whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_flow.layout import RunLayout
+from areal_flow.models.hashing import hash_files, hash_tensors
+from areal_flow.models.policy import load_policy, policy_tensors
+from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.replay import replay_step
+from areal_flow.trainer.checkpoint import read_checkpoint
+from areal_flow.trainer.replicated import ReplicatedBackend
+from tests.integration.runs import check_accounting, run_while, small_recipe, step_reached
+from tests.integration.test_elasticity import Observed
+from tests.policies import small_policy
+from tests.sharded_ranks import TRAININGS, run_ranks, take_step, train
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Of weights after ten steps, absolutely: rates of 1e-3 move a weight by a hundredth at most."""
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
+    directory = tmp_path_factory.mktemp("ranks")
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
+    cases = [*TRAININGS, "staged", "written", "not finite", "left"]
+    return run_ranks(directory, 2, *cases), directory
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ranks_make_what_one_process_makes(two_ranks: tuple[Found, Path], name: str) -> None:
+    ranks, training = two_ranks[0], TRAININGS[name]
+    one, tolerance = train(training, num_ranks=2), TOLERANCE[training.settings.dtype]
+    for rank in ranks:
+        found = rank[name]
+        for numbers in ("losses", "grad_norms"):
+            assert found[numbers] == pytest.approx(one[numbers], rel=tolerance, abs=tolerance)
+        # Of the last step, the greatest weight among them.
+        assert found["metrics"] == pytest.approx(one["metrics"], rel=10 * tolerance, abs=tolerance)
+        assert found["weights"].keys() == one["weights"].keys()
+        for tensor, values in one["weights"].items():
+            difference = torch.tensor(found["weights"][tensor]) - torch.tensor(values)
+            assert float(difference.abs().max()) < tolerance
+    assert ranks[0][name] == ranks[1][name], "all ranks know the same"
+
+
+def test_weights_leave_ranks_as_those_of_a_whole_policy(two_ranks: tuple[Found, Path]) -> None:
+    for rank in two_ranks[0]:
+        assert rank["staged"]["sharded"] == rank["staged"]["whole"]
+
+
+def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
+    two_ranks: tuple[Found, Path], tmp_path: Path
+) -> None:
+    """The ranks themselves, three others, and a process that holds the policy whole."""
+    ranks, directory = two_ranks
+    for rank in ranks:
+        found = rank["written"]
+        assert found["loaded"] == found["expected"]
+        assert found["again"] == found["after"]
+    path = directory / "checkpoints" / "00000001"
+    assert hash_files(path / "model.safetensors") == ranks[0]["written"]["expected"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    whole = ReplicatedBackend(small_policy(seed=5), TRAININGS["plain"].settings)
+    assert read_checkpoint(path, whole).next_submission_index == 7
+    assert whole.fingerprint() == ranks[0]["written"]["expected"]
+    take_step(whole, 2, 2, None, TRAININGS["plain"])
+    for rank in run_ranks(directory, 3, "read"):
+        assert rank["read"]["loaded"] == ranks[0]["written"]["expected"]
+
+
+def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
+    two_ranks: tuple[Found, Path],
+) -> None:
+    for rank in two_ranks[0]:
+        assert rank["not finite"] == {"losses": [], "unchanged": True}
+
+
+def test_rank_that_leaves_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]) -> None:
+    leader, other = (rank["left"]["noticed"] for rank in two_ranks[0])
+    assert "another trainer rank left" in leader
+    assert other == "its own end"
+
+
+def test_sharded_run_survives_a_lost_rank_and_is_replayed_within_tolerance(tmp_path: Path) -> None:
+    """Its checkpoints are those that any run has: audited, evaluated, continued by others."""
+    layout = RunLayout((tmp_path / "runs" / "s").resolve())
+    observed = Observed(layout)
+
+    async def lose_a_rank() -> None:
+        await step_reached(layout, 3)
+        os.kill(await observed.process("trainer-1"), signal.SIGKILL)
+        await step_reached(layout, observed.head() + 3)
+
+    recipe = small_recipe(
+        num_steps=10_000,
+        prompts={"num_held_out": 0},
+        trainer={"checkpoint_every_steps": 2, "backend": "fsdp", "tokens_per_micro_batch": 256},
+        cluster={"num_generators": 1, "num_trainers": 2},
+    )
+    run_while(layout.root, recipe, lose_a_rank)
+    check_accounting(layout)
+    head = observed.head()
+    found = replay_step(layout, step=head, from_checkpoint=0)
+    steps = [*found.before, found.compared]
+    assert len(steps) == head
+    assert all(compared.tolerance > 0 for compared in steps)
+    assert all(compared.within_tolerance for compared in steps)
+    assert not found.refused
+    written = load_policy(checkpoint_path(layout.checkpoints, head))
+    assert hash_tensors(policy_tensors(written)) == found.recorded.hashes.weights_hash

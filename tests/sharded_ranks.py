@@ -1,0 +1,242 @@
+"""What processes do that share a policy; `tests/integration/test_sharded.py` starts them.
+
+    python -m tests.sharded_ranks RANK NUM_RANKS DIRECTORY CASE...
+
+Each process writes what its cases returned to DIRECTORY/RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_flow.algorithms.clipped import GSPO, DecoupledPPO
+from areal_flow.algorithms.protocol import Algorithm, LossInputs, PolicyLoss
+from areal_flow.config import TrainerSettings
+from areal_flow.errors import TrainerLost
+from areal_flow.recovery.checkpoints import CheckpointState
+from areal_flow.recovery.lease import Writer
+from areal_flow.trainer.backend import StepSettings, TrainerBackend
+from areal_flow.trainer.checkpoint import (
+    Snapshot,
+    complete_checkpoint,
+    read_checkpoint,
+    write_part,
+)
+from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup
+from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.step import train_step
+from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.types import Rendezvous
+from areal_flow.weights.channel import HashingWriter
+from tests.policies import small_policy
+from tests.unit.test_trainer import make_sequences
+
+ROOT = Path(__file__).parent.parent
+NUM_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Training:
+    """Ten steps of a policy."""
+
+    algorithm: Algorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
+    trainer: dict[str, Any] = field(default_factory=dict)
+    num_sequences: int = 12
+    tied: bool = False
+
+    @property
+    def settings(self) -> TrainerSettings:
+        small = {"learning_rate": 1e-3, "tokens_per_micro_batch": 32}
+        return TrainerSettings(**{**small, **self.trainer})
+
+
+TRAININGS = {
+    "plain": Training(),
+    "tied": Training(tied=True),
+    "gspo": Training(GSPO(num_minibatches=1)),
+    "reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1)),
+    "recompute": Training(trainer={"activations": "recompute"}),
+    "offload": Training(trainer={"activations": "offload"}),
+    "bfloat16": Training(trainer={"dtype": "bfloat16"}),
+    "few sequences": Training(DecoupledPPO(num_minibatches=1), num_sequences=1),
+}
+
+
+def begin(
+    training: Training, replicas: ReplicaGroup | None = None, *, seed: int = 0
+) -> TrainerBackend:
+    policy = small_policy(seed=seed, tied=training.tied)
+    if replicas is None:
+        return ReplicatedBackend(policy, training.settings)
+    from areal_flow.trainer.sharded import ShardedBackend
+
+    return ShardedBackend(policy, training.settings, replicas)
+
+
+def train(
+    training: Training,
+    num_ranks: int,
+    replicas: ReplicaGroup | None = None,
+    *,
+    num_steps: int = NUM_STEPS,
+) -> dict[str, Any]:
+    """Return what steps found and made; without replicas, in one process."""
+    backend = begin(training, replicas)
+    backend.hold_reference(small_policy(seed=1, tied=training.tied))
+    numbers = [
+        take_step(backend, step, num_ranks, replicas, training) for step in range(1, num_steps + 1)
+    ]
+    weights = backend.export_weights()
+    return {
+        "losses": [loss for found in numbers for loss in found.losses],
+        "grad_norms": [norm for found in numbers for norm in found.grad_norms],
+        "metrics": {name: metric.value for name, metric in numbers[-1].metrics.items()},
+        "weights": {name: weights[name].tolist() for name in sorted(weights)},
+    }
+
+
+def take_step(
+    backend: TrainerBackend,
+    step: int,
+    num_ranks: int,
+    replicas: ReplicaGroup | None,
+    training: Training,
+    **settings: Any,
+) -> Any:
+    how = StepSettings(training.algorithm, 1.0, seed=0, num_ranks=num_ranks, **settings)
+    sequences = make_sequences(training.num_sequences, seed=step)
+    return train_step(backend, sequences, step=step, settings=how, replicas=replicas)
+
+
+def staged(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Return the hashes of a policy, of what is served of it, and of an equal whole one."""
+    found = []
+    for backend in (begin(TRAININGS["tied"], replicas), begin(TRAININGS["tied"])):
+        hashes = backend.stage(1, HashingWriter(), dtype=torch.bfloat16)
+        found.append([hashes.weights_hash, hashes.served_hash, backend.fingerprint()])
+    return {"sharded": found[0], "whole": found[1]}
+
+
+def written(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Write a checkpoint of step 1, go on to step 2, and come back to it."""
+    backend = begin(TRAININGS["plain"], replicas)
+    take_step(backend, 1, num_ranks, replicas, TRAININGS["plain"])
+    weights_hash = backend.fingerprint()
+    snapshot = Snapshot(
+        backend.save(),
+        CheckpointState(1, weights_hash, 7, "config"),
+        attempt=replicas.name,
+        random_state=rows_of(torch.get_rng_state(), whole=replicas.leads),
+    )
+    take_step(backend, 2, num_ranks, replicas, TRAININGS["plain"])
+    writer = Writer(directory / "writers", 1)
+    write_part(directory / "checkpoints", snapshot, writer)
+    replicas.gather({rank: torch.ones(1) for rank in replicas.mine})
+    if replicas.leads:
+        complete_checkpoint(directory / "checkpoints", directory / "model", snapshot, writer)
+    replicas.gather({rank: torch.ones(1) for rank in replicas.mine})
+    return {"after": backend.fingerprint(), **read(replicas, num_ranks, directory)}
+
+
+def read(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Load the checkpoint of step 1 into a policy without weights, and take step 2."""
+    from areal_flow.trainer.sharded import ShardedBackend
+
+    with torch.device("meta"):
+        empty = small_policy(seed=3)
+    backend = ShardedBackend(empty, TRAININGS["plain"].settings, replicas)
+    description = read_checkpoint(directory / "checkpoints" / "00000001", backend)
+    loaded = backend.fingerprint()
+    take_step(backend, 2, num_ranks, replicas, TRAININGS["plain"])
+    return {
+        "expected": description.weights_hash,
+        "loaded": loaded,
+        "again": backend.fingerprint(),
+    }
+
+
+def not_finite(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Take a step whose loss is no number on the last rank alone."""
+
+    def loss(inputs: LossInputs) -> PolicyLoss:
+        found = training.algorithm.loss(inputs)
+        if replicas.leads:
+            return found
+        return PolicyLoss(found.losses_T * torch.nan, found.metrics)
+
+    training = TRAININGS["plain"]
+    backend = begin(training, replicas)
+    before = backend.fingerprint()
+    numbers = take_step(backend, 1, num_ranks, replicas, training, loss=loss)
+    return {"losses": numbers.losses, "unchanged": backend.fingerprint() == before}
+
+
+def left(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Leave in the midst of a step, but for the leader, which returns what it notices."""
+
+    def loss(inputs: LossInputs) -> PolicyLoss:
+        if not replicas.leads:
+            raise KeyboardInterrupt
+        return training.algorithm.loss(inputs)
+
+    training = TRAININGS["plain"]
+    backend = begin(training, replicas)
+    try:
+        take_step(backend, 1, num_ranks, replicas, training, loss=loss)
+    except KeyboardInterrupt:
+        replicas.leave()
+        return {"noticed": "its own end"}
+    except TrainerLost as lost:
+        return {"noticed": str(lost)}
+    return {"noticed": "nothing"}
+
+
+CASES: dict[str, Callable[[GlooGroup, int, Path], dict[str, Any]]] = {
+    "staged": staged,
+    "written": written,
+    "read": read,
+    "not finite": not_finite,
+    "left": left,
+}
+
+
+def run_ranks(directory: Path, num_ranks: int, *cases: str) -> list[dict[str, Any]]:
+    """Start the processes, wait for them, and return what each found by case."""
+    command = [sys.executable, "-m", "tests.sharded_ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(num_ranks), str(directory), *cases], cwd=ROOT)
+        for rank in range(num_ranks)
+    ]
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * num_ranks
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def main(rank: int, num_ranks: int, directory: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for case in cases:
+        point = directory / f"rendezvous-{case}"
+        replicas = GlooGroup(Rendezvous(case, rank, num_ranks), point, host="127.0.0.1")
+        if case in TRAININGS:
+            found[case] = train(TRAININGS[case], num_ranks, replicas)
+        else:
+            found[case] = CASES[case](replicas, num_ranks, directory)
+    (directory / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,66 @@
+"""Safetensors files that are written a tensor at a time are the files of any other writer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_flow.errors import WeightsError
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.weights.tensor_file import DTYPES, write_tensors
+
+
+def every_type() -> dict[str, torch.Tensor]:
+    """Return a tensor of each type, of an odd number of values, and some of other shapes."""
+    bits = torch.arange(24, dtype=torch.uint8)
+    types = {of_file: getattr(torch, of_torch) for of_file, of_torch in DTYPES.items()}
+    tensors = {
+        f"a.{of_file}": (bits[:3].bool() if dtype == torch.bool else bits.view(dtype)[:3])
+        for of_file, dtype in types.items()
+    }
+    return {**tensors, "matrix": torch.rand(5, 3), "scalar": torch.tensor(2.5), "none": bits[:0]}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tensors_of_every_type_come_back_whatever_their_order(
+    tmp_path: Path, reverse: bool
+) -> None:
+    tensors = every_type()
+    with (tmp_path / "file").open("wb") as file:
+        write_tensors(sorted(tensors.items(), reverse=reverse), file, like=tensors)
+    found = load_file(tmp_path / "file")
+    assert hash_tensors(found) == hash_tensors(tensors)
+
+
+def test_what_a_file_had_before_is_gone(tmp_path: Path) -> None:
+    whole, part = every_type(), {"scalar": torch.tensor(1.5)}
+    (tmp_path / "file").touch()
+    for tensors in (whole, part):
+        with (tmp_path / "file").open("r+b") as file:
+            write_tensors(tensors.items(), file, like=tensors)
+    assert load_file(tmp_path / "file") == part
+
+
+def test_values_begin_where_a_mapped_view_of_their_type_may(tmp_path: Path) -> None:
+    tensors = every_type()
+    with (tmp_path / "file").open("wb") as file:
+        write_tensors(tensors.items(), file, like=tensors)
+    content = (tmp_path / "file").read_bytes()
+    num_header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + num_header_bytes])
+    for name, tensor in tensors.items():
+        begin = 8 + num_header_bytes + header[name]["data_offsets"][0]
+        assert begin % tensor.element_size() == 0
+
+
+def test_type_that_safetensors_does_not_name_is_refused(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, dtype=torch.complex128)}
+    with (
+        (tmp_path / "file").open("wb") as file,
+        pytest.raises(WeightsError, match=r"a: expected one of the types .* found complex128"),
+    ):
+        write_tensors(tensors.items(), file, like=tensors)

@@ -48,8 +48,8 @@ class SftSettings(Settings):
     with `reward_model` to score them, which makes a reward model of the policy."""
     path: Path | None = Field(None, strict=False)
     """JSONL rows with `prompt` and `completion` or, of preferences, `chosen` and `rejected`: each a
-    text, or a list of texts of the policy and of the environment by turns; a model that is made
-    here brings its own completions."""
+    text, a list of texts of the policy and of the environment by turns, or messages, which the
+    model's chat template puts; or rows of `messages`. A model that is made here brings its own."""
     num_held_out: int = Field(0, ge=0)
     """So many rows at the end of the file are not trained, but measured at each checkpoint."""
     num_steps: int = Field(0, ge=0)
@@ -178,7 +178,7 @@ class EvaluationSettings(Settings):
     every_steps: int = Field(0, ge=0)
     """Steps between evaluations while training goes on; 0: only before and after it."""
     num_samples: int = Field(1, ge=1)
-    """Answers a prompt; several give pass@k."""
+    """Answers a prompt, unless its set has a number of its own; several give pass@k."""
     temperature: float | None = Field(None, ge=0)
     """Of the answers; 0: always the likeliest token; by default that of `generation`."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -199,17 +199,24 @@ class EvaluationSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
         check_names(self.held_out)
-        require(
-            self.temperature != 0 or self.num_samples == 1,
-            f"evaluation.num_samples ({self.num_samples}) must be 1 at evaluation.temperature 0: "
-            "the likeliest answer is always the same",
-        )
+        of_sets = {f"evaluation.held_out {s.name!r}: ": s.num_samples for s in self.held_out}
+        for where, num_samples in {"evaluation.": self.num_samples, **of_sets}.items():
+            require(
+                self.temperature != 0 or num_samples in (1, None),
+                f"{where}num_samples ({num_samples}) must be 1 at evaluation.temperature 0: "
+                "the likeliest answer is always the same",
+            )
         require(
             not self.stop_after_plateau or self.every_steps > 0,
             f"evaluation.stop_after_plateau ({self.stop_after_plateau}) needs evaluations while "
             "training goes on: set evaluation.every_steps",
         )
         return self
+
+    def num_samples_of(self, held_out: str) -> int:
+        """Return how many answers a prompt of a set has, by the set's name."""
+        own = next((each.num_samples for each in self.held_out if each.name == held_out), None)
+        return own or self.num_samples
 
     def sampling(self) -> dict[str, float]:
         """Return what of `Sampling` held-out answers have of their own."""

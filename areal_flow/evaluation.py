@@ -51,7 +51,7 @@ async def answer_held_out(
     evaluation's `policy_version`, and each row says which versions sampled it.
 
     Args:
-        settings: how many answers a prompt has, and how they are sampled.
+        settings: how many answers a prompt of each set has, and how they are sampled.
         name: of the evaluation; the rows carry it.
         seed: of the run.
         writer_epoch: of the driver that will append the rows, 0 if none will.
@@ -60,12 +60,14 @@ async def answer_held_out(
         ArealFlowError: the prompts could not be answered.
     """
     began = datetime.now(UTC)
-    members = range(HELD_OUT_MEMBER, HELD_OUT_MEMBER - settings.num_samples, -1)
     episodes = [
         Episode(
             index,
             prompt,
-            tuple(member_seed(seed, index, member) for member in members),
+            tuple(
+                member_seed(seed, index, HELD_OUT_MEMBER - sample)
+                for sample in range(settings.num_samples_of(_set_of(prompt)))
+            ),
             0,
             writer_epoch,
             began,
@@ -73,10 +75,7 @@ async def answer_held_out(
         )
         for index, prompt in enumerate(prompts)
     ]
-    num_together = max(1, ANSWERS_PER_TASK // settings.num_samples)
-    tasks = [
-        episodes[start : start + num_together] for start in range(0, len(episodes), num_together)
-    ]
+    tasks = _tasks(episodes)
     tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
     rows = [
         row for task, table in zip(tasks, tables, strict=True) for row in _rows(task, table, decode)
@@ -84,6 +83,23 @@ async def answer_held_out(
     oldest = min(span["version"] for row in rows for span in row["version_spans"])
     made = {"evaluation": name, "writer_epoch": writer_epoch, "policy_version": oldest}
     return [{**made, **row} for row in rows]
+
+
+def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Return the episodes in their order, as many together as have `ANSWERS_PER_TASK` answers."""
+    tasks: list[list[Episode]] = []
+    num_answers = ANSWERS_PER_TASK
+    for episode in episodes:
+        if num_answers + len(episode.seeds) > ANSWERS_PER_TASK:
+            tasks.append([])
+            num_answers = 0
+        tasks[-1].append(episode)
+        num_answers += len(episode.seeds)
+    return tasks
+
+
+def _set_of(prompt: Prompt) -> str:
+    return prompt.source or HELD_OUT
 
 
 def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
@@ -104,7 +120,7 @@ def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[
     }
     return [
         {
-            "held_out": episode.prompt.source or HELD_OUT,
+            "held_out": _set_of(episode.prompt),
             "prompt_id": episode.prompt.prompt_id,
             "sample": sample,
             "difficulty": episode.prompt.difficulty,

@@ -25,6 +25,8 @@ class HeldOutSettings(Settings):
     """JSONL or Parquet, one prompt a row."""
     num_prompts: int = Field(0, ge=0)
     """At most so many, from the beginning of the file; 0: all."""
+    num_samples: int | None = Field(None, ge=1)
+    """Answers a prompt of this set; none: as `evaluation.num_samples`."""
     question_field: str = ""
     """As in `prompts`; empty: that of `prompts`."""
     answer_field: str = ""

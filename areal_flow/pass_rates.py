@@ -57,18 +57,21 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
     An answer without a reward has not passed, and is no part of the mean reward. Samples of one
     prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
-    then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample.
+    then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample. Where
+    some prompts have more samples than others, pass@k is of no more than each has, and the best of
+    them and their vote are of nothing.
 
     Args:
         rows: `held_out` (the set's name), `prompt_id`, `sample`, `reward` and `num_output_tokens`
             of each answer and, where prompts have several, `reward_detail`.
     """
     by_prompt = _by_prompt(rows)
-    num_samples = max((row["sample"] + 1 for row in rows), default=1)
+    counts = [*map(len, by_prompt)] or [1]
+    num_samples, fewest = max(counts), min(counts)
     passed = [[passes(row["reward"], threshold=threshold) for row in p] for p in by_prompt]
     scored = [[row["reward"] for row in p if row["reward"] is not None] for p in by_prompt]
     best_of, majority = None, None
-    if num_samples > 1:
+    if num_samples == fewest > 1:
         best_of = fmean(max(rewards) for rewards in scored if rewards) if any(scored) else None
         votes = [*map(majority_vote, map(_extracted, by_prompt), passed)]
         has_votes = any(vote is not None for vote in votes)
@@ -78,9 +81,10 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
         normal_interval([fmean(rewards) for rewards in scored if rewards]),
         sum(row["num_output_tokens"] for row in rows) / max(1, len(rows)),
         num_samples,
-        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(num_samples)},
+        {k: fmean(pass_at(k, len(p), sum(p)) for p in passed) for k in sizes(fewest)},
         best_of,
         majority,
+        fewest,
     )
 
 

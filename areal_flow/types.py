@@ -336,13 +336,15 @@ class EvaluationScores:
     reward: RewardMean
     mean_tokens: float
     num_samples: int = 1
-    """Of each prompt."""
+    """Of each prompt; the most, where they differ."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """pass@k by k, of several samples: how likely one of k passes."""
     best_of: float | None = None
     """The mean reward of each prompt's best sample, of several."""
     majority: float | None = None
     """The pass rate of the answer that most samples agree on, where a verifier says what it is."""
+    fewest_samples: int = 1
+    """Of a prompt: fewer than `num_samples` where held-out sets differ in them."""
 
     def by_name(self) -> dict[str, float]:
         """Return rates, means and bounds by the names that reports, sinks and files show."""

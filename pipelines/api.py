@@ -114,7 +114,7 @@ def sft(
 
     Args:
         recipe: settings, or the path of a TOML recipe; by default every setting's default.
-        rows: rows with `prompt` and `completion`, instead of the recipe's file.
+        rows: rows with `prompt` and `completion`, or `messages`, instead of the recipe's file.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
         settings: as for `train`: `model="org/name"`, `sft={"num_steps": 200}`.

@@ -17,8 +17,8 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import stop_token_ids, tokenizer_of
-from areal_flow.prompts.prepare import tokenise_completions
+from areal_flow.models.directory import chat_template_of, stop_token_ids, tokenizer_of
+from areal_flow.prompts.completions import RowEncoder, tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer
@@ -47,17 +47,23 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
 
     Raises:
         PromptError: naming file, line and field of the first bad row.
+        ModelError: rows are of messages, and the model has no chat template.
         ConfigError: all rows would be held out.
     """
     sft = recipe.sft
     if not (sft.num_steps and sft.path):
         return 0
-    objective, stop_token_id = OBJECTIVES[sft.objective], stop_token_ids(layout.model)[0]
+    objective = OBJECTIVES[sft.objective]
+    encoder = RowEncoder(
+        tokenizer_of(layout.model),
+        stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
+        chat=chat_template_of(layout.model),
+        system=recipe.prompts.system,
+    )
     num_rows = tokenise_completions(
         sft.path,
         layout.sft_rows,
-        tokenizer=tokenizer_of(layout.model),
-        stop_token_id=None if objective.makes_reward_model else stop_token_id,
+        encoder=encoder,
         max_tokens=recipe.trainer.tokens_per_micro_batch,
         fields=objective.fields,
     )

@@ -122,7 +122,7 @@ def next_commands(layout: RunLayout, model: str) -> list[str]:
     run = f"{layout.root.parent.name}/{layout.name}"
     opened = f"import areal_flow; run = areal_flow.open_run('{run}')"
     rows = "run.trajectories(text=True, columns=['prompt', 'completion', 'reward']).tail()"
-    read = f"{opened}; print({rows}.to_string(max_colwidth=30))"
+    read = f"{opened}; print({rows}.astype(object).to_string(max_colwidth=30))"
     commands = {
         "areal-flow ui": "the MLflow UI: metrics and models",
         f'python -c "{read}"': "the last trajectories in pandas",

@@ -59,9 +59,9 @@ class CriticFree(Settings):
     """How rewards become advantages: normalised over the batch, or relative to the group; none:
     rewards train nothing, and the reference everything."""
     reward_bias: float = -0.5
-    """Added to each reward; for batch_norm."""
+    """Added to each reward; of batch_norm alone."""
     reward_scale: float = Field(10.0, gt=0)
-    """Multiplies each biased reward; for batch_norm."""
+    """Multiplies each biased reward; of batch_norm alone."""
     num_minibatches: int = Field(2, ge=1)
     """Optimizer updates in a step; a group belongs to one of them."""
     group_filter: Literal["all", "mixed_rewards"] = "all"
@@ -161,6 +161,19 @@ class CriticFree(Settings):
             "algorithm.advantage 'none' gives this algorithm no sign to choose its tokens by: set "
             "algorithm.name to 'decoupled_ppo' or another one",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _scales_rewards_where_they_are_scaled(self) -> CriticFree:
+        defaults = type(self).model_fields
+        for name in ("reward_bias", "reward_scale"):
+            value = getattr(self, name)
+            require(
+                self.advantage == "batch_norm" or value == defaults[name].default,
+                f"algorithm.{name} ({value}) does nothing with algorithm.advantage "
+                f"{self.advantage!r}, which takes rewards as they are: leave it out, or set "
+                "algorithm.advantage to 'batch_norm'",
+            )
         return self
 
     @property

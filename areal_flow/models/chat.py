@@ -104,6 +104,26 @@ class ChatTemplate:
         before, _, rest = following.partition(ended_by) if ended_by else ("?", "", "")
         return following if before.strip() else rest
 
+    def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """Return the last message as the policy would say it, and what stands after it.
+
+        Args:
+            messages: the last is the assistant's.
+
+        Raises:
+            ValueError: the template shows it otherwise than it was given.
+        """
+        before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
+        _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
+        shown = self.render(messages)
+        answer = shown.removeprefix(before).removesuffix(after)
+        if before + answer + after != shown or not answer.rstrip().endswith(content):
+            raise ValueError(
+                "the chat template rewrites the answer, or what stands before it: expected "
+                f"{before[-40:] + content[:40]!r}, found {shown[max(0, len(before) - 40) :]!r:.90}"
+            )
+        return answer, after
+
     @cached_property
     def _rewrites(self) -> str:
         """How an answer is shown once another message follows, if not as it was given."""

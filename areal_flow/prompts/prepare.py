@@ -1,4 +1,4 @@
-"""Makes a run's tables of prompts, and the rows that supervised fine-tuning learns from.
+"""Makes a run's tables of prompts.
 
 Rows are rendered, tokenised, checked against the context and validated in batches, so memory does
 not grow with the file. Bad rows end the preparation, unless they are to be skipped: then they are
@@ -11,14 +11,13 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from areal_flow.config import Recipe
@@ -30,7 +29,7 @@ from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.mixture import quotas
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
-from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of, text_of, texts_of_turns
+from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of
 from areal_flow.prompts.table import QUOTAS, PromptTable
 from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.math_pool import MathPool
@@ -152,70 +151,6 @@ def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str
     bad_rows: dict[Place, PromptError] = {}
     num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
     _refuse(bad_rows, recipe, num_good=num_good)
-
-
-def tokenise_completions(
-    path: Path,
-    target: Path,
-    *,
-    tokenizer: Tokenizer,
-    stop_token_id: int | None,
-    max_tokens: int,
-    fields: Sequence[str] = ("completion",),
-) -> int:
-    """Write prompts with their completions as arrays of tokens; return how many rows there are.
-
-    Args:
-        path: JSONL or Parquet, rows of `prompt` and `fields`; a completion is a text, or a list of
-            texts of the policy and of the environment by turns.
-        target: an .npz of `tokens` (all sequences, one after the other), `trained` as long, which
-            is false where the environment speaks, and, by sequence, `prompt_lengths` and `lengths`,
-            in tokens. Each completion is a sequence with the prompt before it.
-        stop_token_id: appended to each completion; None: nothing is.
-        max_tokens: of the longest row that training can pack, all its completions together.
-        fields: the completions of a row; no two of them are equal.
-
-    Raises:
-        PromptError: naming file, line and field of the first bad rows.
-    """
-
-    @cache  # the same prompt may stand before several completions
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
-        prompt = encode(text_of(row, "prompt"))
-        completions = [[*map(encode, texts_of_turns(row, field))] for field in fields]
-        if len(fields) == 2 and completions[0] == completions[1]:
-            raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
-        if stop_token_id is not None:
-            completions = [[*turns[:-1], [*turns[-1], stop_token_id]] for turns in completions]
-        length = sum(len(prompt) + sum(map(len, turns)) for turns in completions)
-        if not prompt or length > max_tokens:
-            raise ValueError(
-                f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
-                f"trainer.tokens_per_micro_batch ({max_tokens})"
-            )
-        return [(prompt, turns) for turns in completions]
-
-    bad_rows: dict[Place, PromptError] = {}
-    read = read_prompts(path, tokenised, on_bad=bad_rows.__setitem__, once=True)
-    rows = [*chain.from_iterable(read)]
-    refuse_bad_rows(bad_rows)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # One after the other: the prompt, and the turns of the policy (trained) and the environment.
-    parts = [[prompt, *turns] for prompt, turns in rows]
-    np.savez(
-        target,
-        tokens=np.fromiter(chain.from_iterable(chain.from_iterable(parts)), np.int32),
-        trained=np.fromiter(
-            (place % 2 == 1 for row in parts for place, part in enumerate(row) for _ in part),
-            np.bool_,
-        ),
-        prompt_lengths=np.array([len(prompt) for prompt, _ in rows], np.int32),
-        lengths=np.array([sum(map(len, row)) for row in parts], np.int32),
-    )
-    return len(rows) // len(fields)
 
 
 def _set_rows(

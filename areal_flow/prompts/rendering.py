@@ -36,8 +36,8 @@ def renderer(recipe: Recipe, model: Path) -> Render:
         content = settings.template.replace("{question}", last["content"])
         if chat is None:
             return content
-        system = _system_message(settings.system) if _lacks_system_message(earlier) else []
-        return chat.render([*system, *earlier, {**last, "content": content}], tools=tools)
+        asked = [*earlier, {**last, "content": content}]
+        return chat.render(with_system_message(asked, settings.system), tools=tools)
 
     return render
 
@@ -84,8 +84,10 @@ def _tool_schemas(recipe: Recipe) -> list[Tool]:
     return schemas
 
 
-def _lacks_system_message(messages: Sequence[Message]) -> bool:
-    return not any(message["role"] == "system" for message in messages)
+def with_system_message(messages: Sequence[Message], content: str) -> list[Message]:
+    """Return messages after a system message, if they have none; empty content is no message."""
+    has_own = any(message["role"] == "system" for message in messages)
+    return [*([] if has_own else _system_message(content)), *messages]
 
 
 def _system_message(content: str) -> list[Message]:

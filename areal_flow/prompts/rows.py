@@ -67,7 +67,7 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
             f"field {field!r}: expected text, found a list: messages need "
             "prompts.chat_template = true"
         )
-    messages = [_message(message, field) for message in value]
+    messages = [checked_message(message, field) for message in value]
     if not messages or messages[-1]["role"] != "user":
         found = messages[-1]["role"] if messages else "no message"
         raise ValueError(f"field {field!r}: expected the user's message at the end, found {found}")
@@ -75,8 +75,12 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
     return messages
 
 
-def _message(given: Any, field: str) -> Message:
-    """Return a message without the fields that Parquet fills with nothing."""
+def checked_message(given: Any, field: str) -> Message:
+    """Return a message without the fields that Parquet fills with nothing.
+
+    Raises:
+        ValueError: it has no role, or no content as text.
+    """
     message = given if isinstance(given, Mapping) else {}
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise ValueError(

@@ -40,7 +40,7 @@ class SourceSettings(Settings):
     name: str = Field(pattern=r"^[\w.-]+$")
     """What trajectories, metrics and rewards call it."""
     weight: float = Field(1.0, gt=0)
-    """Its share of the prompts is this part of all weights, to the percent."""
+    """Its share of the prompts is this part of all weights; at least 0.001%."""
     source: str = "file"
     """As `prompts.source`."""
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.mixture import Mixture
+from areal_flow.prompts.mixture import BLOCK, Mixture
 from areal_flow.types import Prompt
 
 QUOTAS = b"areal_flow.quotas"
 """Of each source by name, as JSON, in a prepared file's schema; a file without is one source."""
+ONE_SOURCE = json.dumps({"": BLOCK})
 
 
 class PromptTable:
@@ -35,7 +36,7 @@ class PromptTable:
             raise PromptError(f"expected prepared prompts at {path}: {error}") from None
         if not len(self._table):
             raise PromptError(f"{path} holds no prompts")
-        quotas = json.loads((self._table.schema.metadata or {}).get(QUOTAS, b'{"": 1}'))
+        quotas = json.loads((self._table.schema.metadata or {}).get(QUOTAS, ONE_SOURCE))
         self._mixture = Mixture(quotas, seed=seed)
         of_row = self._table["source"]
         self._rows = [

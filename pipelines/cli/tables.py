@@ -151,14 +151,16 @@ def with_interval(scores: EvaluationScores, name: str) -> str:
 
 def samples_text(scores: EvaluationScores) -> str:
     """Return how many samples each prompt has and, of several, pass@k, the best and the vote."""
-    if scores.num_samples == 1:
+    most, fewest = scores.num_samples, scores.fewest_samples
+    if most == 1:
         return "one sample each"
     parts = [f"pass@{k} {rate:.3f}" for k, rate in scores.pass_at.items()]
     if scores.best_of is not None:
         parts.append(f"best reward {scores.best_of:.3f}")
     if scores.majority is not None:
         parts.append(f"majority {scores.majority:.3f}")
-    return f"{scores.num_samples} samples each: {', '.join(parts)}"
+    said = f"{most} samples each" if most == fewest else f"{fewest} to {most} samples each"
+    return ": ".join([said, *([", ".join(parts)] if parts else [])])
 
 
 def short_time(moment: datetime) -> str:

@@ -121,7 +121,8 @@ def dpo(
 
     Args:
         recipe: A TOML recipe with [sft], or the name of a shipped one; `dpo` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, instead of the recipe's.
+        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
+            recipe's.
     """
     return _learn_pairs("dpo", recipe, data, which, settings or {}, folders)
 
@@ -139,7 +140,8 @@ def reward_model(
 
     Args:
         recipe: A TOML recipe with [sft], or the name of a shipped one; `reward_model` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, instead of the recipe's.
+        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
+            recipe's.
     """
     return _learn_pairs("reward_model", recipe, data, which, settings or {}, folders)
 

@@ -85,7 +85,7 @@ def test_settings_reach_the_recipe_over_the_file(
         *("--tracking.enabled", "true", "--tracking.enabled", "false"),
         *("--cluster.network.host", "localhost"),
         *("--algorithm.advantage=rloo", "--prompts", "p.jsonl", "--skip-bad-rows"),
-        *("--prompts.template", "Q: {question}", "--algorithm.reward-bias", "-2", "--model", "7"),
+        *("--prompts.template", "Q: {question}", "--pass-threshold", "-2", "--model", "7"),
     ]
     assert main(arguments) == 143
     ((command, layout, recipe),) = started
@@ -94,7 +94,7 @@ def test_settings_reach_the_recipe_over_the_file(
     assert (recipe.trainer.adamw.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
     assert recipe.cluster.network.host == "localhost"
-    assert (recipe.algorithm.advantage, recipe.algorithm.reward_bias) == ("rloo", -2.0)
+    assert (recipe.algorithm.advantage, recipe.pass_threshold) == ("rloo", -2.0)
     assert recipe.prompts.source == "file"
     assert (recipe.prompts.path, recipe.sources) == (Path("p.jsonl"), ())
     assert recipe.prompts.skip_bad_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -59,11 +60,17 @@ class Answering:
         return scored_table(table, scores, verifier="v@0")
 
 
-def answers_of(answering: Answering, *, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
+def answers_of(
+    answering: Answering,
+    *,
+    seed: int = 0,
+    prompts: Sequence[Prompt] = tuple(PROMPTS),
+    **settings: Any,
+) -> list[dict[str, Any]]:
     return asyncio.run(
         answer_held_out(
             answering.answer,
-            PROMPTS,
+            prompts,
             settings=EvaluationSettings(**settings),
             name="before",
             seed=seed,
@@ -141,6 +148,25 @@ def test_several_samples_are_members_with_seeds_of_their_own() -> None:
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
 
 
+def test_set_with_a_number_of_samples_of_its_own_has_so_many() -> None:
+    """The seeds of a prompt are what they are without it."""
+    sources = ["", "code", "math", "code"]
+    prompts = [replace(p, source=source) for p, source in zip(PROMPTS, sources, strict=False)]
+    sets = [{"name": "code", "path": "c.jsonl", "num_samples": 40}, {"name": "math", "path": "m"}]
+    answering = Answering(SingleTurn())
+    rows = answers_of(answering, prompts=prompts, num_samples=2, held_out=sets)
+    assert [*Counter((row["held_out"], row["prompt_id"]) for row in rows).items()] == [
+        (("held_out", "p0"), 2),
+        (("code", "p1"), 40),
+        (("math", "p2"), 2),
+        (("code", "p3"), 40),
+    ]
+    assert [len(episodes) for episodes in answering.episodes] == [3, 1], "64 answers at most"
+    seeds = [episode.seeds for episodes in answering.episodes for episode in episodes]
+    assert seeds[3] == tuple(member_seed(0, 3, -1 - sample) for sample in range(40))
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+
+
 def test_temperature_is_that_of_generation_unless_the_evaluation_has_its_own() -> None:
     def completions(**settings: Any) -> set[str]:
         return {row["completion"] for row in answers_of(Answering(SingleTurn()), **settings)}
@@ -169,6 +195,9 @@ def test_fewest_tokens_of_a_held_out_answer_are_not_those_of_training() -> None:
 def test_several_samples_of_the_likeliest_answer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.num_samples \(2\) must be 1"):
         build_recipe({"evaluation": {"temperature": 0.0, "num_samples": 2}}, source="test")
+    one = {"name": "math", "path": "m.jsonl", "num_samples": 4}
+    with pytest.raises(ConfigError, match=r"held_out 'math': num_samples \(4\) must be 1"):
+        build_recipe({"evaluation": {"temperature": 0.0, "held_out": [one]}}, source="test")
 
 
 def test_held_out_set_has_a_name_of_its_own() -> None:

@@ -327,6 +327,8 @@ REFUSED = {
     "must be above the clip's own end": {"epsilon": 2.5, "dual_clip": 3.0},
     "must normalise over the batch": {"name": "reinforce_plus_plus", "advantage": "grpo"},
     "a gradient that is 0 on average": {"kl_coefficient": 0.1, "kl_estimator": "k1"},
+    "reward_bias .-1.0. does nothing with algorithm.advantage 'dr_grpo'": {"reward_bias": -1},
+    "reward_scale .5.0. does nothing": {"advantage": "reinforce_baseline", "reward_scale": 5},
     "the larger last": {"overlong_tokens": [20, 10]},
 }
 
@@ -352,6 +354,12 @@ def test_combinations_with_other_sections_are_refused_too(
 def test_combinations_without_sense_are_refused_with_the_reason(reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         build_recipe({"algorithm": REFUSED[reason]}, source="")
+
+
+def test_rewards_are_biased_and_scaled_for_the_advantage_that_does_so() -> None:
+    scaled = {"advantage": "batch_norm", "reward_bias": -1.0, "reward_scale": 5.0}
+    algorithm = build_recipe({"algorithm": scaled}, source="").algorithm
+    assert (algorithm.reward_bias, algorithm.reward_scale) == (-1.0, 5.0)
 
 
 def test_gspo_is_decoupled_where_the_recipe_says_so() -> None:

@@ -263,6 +263,30 @@ def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_on
     assert not any(name.startswith("held_out/code") for name in of_one), "it is what is overall"
 
 
+def test_sets_with_other_numbers_of_samples_have_the_pass_at_k_of_theirs() -> None:
+    """Overall each prompt counts once, and pass@k is of no more samples than each prompt has."""
+    code = [{**row, "held_out": "code"} for row in sampled([1, 1, 0, 0], [0, 0, 0, 0])]
+    found = tabulate([*sampled([1, 0]), *code], threshold=0.5)
+    metrics = held_out_metrics(found)
+    assert metrics["held_out/code/pass_at_2"] == pytest.approx((5 / 6 + 0) / 2)
+    assert metrics["held_out/code/pass_at_4"] == 0.5
+    assert metrics["held_out/code/best_of_4"] == 0.5
+    assert metrics["held_out/held_out/pass_at_2"] == 1.0
+    assert metrics["held_out/pass_rate"] == pytest.approx((0.5 + 0.5 + 0) / 3)
+    assert metrics["held_out/pass_at_2"] == pytest.approx((1 + 5 / 6 + 0) / 3)
+    assert {"pass_at_4", "best_of_2", "best_of_4"}.isdisjoint(found.overall.by_name())
+    assert samples_text(found.overall) == "2 to 4 samples each: pass@2 0.611"
+
+
+def test_one_sample_of_some_prompts_and_several_of_others_has_a_normal_interval() -> None:
+    code = [{**row, "held_out": "code"} for row in sampled([1, 0], [0, 0])]
+    found = tabulate([*sampled([1]), *code], threshold=0.5).overall
+    over_prompts = normal_interval([1.0, 0.5, 0.0])
+    assert found.passed.high == min(1.0, over_prompts.high)
+    assert found.pass_at == {}
+    assert samples_text(found) == "1 to 2 samples each"
+
+
 def test_ks_are_powers_of_two_and_all_samples() -> None:
     assert [sizes(n) for n in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]
 

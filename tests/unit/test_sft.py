@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, PromptError, TrainingError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.prepare import tokenise_completions
+from areal_flow.prompts.completions import RowEncoder, tokenise_completions
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.sft import CompletionRows, SftTrainer
@@ -116,9 +116,8 @@ def tokenise(
     fields: Sequence[str] = ("completion",),
 ) -> CompletionRows:
     target = path.with_suffix(".npz")
-    tokenise_completions(
-        path, target, tokenizer=tokenizer, stop_token_id=stop, max_tokens=64, fields=fields
-    )
+    encoder = RowEncoder(tokenizer, stop_token_ids=() if stop is None else (stop,))
+    tokenise_completions(path, target, encoder=encoder, max_tokens=64, fields=fields)
     return CompletionRows.read(target, num_completions=len(fields))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError, PromptError, RewardError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.mixture import BLOCK, Mixture, quotas
+from areal_flow.prompts.mixture import BLOCK, CYCLE, Mixture, quotas
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.protocol import RewardInput
@@ -67,22 +68,51 @@ def mixed(tmp_path: Path, layout: RunLayout) -> tuple[Prepared, PromptTable, Pro
     return prepared(recipe_of(sources), layout)
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(0, 9))
-def test_every_block_has_the_same_number_of_each_source(weights: list[float], block: int) -> None:
-    shares = quotas({f"{place}": weight for place, weight in enumerate(weights)})
-    assert sum(shares.values()) == BLOCK
-    mixture = Mixture(shares, seed=5)
-    drawn = [mixture.draw(index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
-    assert Counter(f"{source}" for source, _ in drawn) == shares
-    for source, share in enumerate(shares.values()):
-        of_source = [number for of, number in drawn if of == source]
-        assert of_source == [*range(block * share, (block + 1) * share)]
+@given(st.integers(1, 7), st.lists(st.integers(0, 700), max_size=7))
+def test_every_block_has_the_share_of_each_source_rounded_and_every_cycle_the_share(
+    num_blocks: int, cuts: list[int]
+) -> None:
+    """A cycle of some blocks is cut into sources anywhere; draws of a source are counted up."""
+    size = num_blocks * BLOCK
+    ends = sorted(min(cut, size) for cut in cuts)
+    shares = [end - begin for begin, end in pairwise([0, *ends, size])]
+    mixture = Mixture({f"{place}": share for place, share in enumerate(shares)}, seed=5)
+    drawn = [mixture.draw(index) for index in range(2 * size)]
+    for source, share in enumerate(shares):
+        assert [number for of, number in drawn if of == source] == [*range(2 * share)]
+        for begin in range(0, 2 * size, BLOCK):
+            found = sum(of == source for of, _ in drawn[begin : begin + BLOCK])
+            assert share // num_blocks <= found <= -(-share // num_blocks)
 
 
-def test_quotas_are_shares_to_the_percent_and_at_least_one() -> None:
-    assert quotas({"a": 3.0, "b": 1.0}) == {"a": 75, "b": 25}
-    assert quotas({"a": 1.0, "b": 1.0, "c": 1.0}) == {"a": 34, "b": 33, "c": 33}
-    assert quotas({"a": 1.0, "b": 1e-9}) == {"a": 99, "b": 1}
+def test_draws_follow_small_weights() -> None:
+    """A thousandth of 100,000 draws is 100: one in about ten blocks, from the beginning on."""
+    mixture = Mixture(quotas({"a": 0.7, "b": 0.299, "c": 0.001}), seed=5)
+    drawn = [mixture.draw(index)[0] for index in range(CYCLE)]
+    assert [drawn.count(source) for source in range(3)] == [70_000, 29_900, 100]
+    blocks = [index // BLOCK for index, source in enumerate(drawn) if source == 2]
+    between = [later - earlier for earlier, later in pairwise([0, *blocks])]
+    assert 5 <= min(between[1:]) <= max(between) <= 20
+
+
+def test_whole_percents_are_drawn_alike_from_quotas_of_a_block_and_of_a_cycle() -> None:
+    of_block, of_cycle = ({"a": 75 * size, "b": 25 * size} for size in (1, CYCLE // BLOCK))
+    first, second = Mixture(of_block, seed=5), Mixture(of_cycle, seed=5)
+    assert [*map(first.draw, range(999))] == [*map(second.draw, range(999))]
+
+
+def test_quotas_are_shares_of_a_cycle_and_at_least_one() -> None:
+    assert quotas({"a": 3.0, "b": 1.0}) == {"a": 75_000, "b": 25_000}
+    assert quotas({"a": 1.0, "b": 1.0, "c": 1.0}) == {"a": 33_334, "b": 33_333, "c": 33_333}
+    assert quotas({"a": 1.0, "b": 1e-9}) == {"a": CYCLE - 1, "b": 1}
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
+def test_quotas_are_exact_to_one(weights: list[float]) -> None:
+    found = quotas({f"{place}": weight for place, weight in enumerate(weights)})
+    assert sum(found.values()) == CYCLE
+    for weight, share in zip(weights, found.values(), strict=True):
+        assert abs(share - CYCLE * weight / sum(weights)) <= 1
 
 
 def test_one_source_is_read_in_the_order_that_runs_before_mixtures_had() -> None:

@@ -4,8 +4,10 @@ The policy is narrow, but its vocabulary is real: 152k. Each length is trained b
 own, whose peak is that of everything in it: torch, weights, gradients, both moments of AdamW, and
 what the pass needs. Beside it, what the logits alone would take if all were there at once, once.
 
+With ranks, so many processes share the trajectory's tokens; the peak is that of the greediest.
+
     python -m benchmarks.long_context [--lengths 1024 ... 32768] [--hidden 128] [--layers 2]
-                                      [--activations keep] [--threads 2] [--json FILE]
+                                      [--activations keep] [--threads 2] [--ranks 1] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from time import perf_counter
 
@@ -27,13 +30,13 @@ from transformers import Qwen2Config
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
-from areal_flow.config import TrainerSettings
+from areal_flow.config import ParallelSettings, TrainerSettings
 from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import StepSettings
-from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
-from areal_flow.types import VersionSpan
+from areal_flow.types import Rendezvous, VersionSpan
 
 VOCABULARY = 151_936
 PROMPT_TOKENS = 128
@@ -56,7 +59,7 @@ def trajectory(num_tokens: int) -> TrainingSequence:
 
 
 def measure(num_tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Make one update in this process."""
+    """Make one update in this process, alone or as one of the ranks."""
     torch.set_num_threads(arguments.threads)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -69,14 +72,23 @@ def measure(num_tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
         tie_word_embeddings=True,
         pad_token_id=None,
     )
-    backend = ReplicatedBackend(
+    replicas: ReplicaGroup = SingleProcess()
+    if arguments.ranks > 1:
+        meeting = Rendezvous("ranks", arguments.rank, arguments.ranks)
+        replicas = GlooGroup(meeting, arguments.point, host="127.0.0.1")
+    backend = make_backend(
         policy_from_config(config),
-        TrainerSettings(tokens_per_micro_batch=num_tokens, activations=arguments.activations),
+        TrainerSettings(
+            tokens_per_micro_batch=num_tokens,
+            activations=arguments.activations,
+            parallel=ParallelSettings(context_ranks=arguments.ranks),
+        ),
+        replicas,
     )
     algorithm = DecoupledPPO(num_minibatches=1)
-    settings = StepSettings(algorithm, temperature=1.0, seed=0)
+    settings = StepSettings(algorithm, temperature=1.0, seed=0, context_ranks=arguments.ranks)
     began = perf_counter()
-    train_step(backend, [trajectory(num_tokens)], step=1, settings=settings)
+    train_step(backend, [trajectory(num_tokens)], step=1, settings=settings, replicas=replicas)
     seconds = perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"num_tokens": num_tokens, "peak_bytes": peak, "seconds": seconds}
@@ -90,13 +102,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--activations", default="keep", choices=("keep", "recompute", "offload"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--point", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments)))
         return
-    rows = [_in_own_process(num_tokens, arguments.threads) for num_tokens in arguments.lengths]
+    rows = [_in_own_processes(num_tokens, arguments) for num_tokens in arguments.lengths]
     title = f"One update on one trajectory, vocabulary {VOCABULARY:,}, width {arguments.hidden}"
     table = Table(title=title)
     for label in ("tokens", "peak, GB", "seconds", "tokens/s", "logits once, GB"):
@@ -110,19 +125,28 @@ def main() -> None:
     if arguments.json:
         settings = {"hidden": arguments.hidden, "layers": arguments.layers}
         settings |= {"activations": arguments.activations, "threads": arguments.threads}
+        settings |= {"ranks": arguments.ranks}
         arguments.json.write_text(json.dumps({**settings, "rows": rows}, indent=2) + "\n")
 
 
-def _in_own_process(num_tokens: int, num_threads: int) -> dict[str, float]:
-    """Measure in a process with a trainer's environment."""
-    environment = {**os.environ, **PROCESS_ENVIRONMENT, **worker_environment(num_threads)}
+def _in_own_processes(num_tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Measure in processes with a trainer's environment, as many as there are ranks."""
+    environment = {**os.environ, **PROCESS_ENVIRONMENT, **worker_environment(arguments.threads)}
     command = [sys.executable, "-m", "benchmarks.long_context", *sys.argv[1:]]
-    command += ["--one", str(num_tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        sys.exit(f"{num_tokens} tokens: {done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    with tempfile.TemporaryDirectory() as directory:
+        command += ["--one", str(num_tokens), "--point", f"{directory}/point"]
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment
+            )
+            for rank in range(arguments.ranks)
+        ]
+        said = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit(f"{num_tokens} tokens: a process failed")
+    found = [json.loads(text) for text in said]
+    greatest: dict[str, float] = {name: max(of[name] for of in found) for name in found[0]}
+    return greatest
 
 
 if __name__ == "__main__":

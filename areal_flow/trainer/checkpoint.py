@@ -123,6 +123,8 @@ def complete_checkpoint(
             shutil.rmtree(set_aside(target))
         partial.rename(target)
         force_to_disk(root)
+        for leftover in root.glob(f".partial-*-{writer.writer_epoch}"):
+            shutil.rmtree(leftover, ignore_errors=True)  # of ranks that were lost while they wrote
     return target
 
 
@@ -132,7 +134,11 @@ def _optimizer_hash(partial: Path, snapshot: Snapshot) -> str:
     if not isinstance(saved, SavedRows):
         return hash_tensors(saved.optimizer)
     if (found := hash_files(partial / MODEL_FILE)) != expected:
-        raise OSError(f"expected weights {expected}, the ranks wrote {found}")
+        raise StorageError(
+            f"checkpoint {snapshot.description.step}: expected weights {expected}, the ranks wrote "
+            f"{found}: is {partial.parent} the same directory on all their hosts? Older "
+            "checkpoints are intact"
+        )
     return hash_files(partial / OPTIMIZER_FILE, without={RNG_STATE})
 
 

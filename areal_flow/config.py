@@ -311,6 +311,15 @@ class Recipe(Settings):
             f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
             f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
         )
+        trainer = self.trainer
+        require(
+            not self.algorithm.needs_critic
+            or (trainer.backend, trainer.lora.rank, trainer.parallel.context_ranks)
+            == ("replicated", 0, 1),
+            f"algorithm.name {self.algorithm.name!r} trains a critic, which each rank holds whole: "
+            "trainer.backend must be 'replicated', trainer.lora.rank 0 and "
+            "trainer.parallel.context_ranks 1; take an algorithm without a critic, or leave these",
+        )
         context = self.trainer.parallel.context_ranks
         require(
             num_trainers % context == 0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.critic_free import Aggregation, CriticFree
+from areal_flow.algorithms.composed import Aggregation, ComposedAlgorithm
 from areal_flow.algorithms.importance import Proximal
 from areal_flow.algorithms.logprobs import bounded_exp, sequence_means
 from areal_flow.algorithms.objective import Objective
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ClippedTokens(CriticFree):
+class ClippedTokens(ComposedAlgorithm):
     """An algorithm that clips the ratio of each token."""
 
     epsilon: float = Field(0.2, gt=0)
@@ -126,7 +126,7 @@ class ReinforcePlusPlus(ClippedTokens):
         return self
 
 
-class GSPO(CriticFree):
+class GSPO(ComposedAlgorithm):
     """Group sequence policy optimization (arXiv 2507.18071, section 4).
 
     It has one ratio a sequence, so that a whole completion is clipped or none of it.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.critic_free import Aggregation, CriticFree
+from areal_flow.algorithms.composed import Aggregation, ComposedAlgorithm
 from areal_flow.algorithms.logprobs import bounded_exp
 from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CISPO(CriticFree):
+class CISPO(ComposedAlgorithm):
     """Clipped importance-sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4)."""
 
     name: Literal["cispo"] = "cispo"
@@ -43,7 +43,7 @@ class CISPO(CriticFree):
         return Objective(values_T, ratio_T, ratio_T < low, ratio_T > 1 + self.epsilon_high)
 
 
-class SAPO(CriticFree):
+class SAPO(ComposedAlgorithm):
     """Soft adaptive policy optimization (arXiv 2511.20347)."""
 
     name: Literal["sapo"] = "sapo"
@@ -71,7 +71,7 @@ class SAPO(CriticFree):
         return Objective(values_T, ratio_T, never_T, never_T)
 
 
-class RatioToBehavior(CriticFree):
+class RatioToBehavior(ComposedAlgorithm):
     """An algorithm whose trust region lies around the policies that sampled."""
 
     @model_validator(mode="after")

@@ -30,6 +30,11 @@ class AdvantageInputs:
     """Which group each trajectory belongs to, int64."""
     num_tokens_B: Tensor
     """Completion tokens of each trajectory, masked ones included, float64."""
+    trained_BL: Tensor | None = None
+    """Which of them are trained, padded with False to the longest; for an algorithm with a critic.
+    """
+    values_BL: Tensor | None = None
+    """A critic's value before each of them, float64, padded; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,10 @@ class Algorithm(Protocol):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss reads `reference_logprobs_T`, which cost a policy and a pass."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are of values, which cost a model of their own."""
 
     @property
     def needs_minibatch_bound(self) -> bool:

@@ -6,11 +6,14 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO, ReinforcePlusPlus
 from areal_flow.algorithms.gated import CISPO, DPPO, M2PO, SAPO
 from areal_flow.settings import unnamed_is
 
-AnyAlgorithm = DecoupledPPO | PPO | GSPO | CISPO | SAPO | M2PO | DPPO | ReinforcePlusPlus
+AnyAlgorithm = (
+    DecoupledPPO | PPO | GSPO | CISPO | SAPO | M2PO | DPPO | ReinforcePlusPlus | ActorCriticPPO
+)
 
 ALGORITHMS = {
     algorithm.model_fields["name"].default: algorithm for algorithm in get_args(AnyAlgorithm)

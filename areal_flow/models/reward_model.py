@@ -6,13 +6,14 @@ completion is its score after the last token, without a stop token: `transformer
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal_flow.errors import ModelError
+from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
 from areal_flow.models.policy import hidden_at, load_model, ready
@@ -67,6 +68,30 @@ def load_reward_model(
         return load_model(kind, directory, device=device, drawn=drawn, config=config)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
     return ready(model, device)
+
+
+def critic_of(policy: Any) -> Any:
+    """Return a model that scores, with a copy of a policy's layers; its scores are 0.
+
+    Raises:
+        ConfigError: `transformers` has no such model for this architecture.
+    """
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    config.pad_token_id = config.pad_token_id or 0
+    try:
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
+        )
+        layers = model.get_decoder()
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"algorithm.name 'ppo_critic': expected an architecture that transformers can make a "
+            f"scoring model of, found {config.model_type!r}; take an algorithm without a critic"
+        ) from error
+    layers.load_state_dict(policy.get_decoder().state_dict())
+    torch.nn.init.zeros_(model.score.weight)
+    return ready(model, policy.device).train()
 
 
 def is_reward_model(model: Any) -> bool:

@@ -189,6 +189,7 @@ class LocalTrainer:
             step=request.step,
             settings=rank.settings,
             temperature=self.recipe.generation.temperature,
+            advantages=rank.advantages,
         )
 
     def sequences(self, request: StepRequest) -> list[TrainingSequence]:

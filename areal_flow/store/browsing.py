@@ -112,7 +112,8 @@ class ShownToken:
 class TrainedBatch:
     """What the step that trained a trajectory made of it."""
 
-    advantage: float
+    advantage: float | None
+    """None of an algorithm with a critic, whose values only a replay finds again."""
     advantage_rule: str
     num_trajectories: int
     committed_at: datetime
@@ -216,9 +217,12 @@ def _batch(
     sequences = sequences_from_rows(
         read(identifiers), policy_version=row["policy_version"], max_staleness=max_staleness
     )
-    advantages = compute_advantages(sequences, algorithm)
+    advantage = None
+    if not algorithm.needs_critic:  # whose values went with the step
+        advantages = compute_advantages(sequences, algorithm)
+        advantage = advantages[identifiers.index(row["trajectory_id"])]
     return TrainedBatch(
-        advantage=advantages[identifiers.index(row["trajectory_id"])],
+        advantage=advantage,
         advantage_rule=algorithm.advantage,
         num_trajectories=len(identifiers),
         committed_at=step["committed_at"],

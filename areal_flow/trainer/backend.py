@@ -9,12 +9,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.protocol import Algorithm, Metric, MinibatchSize, TokenLoss
+from areal_flow.algorithms.protocol import Advantage, Algorithm, Metric, MinibatchSize, TokenLoss
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
@@ -23,6 +23,9 @@ from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
+
+if TYPE_CHECKING:
+    from areal_flow.trainer.critic import Critic
 
 BACKENDS = {
     "replicated": "areal_flow.trainer.replicated:ReplicatedBackend",
@@ -76,6 +79,8 @@ class UpdateNumbers:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    advantages: list[Advantage] = field(default_factory=list)
+    """Of a step, one a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,8 @@ class TrainerBackend(Protocol):
     settings: TrainerSettings
     is_sharded: bool
     """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
+    critic: Critic | None
+    """What predicts values, for an algorithm that needs it."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""

@@ -76,6 +76,7 @@ class PolicyShape:
         if algorithm.needs_proximal:
             passes += 1 - 1 / algorithm.num_minibatches
         passes += algorithm.needs_reference + algorithm.needs_minibatch_bound
+        passes += 4 * algorithm.needs_critic  # its values, and its update
         return passes * self.forward_flops(sequences)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
-from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, TokenLoss
+from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
-from areal_flow.trainer.step import compute_advantages, plan_micro_batches
+from areal_flow.trainer.step import plan_micro_batches
 from areal_flow.types import StepRequest
 
 
@@ -112,16 +112,17 @@ def trajectory_outcomes(
     step: int,
     settings: StepSettings,
     temperature: float,
+    advantages: Sequence[Advantage],
 ) -> list[TrajectoryOutcome]:
     """Return what a step did to each of its sequences.
 
     Args:
+        advantages: that the step trained with.
         backend: after the step.
         settings: of the step, whose loss was a `ClipWatch`.
         temperature: to see log-probabilities at; not that of the step, if two are compared.
     """
     assert isinstance(settings.loss, ClipWatch), "a step that is inspected is watched"
-    advantages = compute_advantages(sequences, settings.algorithm)
     logprobs = completion_logprobs(backend, sequences, temperature=temperature)
     max_tokens = backend.settings.tokens_per_micro_batch
     plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)

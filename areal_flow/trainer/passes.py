@@ -5,7 +5,7 @@ It refuses to know what holds the policy, how gradients of ranks are added, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -27,6 +27,11 @@ class RunOn(Protocol):
 
     def __call__(self, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
         """Return `function(policy, *arguments, **keywords)`."""
+
+
+def run_on(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Do as `RunOn`, of a policy that needs nothing around a pass."""
+    return function(policy, *arguments, **keywords)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Passes:
 
     @torch.no_grad()
     def _logprobs_under(self, policy: RunOn, micro: MicroBatch, temperature: float) -> Tensor:
-        with self._autocast():
+        with self.autocast():
             logprobs_M: Tensor = policy(token_logprobs, micro, temperature=temperature)
         return logprobs_M
 
@@ -82,11 +87,25 @@ class Passes:
         self, minibatch: Minibatch, rank: int, settings: StepSettings, bound: float | None
     ) -> RankNumbers:
         """Add one rank's gradients to those of the policy; return the rank's numbers."""
+
+        def loss_of(micro: MicroBatch) -> PolicyLoss:
+            inputs = self._loss_inputs(micro, settings, minibatch.policy_version, bound)
+            return _with_entropy(settings.token_loss(inputs), inputs.entropy_T)
+
+        return self.backward_of(loss_of, minibatch, rank, settings)
+
+    def backward_of(
+        self,
+        loss_of: Callable[[MicroBatch], PolicyLoss],
+        minibatch: Minibatch,
+        rank: int,
+        settings: StepSettings,
+    ) -> RankNumbers:
+        """Do as `backward`, with any loss of a micro-batch."""
         total, metrics = 0.0, dict[str, Metric]()
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
-                inputs = self._loss_inputs(micro, settings, minibatch.policy_version, bound)
-                found = _with_entropy(settings.token_loss(inputs), inputs.entropy_T)
+                found = loss_of(micro)
             loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -102,7 +121,7 @@ class Passes:
         reference_M = None
         if settings.algorithm.needs_reference:
             reference_M = self._logprobs_under(self.reference, micro, temperature)
-        with self._autocast():
+        with self.autocast():
             logprobs_M, entropy_M = self._policy(
                 token_logprobs_and_entropies,
                 micro,
@@ -122,7 +141,7 @@ class Passes:
             minibatch_bound=bound,
         )
 
-    def _autocast(self) -> torch.autocast:
+    def autocast(self) -> torch.autocast:
         """Return the precision of passes; the master weights stay float32."""
         device_type, dtype = torch.device(self._settings.device).type, self._settings.dtype
         return torch.autocast(device_type, DTYPES[dtype], enabled=dtype != "float32")

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.protocol import TokenLoss
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
+from areal_flow.algorithms.protocol import Advantage, TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.speed import AREA as SPEED
@@ -50,6 +51,7 @@ from areal_flow.trainer.checkpoint import (
 from areal_flow.trainer.context import check_heads
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
+from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import (
     TrainingSequence,
@@ -74,6 +76,8 @@ class TrainerRank:
     read_rows: ReadRows
     loss: TokenLoss | None = None
     """Minimised instead of the algorithm's own."""
+    advantages: list[Advantage] = field(default_factory=list, init=False)
+    """Of the trajectories of the last step."""
     _backend: TrainerBackend | None = field(default=None, init=False)
     _shape: PolicyShape | None = field(default=None, init=False)
     _hashes: PolicyHashes | None = field(default=None, init=False)
@@ -122,6 +126,9 @@ class TrainerRank:
             add_adapter(policy, lora, seed=self.recipe.seed)
         self._shape = PolicyShape.of(policy)
         self._backend = make_backend(policy.train(), self.recipe.trainer, self.replicas)
+        if isinstance(algorithm := self.recipe.algorithm, ActorCriticPPO):
+            assert isinstance(self._backend, ReplicatedBackend), "a recipe allows no other"
+            self._backend.add_critic(algorithm)
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
@@ -169,6 +176,7 @@ class TrainerRank:
             settings=self.settings,
             replicas=self.replicas,
         )
+        self.advantages = numbers.advantages
         trained = perf_counter()
         hashes = self._stand_at(request.step)
         metrics = self._metrics(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.lora import without_adapter
@@ -29,22 +29,15 @@ from areal_flow.models.policy import (
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
-from areal_flow.trainer.passes import Passes, RankNumbers, add_numbers
+from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.gradients import RankGradient, add_gradients
+from areal_flow.trainer.passes import Passes, add_numbers, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RankGradient:
-    """What one rank found in its batch of a minibatch."""
-
-    numbers: RankNumbers
-    gradients: list[Tensor | None]
-    """One a trainable parameter; None where the batch does not depend on it."""
 
 
 class ReplicatedBackend:
@@ -60,11 +53,12 @@ class ReplicatedBackend:
         if settings.activations == "recompute":
             recompute_layers(policy)
         self.optimizer = PolicyAdamW(policy.named_parameters(), settings)
-        run, without = partial(_run, policy), partial(_run_without_adapter, policy)
+        run, without = partial(run_on, policy), partial(_run_without_adapter, policy)
         shared = partial(over_ranks, settings=settings, replicas=replicas or SingleProcess())
         self._over_ranks = shared
         self.passes = Passes(shared(run), settings, reference=shared(without))
         self._has_reference = False
+        self.critic: Critic | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
@@ -73,9 +67,12 @@ class ReplicatedBackend:
     def has_reference(self) -> bool:
         return self._has_reference
 
+    def add_critic(self, algorithm: ActorCriticPPO) -> None:
+        self.critic = Critic(self.policy, self.settings, algorithm)
+
     def hold_reference(self, policy: Any) -> None:
         self._has_reference = True
-        self.passes.reference = self._over_ranks(partial(_run, policy.requires_grad_(False)))
+        self.passes.reference = self._over_ranks(partial(run_on, policy.requires_grad_(False)))
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
@@ -87,7 +84,7 @@ class ReplicatedBackend:
         }
         numbers = {rank: found.numbers for rank, found in computed.items()}
         loss, metrics = add_numbers(numbers, replicas)
-        self._add_gradients(computed, replicas)
+        add_gradients(self.optimizer.trainable, computed, replicas)
         trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
         grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, max_norm))
         if not (isfinite(loss) and isfinite(grad_norm)):
@@ -106,13 +103,17 @@ class ReplicatedBackend:
             return PolicyHashes(weights_hash.result(), served_hash)
 
     def save(self) -> SavedState:
-        return SavedState(
-            _copies(policy_tensors(self.policy)), _copies(self.optimizer.named_state())
-        )
+        critic = self.critic.named_state() if self.critic else {}
+        optimizer = {**self.optimizer.named_state(), **critic}
+        return SavedState(_copies(policy_tensors(self.policy)), _copies(optimizer))
 
     def load(self, saved: SavedState) -> None:
         assign_tensors(self.policy, saved.weights)
-        self.optimizer.load_named_state(saved.optimizer)
+        critic = {n: tensor for n, tensor in saved.optimizer.items() if n.startswith(PREFIX)}
+        own = {n: tensor for n, tensor in saved.optimizer.items() if n not in critic}
+        self.optimizer.load_named_state(own)
+        if self.critic:
+            self.critic.load_named_state(critic)
 
     def fingerprint(self) -> str:
         return hash_tensors(policy_tensors(self.policy))
@@ -124,28 +125,6 @@ class ReplicatedBackend:
         self.optimizer.zero_grad(set_to_none=True)
         numbers = self.passes.backward(minibatch, rank, settings, bound)
         return RankGradient(numbers, [p.grad for p in self.optimizer.trainable])
-
-    def _add_gradients(self, computed: Mapping[int, RankGradient], replicas: ReplicaGroup) -> None:
-        """Give each parameter the sum of the ranks' gradients, in the order of ranks.
-
-        A parameter of which no rank has a gradient is not updated.
-        """
-        flags = {
-            rank: torch.tensor([gradient is not None for gradient in found.gradients])
-            for rank, found in computed.items()
-        }
-        has_gradient = torch.stack(replicas.gather(flags)).any(dim=0).tolist()
-        for index, parameter in enumerate(self.optimizer.trainable):
-            parameter.grad = None
-            if has_gradient[index]:
-                mine = {rank: found.gradients[index] for rank, found in computed.items()}
-                zeros = torch.zeros_like(parameter)
-                sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
-                parameter.grad = reduce(torch.add, replicas.gather(sent))
-
-
-def _run(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    return function(policy, *arguments, **keywords)
 
 
 def _run_without_adapter(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:

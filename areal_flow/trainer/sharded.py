@@ -42,6 +42,7 @@ class ShardedBackend:
     """A `TrainerBackend`: this rank's rows of the master policy and of its optimizer."""
 
     is_sharded = True
+    critic = None
 
     def __init__(self, policy: Any, settings: TrainerSettings, replicas: ReplicaGroup) -> None:
         """Take a policy whose parameters may be on the meta device: weights are loaded later."""

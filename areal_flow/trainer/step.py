@@ -59,23 +59,22 @@ def train_step(
     """
     replicas = replicas or SingleProcess(settings.num_ranks)
     rate = learning_rate(backend.settings, step) if rate is None else rate
-    advantages = compute_advantages(sequences, settings.algorithm)
-    sequences = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     max_tokens = backend.settings.tokens_per_micro_batch
+    plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
+    inputs = advantage_inputs(sequences)
+    critic = backend.critic if settings.algorithm.needs_critic else None
+    if critic:
+        values_BL = critic.values(sequences, plan_passes(sequences, settings, max_tokens), replicas)
+        inputs = replace(inputs, values_BL=values_BL)
+    advantages = list(settings.algorithm.advantages(inputs))
+    weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     minibatches: list[Minibatch] = []
-    for planned in plan_micro_batches(
-        sequences, step=step, settings=settings, max_tokens=max_tokens
-    ):
-        batches = {
-            rank: MicroBatches(
-                sequences, planned[rank // settings.context_ranks], backend.settings.device
-            )
-            for rank in replicas.mine
-        }
+    for planned in plan:
+        batches = _batches(weighted, planned, backend, settings, replicas)
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate, step - 1))
-    numbers = UpdateNumbers(metrics=advantage_moments(sequences))
+    numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages)
     minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
         found = backend.update(minibatch, settings, replicas)
@@ -84,7 +83,27 @@ def train_step(
         numbers.metrics = add_metrics(numbers.metrics, found.metrics)
     num_skipped = len(minibatches) - len(numbers.losses)
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
+    if critic:
+        valued = critic.sequences_with_targets(sequences, inputs)
+        for planned in plan:
+            batches = _batches(valued, planned, backend, settings, replicas)
+            minibatch = Minibatch(batches, _size(sequences, planned), rate, step - 1)
+            if minibatch.size.num_tokens:
+                told = critic.update(minibatch, settings, replicas)
+                numbers.metrics = add_metrics(numbers.metrics, told)
+        numbers.metrics |= critic.explained_variance(inputs)
     return numbers
+
+
+def _batches(
+    sequences: Sequence[TrainingSequence],
+    planned: MinibatchPlan,
+    backend: TrainerBackend,
+    settings: StepSettings,
+    replicas: ReplicaGroup,
+) -> dict[int, MicroBatches]:
+    device, shared_by = backend.settings.device, settings.context_ranks
+    return {r: MicroBatches(sequences, planned[r // shared_by], device) for r in replicas.mine}
 
 
 def _with_proximal(
@@ -113,14 +132,21 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
 def compute_advantages(
     sequences: Sequence[TrainingSequence], algorithm: Algorithm
 ) -> list[Advantage]:
-    """Return each trajectory's advantage, from the whole batch."""
-    inputs = AdvantageInputs(
+    """Return each trajectory's advantage, from the whole batch; of algorithms without a critic."""
+    return list(algorithm.advantages(advantage_inputs(sequences)))
+
+
+def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
+    """Return what the advantages of a whole batch follow from, but for a critic's values."""
+    longest = max((len(s.trained) for s in sequences), default=0)
+    trained = [np.pad(s.trained, (0, longest - len(s.trained))) for s in sequences]
+    return AdvantageInputs(
         rewards_B=torch.tensor([s.reward for s in sequences], dtype=torch.float64),
         num_trained_B=torch.tensor([s.num_trained for s in sequences], dtype=torch.float64),
         groups_B=torch.tensor([s.group for s in sequences]),
         num_tokens_B=torch.tensor([len(s.output_tokens) for s in sequences], dtype=torch.float64),
+        trained_BL=torch.from_numpy(np.array(trained)),
     )
-    return list(algorithm.advantages(inputs))
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
@@ -154,6 +180,14 @@ def plan_micro_batches(
             units = [[*of] for _, of in groupby(members, key=lambda index: sequences[index].group)]
         plan.append(_plan_minibatch(sequences, units, settings.num_ranks, max_tokens))
     return plan
+
+
+def plan_passes(
+    sequences: Sequence[TrainingSequence], settings: StepSettings, max_tokens: int
+) -> MinibatchPlan:
+    """Return the plan of passes over a whole batch."""
+    units = [[index] for index in range(len(sequences))]
+    return _plan_minibatch(sequences, units, settings.num_ranks, max_tokens)
 
 
 def _plan_minibatch(

@@ -149,7 +149,9 @@ def _token_style(token: ShownToken) -> str:
 def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
     row, batch = shown.row, shown.batch
     advantage = batch and (
-        f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
+        "of a critic's values: replay the step to see it"
+        if batch.advantage is None
+        else f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
         f"{batch.num_trajectories} trajectories of the step)"
     )
     generator = (

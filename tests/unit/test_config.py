@@ -46,6 +46,11 @@ def error_of(table: dict[str, object]) -> str:
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
         ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+        (
+            {"algorithm": {"name": "ppo_critic"}, "trainer": {"lora": {"rank": 4}}},
+            "trains a critic, which each rank holds whole",
+        ),
+        ({"algorithm": {"name": "ppo_critic", "advantage": "grpo"}}, "algorithm.advantage"),
         ({"trainer": {"backend": "fsdp"}}, "cluster.num_trainers must be at least 2, found 1"),
         ({"trainer": {"backend": "fsdp", "lora": {"rank": 4}}}, "set the backend to 'replicated'"),
         (

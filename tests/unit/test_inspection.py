@@ -43,7 +43,14 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     sequences = [replace(s, group=index) for index, s in enumerate(make_sequences())]
     sequences[3] = replace(sequences[3], trained=np.zeros_like(sequences[3].trained))
     numbers = train_step(trained, sequences, step=1, settings=how)
-    outcomes = trajectory_outcomes(trained, sequences, step=1, settings=how, temperature=1.0)
+    outcomes = trajectory_outcomes(
+        trained,
+        sequences,
+        step=1,
+        settings=how,
+        temperature=1.0,
+        advantages=numbers.advantages,
+    )
     num_clipped = numbers.metrics["clip_fraction"].total
     assert sum(sum(outcome.clipped) for outcome in outcomes) == num_clipped > 0
     for sequence, outcome in zip(sequences, outcomes, strict=True):
@@ -67,7 +74,7 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     how = replace(how, loss=ClipWatch(how.algorithm.loss))
     (outcome,) = trajectory_outcomes(
         before, [replace(sequence, trained=np.zeros(3, np.bool_))],
-        step=1, settings=how, temperature=1.0,
+        step=1, settings=how, temperature=1.0, advantages=[0.0],
     )  # fmt: skip
     replayed = replace(outcome, logprobs=(-1.0, -2.0, -3.0))
     trajectory = InspectedTrajectory(

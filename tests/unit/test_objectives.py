@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.divergence import KLEstimator, kl_from_older, kl_to_reference
 from areal_flow.algorithms.gated import CISPO, DPPO, M2PO, SAPO
@@ -384,6 +385,8 @@ def test_recipes_of_the_page_take_a_step(recipe: str) -> None:
     backend = state()
     before = backend.fingerprint()
     backend.hold_reference(small_policy(seed=2))
+    if isinstance(algorithm, ActorCriticPPO):
+        backend.add_critic(algorithm)
     drawn = make_sequences()
     logprobs = completion_logprobs(backend, drawn, temperature=1.0)
     own = [np.array(row, np.float32) for row in logprobs]

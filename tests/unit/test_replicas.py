@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
 from areal_flow.algorithms.gated import M2PO
 from areal_flow.algorithms.protocol import Algorithm
@@ -41,13 +42,15 @@ def trained(
     """Return what two steps make of a policy, and their numbers."""
     how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
     of.hold_reference(deepcopy(of.policy))
+    if isinstance(how.algorithm, ActorCriticPPO):
+        of.add_critic(how.algorithm)
     numbers = [
         train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
         for step in (1, 2)
     ]
     return {
         "weights": of.fingerprint(),
-        "optimizer": hash_tensors(of.optimizer.named_state()),
+        "optimizer": hash_tensors(of.save().optimizer),
         "numbers": numbers,
     }
 
@@ -75,8 +78,9 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
         (9, PPO(entropy_coefficient=0.1)),
         (2, M2PO()),
         (2, DecoupledPPO(proximal="interpolated", kl_coefficient=0.1)),
+        (3, ActorCriticPPO()),
     ],
-    ids=["two", "three", "gspo", "ranks without work", "m2po", "reference"],
+    ids=["two", "three", "gspo", "ranks without work", "m2po", "reference", "critic"],
 )
 def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
     tmp_path: Path, num_ranks: int, algorithm: Algorithm
@@ -100,6 +104,8 @@ def test_neither_packing_nor_ranks_change_gradient_and_metrics_of_an_algorithm(n
     def found(num_ranks: int, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
         of = state(learning_rate=1e-12, max_grad_norm=1e9, tokens_per_micro_batch=max_tokens)
         how = StepSettings(algorithm, temperature=1.0, seed=0, num_ranks=num_ranks)
+        if isinstance(algorithm, ActorCriticPPO):
+            of.add_critic(algorithm)
         metrics = train_step(of, make_sequences(), step=1, settings=how).metrics
         gradients = torch.cat([p.grad.flatten() for p in of.policy.parameters()])
         return gradients, {name: metric.value for name, metric in metrics.items()}

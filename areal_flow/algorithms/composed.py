@@ -1,9 +1,10 @@
-"""What the algorithms without a critic share: the parts that they are composed of, and settings.
+"""What all algorithms share: the parts that they are composed of, and their settings.
 
 A loss is an objective of a ratio (the algorithm's own), times an importance weight, plus what is
-asked for beside it. With gamma = lambda = 1 the reward sits on the final token, so each token's
-return is the trajectory's reward. The micro-batches' losses add up to the minibatch's whatever the
-packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of one step.
+asked for beside it. Without a critic gamma = lambda = 1 and the reward sits on the final token, so
+each token's return is the trajectory's reward. The micro-batches' losses add up to the minibatch's
+whatever the packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of
+one step.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
-class CriticFree(Settings):
-    """Settings and parts of an algorithm that needs no critic; `objective` is its own."""
+class ComposedAlgorithm(Settings):
+    """Settings and parts of an algorithm; `objective` is its own."""
 
     advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"] = (
         "dr_grpo"
@@ -108,11 +109,15 @@ class CriticFree(Settings):
         return self.kl_coefficient > 0
 
     @property
+    def needs_critic(self) -> bool:
+        return False
+
+    @property
     def needs_minibatch_bound(self) -> bool:
         return False
 
     @model_validator(mode="after")
-    def _consistent(self) -> CriticFree:
+    def _consistent(self) -> ComposedAlgorithm:
         require(
             (self.aggregation == "constant") == (self.aggregation_tokens is not None),
             f"algorithm.aggregation_tokens ({self.aggregation_tokens}) is needed when "
@@ -164,7 +169,7 @@ class CriticFree(Settings):
         return self
 
     @model_validator(mode="after")
-    def _scales_rewards_where_they_are_scaled(self) -> CriticFree:
+    def _scales_rewards_where_they_are_scaled(self) -> ComposedAlgorithm:
         defaults = type(self).model_fields
         for name in ("reward_bias", "reward_scale"):
             value = getattr(self, name)

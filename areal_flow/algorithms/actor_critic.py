@@ -1,0 +1,126 @@
+"""PPO with a critic: each token's advantage is of values that a model of its own predicts.
+
+Letters: B trajectories of a step, L tokens of the longest completion, T trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from areal_flow.algorithms.advantages import gae, overlong_penalties
+from areal_flow.algorithms.clipped import ClippedTokens
+from areal_flow.algorithms.importance import Proximal
+from areal_flow.algorithms.protocol import (
+    Advantage,
+    AdvantageInputs,
+    LossInputs,
+    PolicyLoss,
+    mean,
+)
+from areal_flow.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CriticSettings(Settings):
+    """The critic's own optimizer, and what its values are used for."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    """Of its AdamW; it has no schedule."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Gamma: what a token later is worth."""
+    trace: float = Field(0.95, ge=0, le=1)
+    """Lambda of the advantage estimates: 1 trusts rewards alone, 0 the next value."""
+    value_clip: float = Field(0.2, gt=0)
+    """How far a value may move in a step before its gradient ends."""
+
+
+class ActorCriticPPO(ClippedTokens):
+    """PPO with generalised advantage estimates (arXiv 1707.06347, eq. 7; 1506.02438, eq. 16).
+
+    The critic predicts the reward to come before each completion token. The reward is on the last
+    token, and nothing comes after it: a truncated completion is not continued by its value. Tokens
+    that are context only count in the estimates, and train neither policy nor critic.
+    """
+
+    name: Literal["ppo_critic"] = "ppo_critic"
+    """Which algorithm trains; each has settings of its own."""
+    advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
+    """Of the critic's values; normalised over the trained tokens of the batch."""
+    proximal: Proximal = "recomputed"
+    """The policy that the ratio is taken to; see `decoupled_ppo` and `ppo`."""
+    critic: CriticSettings = CriticSettings()
+    """The model of values."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return True
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.group_filter != "all"
+
+    def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
+        """Return each trajectory's estimates, with mean 0 and deviation 1 over trained tokens."""
+        estimates_BL = self._estimates(inputs)
+        assert inputs.trained_BL is not None, "a trainer gives it to an algorithm with a critic"
+        trained_N = estimates_BL[inputs.trained_BL]
+        centre = trained_N.mean() if len(trained_N) else 0.0
+        scale = trained_N.std() if len(trained_N) > 1 else 1.0
+        normal_BL = (estimates_BL - centre) / (scale + 1e-8)
+        return _by_trajectory(normal_BL, inputs)
+
+    def value_targets(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
+        """Return what the critic is to predict: the estimates and the values, added up."""
+        return _by_trajectory(self.targets(inputs), inputs)
+
+    def targets(self, inputs: AdvantageInputs) -> Tensor:
+        """Do as `value_targets`: `[B, L]`, padded."""
+        assert inputs.values_BL is not None
+        return self._estimates(inputs) + inputs.values_BL
+
+    def value_loss(self, inputs: LossInputs) -> PolicyLoss:
+        """Return max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, as PPO2 has it.
+
+        (OpenAI baselines, `ppo2`; Engstrom et al., arXiv 2005.12729, section 3.)
+
+        Args:
+            inputs: of the critic: `logprobs_T` are its values v, `behavior_logprobs_T` those before
+                the step v_old, `advantages_T` the targets R.
+        """
+        values_T, old_T, targets_T = (
+            inputs.logprobs_T,
+            inputs.behavior_logprobs_T,
+            inputs.advantages_T,
+        )
+        bound = self.critic.value_clip
+        near_T = old_T + (values_T - old_T).clamp(-bound, bound)
+        free_T, clipped_T = (values_T - targets_T).square(), (near_T - targets_T).square()
+        ended_T = (clipped_T > free_T).detach()
+        metrics = {
+            "critic_loss": mean(free_T / 2),
+            "critic_clip_fraction": mean(ended_T),
+            "critic_value_mean": mean(old_T),
+        }
+        return PolicyLoss(free_T.maximum(clipped_T) / 2, metrics)
+
+    def _estimates(self, inputs: AdvantageInputs) -> Tensor:
+        assert inputs.values_BL is not None, "a trainer gives them to an algorithm with a critic"
+        lengths_B = inputs.num_tokens_B.long()
+        rewards_B = inputs.rewards_B
+        if self.overlong_tokens is not None:
+            first, last = self.overlong_tokens
+            rewards_B = rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
+        rewards_BL = inputs.values_BL.new_zeros(inputs.values_BL.shape)
+        rewards_BL.scatter_(1, (lengths_B[:, None] - 1).clamp(min=0), rewards_B[:, None])
+        discount, trace = self.critic.discount, self.critic.trace
+        return gae(rewards_BL, inputs.values_BL, lengths_B, discount=discount, trace=trace)
+
+
+def _by_trajectory(found_BL: Tensor, inputs: AdvantageInputs) -> list[Advantage]:
+    lengths = inputs.num_tokens_B.long().tolist()
+    return [row_L[:length].tolist() for row_L, length in zip(found_BL, lengths, strict=True)]

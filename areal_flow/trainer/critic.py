@@ -1,0 +1,201 @@
+"""A critic: a model of the policy's layers that predicts the reward to come, and its optimizer.
+
+It is a part of the trainer's state. It is never served, and no hash of the policy covers it; that
+of a checkpoint's optimizer does.
+
+Letters: M chosen tokens of a micro-batch, B trajectories of a step, L tokens of the longest
+completion.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
+from areal_flow.algorithms.protocol import AdvantageInputs, LossInputs, Metric, PolicyLoss
+from areal_flow.config import TrainerSettings
+from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
+from areal_flow.models.reward_model import critic_of, scores_at
+from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.backend import Minibatch, StepSettings
+from areal_flow.trainer.gradients import RankGradient, add_gradients
+from areal_flow.trainer.passes import Passes, add_numbers, run_on
+from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "critic."
+"""What names of its tensors begin with among the optimizer's."""
+
+
+class Critic:
+    """The model of values, in training form, and its optimizer."""
+
+    def __init__(self, policy: Any, settings: TrainerSettings, algorithm: ActorCriticPPO) -> None:
+        """Begin with the policy's layers, and values of 0."""
+        self._policy = policy
+        self._algorithm = algorithm
+        self._settings = settings.model_copy(
+            update={"learning_rate": algorithm.critic.learning_rate}
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the layers that the policy has now, and a fresh optimizer."""
+        self.model = critic_of(self._policy)
+        if self._settings.activations == "recompute":
+            recompute_layers(self.model)
+        self._optimizer = PolicyAdamW(self.model.named_parameters(), self._settings)
+        run = partial(run_on, self.model)
+        self._passes = Passes(run, self._settings, reference=run)
+
+    def values(
+        self,
+        sequences: Sequence[TrainingSequence],
+        planned: Sequence[Sequence[Sequence[int]]],
+        replicas: ReplicaGroup,
+    ) -> Tensor:
+        """Return the value before every completion token, float64 `[B, L]`, on every rank.
+
+        Args:
+            planned: the indices of the sequences of each rank's micro-batches.
+        """
+        whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
+        lengths = [len(s.output_tokens) for s in whole]
+        num_values = [
+            sum(lengths[index] for micro in of_rank for index in micro) for of_rank in planned
+        ]
+        sent = {}
+        for rank in replicas.mine:
+            sent[rank] = torch.zeros(max(num_values), dtype=torch.float64)
+            found = [
+                self._values_of(micro)
+                for micro in MicroBatches(whole, planned[rank], self._settings.device)
+            ]
+            sent[rank][: num_values[rank]] = torch.cat(found).double().cpu()
+        values_BL = torch.zeros((len(whole), max(lengths)), dtype=torch.float64)
+        for of_rank, values_N in zip(planned, replicas.gather(sent), strict=True):
+            at = 0
+            for index in (index for micro in of_rank for index in micro):
+                values_BL[index, : lengths[index]] = values_N[at : at + lengths[index]]
+                at += lengths[index]
+        return values_BL
+
+    @torch.no_grad()
+    def _values_of(self, micro: MicroBatch) -> Tensor:
+        with self._passes.autocast():
+            return _values(self.model, micro)
+
+    def update(
+        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
+    ) -> dict[str, Metric]:
+        """Make one update; of one whose loss or gradient is not finite, nothing changes.
+
+        Args:
+            minibatch: of sequences as `sequences_with_targets` makes them.
+        """
+        computed = {}
+        for rank in minibatch.micro_batches:
+            self._optimizer.zero_grad(set_to_none=True)
+            numbers = self._passes.backward_of(self._value_loss, minibatch, rank, settings)
+            gradients = [p.grad for p in self._optimizer.trainable]
+            computed[rank] = RankGradient(numbers, gradients)
+        told = {rank: found.numbers for rank, found in computed.items()}
+        loss, metrics = add_numbers(told, replicas)
+        add_gradients(self._optimizer.trainable, computed, replicas)
+        trainable, max_norm = self._optimizer.trainable, self._settings.max_grad_norm
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, max_norm))
+        if not (isfinite(loss) and isfinite(grad_norm)):
+            logger.warning("critic's update skipped: loss %s, norm %s", loss, grad_norm)
+            return {}
+        self._optimizer.update(learning_rate=self._settings.learning_rate)
+        return metrics
+
+    def sequences_with_targets(
+        self, sequences: Sequence[TrainingSequence], inputs: AdvantageInputs
+    ) -> list[TrainingSequence]:
+        """Return sequences whose columns are the critic's.
+
+        In place of behaviour log-probabilities are the values before the step, and in place of
+        advantages the targets: both are aligned as these are.
+        """
+        assert inputs.values_BL is not None
+        targets = self._algorithm.value_targets(inputs)
+        return [
+            replace(
+                sequence,
+                behavior_logprobs=values_L[: len(sequence.output_tokens)].float().numpy(),
+                advantage=target,
+            )
+            for sequence, values_L, target in zip(sequences, inputs.values_BL, targets, strict=True)
+        ]
+
+    def explained_variance(self, inputs: AdvantageInputs) -> dict[str, Metric]:
+        """Return 1 - Var(R - V) / Var(R) over the trained tokens: 1 if all is predicted."""
+        assert inputs.values_BL is not None
+        assert inputs.trained_BL is not None
+        targets_BL = self._algorithm.targets(inputs)
+        targets_N = targets_BL[inputs.trained_BL]
+        rest_N = (targets_BL - inputs.values_BL)[inputs.trained_BL]
+        variance = float(targets_N.var(correction=0)) if len(targets_N) else 0.0
+        if variance == 0:
+            return {}
+        explained = 1 - float(rest_N.var(correction=0)) / variance
+        return {"critic_explained_variance": Metric(explained, 1.0)}
+
+    def _value_loss(self, micro: MicroBatch) -> PolicyLoss:
+        with self._passes.autocast():
+            values_M = _values(self.model, micro)
+        nothing_M = torch.zeros_like(values_M)
+        return self._algorithm.value_loss(
+            LossInputs(
+                logprobs_T=values_M,
+                proximal_logprobs_T=nothing_M,
+                behavior_logprobs_T=micro.behavior_logprobs_M,
+                advantages_T=micro.advantages_M,
+                sequence_T=micro.sequence_M,
+                versions_T=micro.versions_M,
+            )
+        )
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return weights and the optimizer's state, by names that begin with `PREFIX`."""
+        weights = {f"{PREFIX}weights.{n}": t for n, t in policy_tensors(self.model).items()}
+        state = self._optimizer.named_state()
+        return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}
+
+    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from what `named_state` returned; from nothing, begin with the policy's layers.
+
+        Raises:
+            WeightsError: it is of another critic.
+        """
+        weights = _under(f"{PREFIX}weights.", tensors)
+        if not weights:
+            self.begin()
+            return
+        assign_tensors(self.model, weights)
+        self._optimizer.load_named_state(_under(f"{PREFIX}optimizer.", tensors))
+
+
+def _values(model: Any, micro: MicroBatch) -> Tensor:
+    """Return the values `[M]` before the tokens of a micro-batch."""
+    return scores_at(model, micro.input_ids_1T, micro.layout, micro.predicting_M)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }

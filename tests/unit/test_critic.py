@@ -1,0 +1,187 @@
+"""The critic: what it predicts, what becomes of that, and that it is trainer's state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_flow.algorithms.actor_critic import ActorCriticPPO, CriticSettings
+from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.protocol import AdvantageInputs, LossInputs
+from areal_flow.errors import ConfigError
+from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.reward_model import critic_of
+from areal_flow.trainer.backend import StepSettings
+from areal_flow.trainer.critic import PREFIX, Critic
+from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.replicated import ReplicatedBackend
+from areal_flow.trainer.step import advantage_inputs, plan_passes, train_step
+from tests.policies import small_policy
+from tests.unit.test_advantages import slow_gae
+from tests.unit.test_trainer import make_sequences, state
+
+ALGORITHM = ActorCriticPPO(num_minibatches=2)
+
+
+def with_critic(seed: int = 0, algorithm: ActorCriticPPO = ALGORITHM) -> ReplicatedBackend:
+    backend = state(seed)
+    backend.add_critic(algorithm)
+    return backend
+
+
+def critic(backend: ReplicatedBackend) -> Critic:
+    assert backend.critic is not None
+    return backend.critic
+
+
+def settings(algorithm: ActorCriticPPO = ALGORITHM, num_ranks: int = 1) -> StepSettings:
+    return StepSettings(algorithm, temperature=1.0, seed=0, num_ranks=num_ranks)
+
+
+def draw_head(backend: ReplicatedBackend) -> None:
+    torch.manual_seed(7)
+    torch.nn.init.normal_(critic(backend).model.score.weight)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_values_are_those_before_each_completion_token(num_ranks: int) -> None:
+    backend, sequences = with_critic(), make_sequences(5)
+    draw_head(backend)
+    planned = plan_passes(sequences, settings(num_ranks=num_ranks), 32)
+    values_BL = critic(backend).values(sequences, planned, SingleProcess(num_ranks))
+    model = critic(backend).model
+    model.set_attn_implementation("eager")
+    for sequence, values_L in zip(sequences, values_BL, strict=True):
+        tokens = np.concatenate([sequence.prompt_tokens, sequence.output_tokens])
+        hidden = model.get_decoder()(torch.tensor(tokens[None].astype(np.int64))).last_hidden_state
+        before = slice(len(sequence.prompt_tokens) - 1, len(tokens) - 1)
+        expected = model.score(hidden)[0, before, 0].detach()
+        length = len(sequence.output_tokens)
+        torch.testing.assert_close(values_L[:length].float(), expected, atol=1e-4, rtol=1e-4)
+        assert not values_L[length:].any()
+
+
+def inputs_with_values(values: list[list[float]], rewards: list[float]) -> AdvantageInputs:
+    longest = max(map(len, values))
+    padded = [row + [9.0] * (longest - len(row)) for row in values]
+    trained = [[True] * len(row) + [False] * (longest - len(row)) for row in values]
+    trained[0][0] = False
+    return AdvantageInputs(
+        rewards_B=torch.tensor(rewards, dtype=torch.float64),
+        num_trained_B=torch.tensor([sum(row) for row in trained], dtype=torch.float64),
+        groups_B=torch.arange(len(values)),
+        num_tokens_B=torch.tensor([len(row) for row in values], dtype=torch.float64),
+        trained_BL=torch.tensor(trained),
+        values_BL=torch.tensor(padded, dtype=torch.float64),
+    )
+
+
+def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones() -> None:
+    values, rewards = [[0.1, 0.4, 0.2], [0.5, 0.3]], [1.0, 0.0]
+    inputs = inputs_with_values(values, rewards)
+    algorithm = ActorCriticPPO(critic=CriticSettings(discount=0.9, trace=0.8))
+    estimates = []
+    for of, reward in zip(values, rewards, strict=True):
+        by_token = torch.tensor([0.0] * (len(of) - 1) + [reward], dtype=torch.float64)
+        known = torch.tensor(of, dtype=torch.float64)
+        estimates.append(slow_gae(by_token, known, discount=0.9, trace=0.8))
+    trained = np.concatenate([np.asarray(estimates[0])[1:], np.asarray(estimates[1])])
+    for found, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
+        normal = (np.asarray(expected) - trained.mean()) / (trained.std(ddof=1) + 1e-8)
+        assert found == pytest.approx(normal.tolist())
+    for found, expected, known in zip(
+        algorithm.value_targets(inputs), estimates, values, strict=True
+    ):
+        assert found == pytest.approx((np.asarray(expected) + known).tolist())
+
+
+def value_inputs(values: torch.Tensor) -> LossInputs:
+    nothing = torch.zeros(len(values), dtype=torch.float64)
+    return LossInputs(
+        logprobs_T=values,
+        proximal_logprobs_T=nothing,
+        behavior_logprobs_T=torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64),
+        advantages_T=torch.tensor([1.0, 1.0, -1.0, 0.1], dtype=torch.float64),
+        sequence_T=torch.zeros(len(values), dtype=torch.long),
+        versions_T=torch.zeros(len(values), dtype=torch.long),
+    )
+
+
+def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
+    values = torch.tensor([0.1, 0.5, 0.5, -0.3], dtype=torch.float64, requires_grad=True)
+    found = ALGORITHM.value_loss(value_inputs(values))
+    # Beyond the clip of 0.2: towards its target the second's loss is that of 0.2, and has no
+    # gradient; away from their targets those of the third and the fourth are free.
+    expected = [0.81 / 2, 0.64 / 2, 2.25 / 2, 0.16 / 2]
+    assert found.losses_T.tolist() == pytest.approx(expected)
+    found.losses_T.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, -0.4])
+    assert found.metrics["critic_clip_fraction"].value == 0.25
+    assert torch.autograd.gradcheck(
+        lambda v: ALGORITHM.value_loss(value_inputs(v)).losses_T, (values,)
+    )
+
+
+def test_critic_learns_which_prompts_are_rewarded() -> None:
+    algorithm = ActorCriticPPO(num_minibatches=1, critic=CriticSettings(learning_rate=3e-3))
+    backend = with_critic(algorithm=algorithm)
+    rewarded = [
+        replace(s, reward=float(s.prompt_tokens[0] % 2), group=index)
+        for index, s in enumerate(make_sequences(32))
+    ]
+    found = [
+        train_step(backend, rewarded, step=step, settings=settings(algorithm), rate=1e-9).metrics
+        for step in range(1, 41)
+    ]
+    explained = [metrics["critic_explained_variance"].value for metrics in found]
+    assert explained[0] == pytest.approx(0.0, abs=1e-9), "its first values are all 0"
+    assert explained[-1] > 0.8
+    assert found[-1]["critic_loss"].value < found[0]["critic_loss"].value / 4
+
+
+def test_critic_is_saved_and_continued_from_to_the_bit() -> None:
+    first, second = with_critic(0), with_critic(1)
+    train_step(first, make_sequences(seed=1), step=1, settings=settings())
+    saved = first.save()
+    assert any(name.startswith(PREFIX) for name in saved.optimizer)
+    assert not any(PREFIX in name or "score" in name for name in first.export_weights())
+    second.load(saved)
+    for backend in (first, second):
+        train_step(backend, make_sequences(seed=2), step=2, settings=settings())
+    assert first.fingerprint() == second.fingerprint()
+    assert hash_tensors(first.save().optimizer) == hash_tensors(second.save().optimizer)
+
+
+def test_a_state_without_a_critic_begins_one_and_a_trainer_without_one_leaves_it() -> None:
+    """As a fork with another algorithm asks of its parent's checkpoint."""
+    plain, other = state(3), with_critic(1)
+    train_step(
+        plain, make_sequences(), step=1, settings=replace(settings(), algorithm=DecoupledPPO())
+    )
+    other.load(plain.save())
+    expected = hash_tensors(dict(critic_of(plain.policy).state_dict()))
+    assert hash_tensors(dict(critic(other).model.state_dict())) == expected
+    train_step(other, make_sequences(), step=2, settings=settings())
+    plain.load(other.save())
+    assert plain.fingerprint() == other.fingerprint()
+    assert not any(name.startswith(PREFIX) for name in plain.save().optimizer)
+
+
+def test_architecture_that_nobody_can_score_with_is_refused() -> None:
+    policy = small_policy()
+    policy.config = type("Unknown", (), {"num_labels": 2, "pad_token_id": 0, "model_type": "odd"})()
+    with pytest.raises(ConfigError, match="take an algorithm without a critic"):
+        critic_of(policy)
+
+
+def test_batch_without_trained_tokens_has_finite_advantages() -> None:
+    sequences = [replace(s, trained=np.zeros_like(s.trained)) for s in make_sequences(3)]
+    inputs = advantage_inputs(sequences)
+    inputs = replace(inputs, values_BL=torch.zeros(inputs.trained_BL.shape, dtype=torch.float64))
+    for advantages in ALGORITHM.advantages(inputs):
+        assert np.isfinite(advantages).all()
+    train_step(with_critic(), sequences, step=1, settings=settings())

@@ -34,6 +34,8 @@ from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSeque
 
 logger = logging.getLogger(__name__)
 
+SKIPPED = "critic_skipped_updates_fraction"
+
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""
 
@@ -117,9 +119,9 @@ class Critic:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, max_norm))
         if not (isfinite(loss) and isfinite(grad_norm)):
             logger.warning("critic's update skipped: loss %s, norm %s", loss, grad_norm)
-            return {}
+            return {SKIPPED: Metric(1.0, 1.0)}
         self._optimizer.update(learning_rate=self._settings.learning_rate)
-        return metrics
+        return {**metrics, SKIPPED: Metric(0.0, 1.0)}
 
     def sequences_with_targets(
         self, sequences: Sequence[TrainingSequence], inputs: AdvantageInputs

@@ -185,3 +185,12 @@ def test_batch_without_trained_tokens_has_finite_advantages() -> None:
     for advantages in ALGORITHM.advantages(inputs):
         assert np.isfinite(advantages).all()
     train_step(with_critic(), sequences, step=1, settings=settings())
+
+
+def test_update_that_is_no_number_leaves_the_critic_as_it_is_and_is_counted() -> None:
+    backend = with_critic()
+    before = hash_tensors(critic(backend).named_state())
+    broken = [replace(s, reward=float("nan")) for s in make_sequences()]
+    metrics = train_step(backend, broken, step=1, settings=settings()).metrics
+    assert metrics["critic_skipped_updates_fraction"].value == 1.0
+    assert hash_tensors(critic(backend).named_state()) == before

@@ -198,13 +198,21 @@ def not_finite(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str
 
 def left(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
     """Leave in the midst of a step, but for the leader, which returns what it notices."""
+    return _left(replicas, num_ranks, TRAININGS["plain"])
+
+
+def left_within_a_sequence(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Do as `left`, while the leader exchanges gradients of attention."""
+    return _left(replicas, num_ranks, SHARED_TOKENS["context"])
+
+
+def _left(replicas: GlooGroup, num_ranks: int, training: Training) -> dict[str, Any]:
 
     def loss(inputs: LossInputs) -> PolicyLoss:
         if not replicas.leads:
             raise KeyboardInterrupt
         return training.algorithm.loss(inputs)
 
-    training = TRAININGS["plain"]
     backend = begin(training, replicas)
     try:
         take_step(backend, 1, num_ranks, replicas, training, loss=loss)
@@ -222,6 +230,7 @@ CASES: dict[str, Callable[[GlooGroup, int, Path], dict[str, Any]]] = {
     "read": read,
     "not finite": not_finite,
     "left": left,
+    "left within a sequence": left_within_a_sequence,
 }
 
 

@@ -20,7 +20,7 @@ from areal_flow.weights.gloo import connect_gloo
 _BACKEND = "gloo_on_host"
 
 _subgroups: list[Any] = []
-"""This process's, beside the group of all ranks: what others wait for there ends, too."""
+"""This process's, beside the group of all ranks."""
 
 
 def serve_store(host: str) -> tuple[Any, int]:
@@ -112,7 +112,11 @@ def losses_noticed() -> Iterator[None]:
 
 
 def leave_ranks() -> None:
-    """End this process's group, if there is one: what others wait for fails at once."""
+    """End this process's group, if there is one.
+
+    gloo closes its connections with the last reference to the group, which sharded policies hold:
+    what other ranks wait for fails then, or when this process ends, or these are replaced.
+    """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -18,6 +18,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
+from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
 
@@ -107,7 +108,8 @@ class Passes:
             with self._saved_activations():
                 found = loss_of(micro)
             loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with losses_noticed():
+                loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
         if repeats_another(rank, settings):

@@ -73,7 +73,10 @@ class ReplicaGroup(Protocol):
         """
 
     def leave(self) -> None:
-        """Leave the group: the other ranks' exchanges fail at once instead of waiting."""
+        """Leave the group: the other ranks' exchanges fail at once instead of waiting.
+
+        Those of a mesh or a subgroup may wait until this process ends.
+        """
 
 
 class SingleProcess:

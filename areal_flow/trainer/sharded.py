@@ -27,6 +27,7 @@ from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedRows, StepSettings, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
+from areal_flow.trainer.critic import PREFIX
 from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.passes import Passes, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
@@ -130,8 +131,9 @@ class ShardedBackend:
                 )
             local.copy_(rows)
         self._run.forget()
-        state = {n: self._state(n, optimizer) for n in sorted(optimizer.names - {RNG_STATE})}
-        self.optimizer.load_named_state(state)
+        # A fork from a run with a critic leaves it behind.
+        names = [n for n in sorted(optimizer.names) if n != RNG_STATE and not n.startswith(PREFIX)]
+        self.optimizer.load_named_state({name: self._state(name, optimizer) for name in names})
 
     def _state(self, name: str, optimizer: RowsFile) -> Tensor:
         """Return a tensor of the optimizer's state: of a parameter's rows, or a number."""

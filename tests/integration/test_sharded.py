@@ -52,7 +52,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Path]:
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), 4, *SHARED_TOKENS)
+    cases = [*SHARED_TOKENS, "left within a sequence"]
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 4, *cases)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -113,10 +114,13 @@ def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
         assert rank["not finite"] == {"losses": [], "unchanged": True}
 
 
-def test_rank_that_leaves_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]) -> None:
-    leader, other = (rank["left"]["noticed"] for rank in two_ranks[0])
-    assert "another trainer rank left" in leader
-    assert other == "its own end"
+def test_rank_that_ends_within_a_pass_is_noticed(
+    two_ranks: tuple[Found, Path], four_ranks: Found
+) -> None:
+    for ranks, case in ((two_ranks[0], "left"), (four_ranks, "left within a sequence")):
+        leader, *others = (rank[case]["noticed"] for rank in ranks)
+        assert "another trainer rank left" in leader
+        assert {*others} == {"its own end"}
 
 
 def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(

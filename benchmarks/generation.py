@@ -6,9 +6,12 @@ the same weights, sequences at a time and threads; a static batch of `transforme
 until its longest completion ends. The ways take turns; the best of `--rounds` counts. vLLM takes
 part if an interpreter that has it is named, with this adapter and no compilation.
 
-Then what a token costs the torch engine while 8, 32, 128 and 256 sequences decode, all as long.
+Then what a token costs the torch engine while 8, 32, 128 and 256 sequences decode, all as long,
+beside its floor: the operations of a step by the rate at which this process multiplies matrices, or
+the bytes of weights, keys and values by the rate at which it reads memory, whichever takes longer.
 
-    python benchmarks/generation.py [--threads 2] [--vllm PYTHON] [--rounds 2] [--json FILE]
+    python benchmarks/generation.py [--threads 2] [--vllm PYTHON] [--rounds 2] [--only-costs]
+                                    [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,9 +37,11 @@ from transformers import AutoModelForCausalLM
 
 from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.policy import assign_tensors, policy_from_config, policy_tensors
+from areal_flow.trainer.flops import matrix_rate
 from benchmarks.tailed_load import (
     GROUP_SIZE,
     MODELS,
+    PROMPT_TOKENS,
     Load,
     end_at_given_lengths,
     moderate_tails,
@@ -142,6 +147,26 @@ def seconds_per_token(policy: Any, num_active: int) -> float:
     return seconds_of(decode) / num_tokens
 
 
+def floor_per_token(policy: Any, num_active: int) -> float:
+    """Return the least seconds that a token can take while so many sequences decode."""
+    config, num_weights = policy.config, sum(p.numel() for p in policy.parameters())
+    width = config.hidden_size
+    key_values = 2 * width // config.num_attention_heads * config.num_key_value_heads
+    length = PROMPT_TOKENS + 5 * ACTIVE_TOKENS / 8  # in the mean of the tokens that are timed
+    numbers_read = num_weights + num_active * config.num_hidden_layers * key_values * length
+    attention = config.num_hidden_layers * 2 * width * length
+    operations = 2.0 * num_active * (num_weights + attention)
+    computing = operations / matrix_rate("cpu", "float32")
+    return max(computing, 4.0 * numbers_read / bytes_per_second()) / num_active
+
+
+@lru_cache
+def bytes_per_second() -> float:
+    """Return how quickly this process reads memory that no cache holds."""
+    numbers = torch.ones(2**26)
+    return float(numbers.nbytes / min(seconds_of(lambda: numbers.sum()) for _ in range(5)))
+
+
 def best_of(rounds: int, ways: dict[Any, Way]) -> dict[Any, float]:
     """Return the shortest time of each way; they take turns."""
     taken = dict.fromkeys(ways, float("inf"))
@@ -151,8 +176,10 @@ def best_of(rounds: int, ways: dict[Any, Way]) -> dict[Any, float]:
     return taken
 
 
-def measure(name: str, chosen: argparse.Namespace) -> tuple[dict[str, float], dict[int, float]]:
-    """Return tokens a second by way, and a token's seconds by the number of active sequences."""
+def measure(
+    name: str, chosen: argparse.Namespace
+) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
+    """Return tokens a second by way; a token's seconds, and their floor, by active sequences."""
     config = MODELS[name]
     load = random_load(chosen.groups, moderate_tails(chosen.cut), config.vocab_size)
     model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa").eval()
@@ -164,11 +191,16 @@ def measure(name: str, chosen: argparse.Namespace) -> tuple[dict[str, float], di
         if chosen.vllm:
             ways["vllm"] = running.enter_context(by_vllm(model, name, chosen))
         ways["hf_generate"] = by_static_batches(model, load, chosen.max_num_seqs)
-        taken = best_of(chosen.rounds, ways)
+        taken = {} if chosen.only_costs else best_of(chosen.rounds, ways)
     costs = best_of(
         chosen.rounds, {active: partial(seconds_per_token, policy, active) for active in ACTIVE}
     )
-    return {way: float(load.lengths.sum()) / seconds for way, seconds in taken.items()}, costs
+    floors = {active: floor_per_token(policy, active) for active in ACTIVE}
+    return (
+        {way: float(load.lengths.sum()) / seconds for way, seconds in taken.items()},
+        costs,
+        floors,
+    )
 
 
 def main() -> None:
@@ -180,6 +212,7 @@ def main() -> None:
     parser.add_argument("--cut", type=int, default=1024)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--only-costs", action="store_true", help="measure no other way")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -187,13 +220,18 @@ def main() -> None:
     costs = Table("model", *(f"{active} active, us a token" for active in ACTIVE), "dearest")
     rates: dict[str, dict[str, float | None]] = {}
     seconds: dict[str, dict[int, float]] = {}
+    floors: dict[str, dict[int, float]] = {}
     for name in chosen.models:
-        found, seconds[name] = measure(name, chosen)
+        found, seconds[name], floors[name] = measure(name, chosen)
         for way, rate in found.items():
             speeds.add_row(name, way, f"{rate:,.0f}", f"{rate / found['hf_generate']:.2f}")
         each = seconds[name].values()
         ratio = f"{max(each) / min(each):.2f} times"
         costs.add_row(name, *(f"{1e6 * cost:.1f}" for cost in each), ratio)
+        least = [floors[name][active] for active in ACTIVE]
+        costs.add_row("its floor", *(f"{1e6 * floor:.1f}" for floor in least), "")
+        over = (f"{cost / floor:.2f}" for cost, floor in zip(each, least, strict=True))
+        costs.add_row("over its floor", *over, "")
         rates[name] = {"vllm": None, **found}
     Console().print(speeds, costs)
     if chosen.json:
@@ -203,6 +241,7 @@ def main() -> None:
             "arguments": {key: str(value) for key, value in vars(chosen).items()},
             "tokens_per_second": rates,
             "seconds_per_token_by_active_sequences": seconds,
+            "floor_by_active_sequences": floors,
         }
         chosen.json.write_text(json.dumps(figures, indent=2))
 

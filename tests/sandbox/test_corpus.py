@@ -16,7 +16,7 @@ import pytest
 from areal_flow.rewards.sandbox import run
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import SandboxError
-from areal_flow.rewards.sandbox.pool import SandboxPool
+from areal_flow.rewards.sandbox.pool import MAX_ATTEMPTS, SandboxPool
 from areal_flow.rewards.sandbox.run import Program
 from areal_flow.rewards.sandbox.self_test import choose_tier
 from areal_flow.rewards.sandbox.zygote_client import available_tiers
@@ -69,7 +69,7 @@ def test_killed_zygotes_lose_no_verdict(pool: SandboxPool, tmp_path: Path) -> No
     finished = threading.Event()
 
     def kill() -> None:
-        for _ in range(3):
+        for _ in range(MAX_ATTEMPTS - 1):  # so that no program can meet them all
             finished.wait(0.3)
             with suppress(ProcessLookupError):
                 os.kill(pool.pids[0], signal.SIGKILL)

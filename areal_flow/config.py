@@ -300,31 +300,11 @@ class Recipe(Settings):
         names = [reward.verifier for reward in self.rewards]
         require(len(set(names)) == len(names), f"rewards: a verifier is named twice in {names}")
         self._check_sources()
+        self._check_trainer_ranks()
         require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
             f"{self.groups_per_step} groups of a batch",
-        )
-        num_trainers = self.cluster.num_trainers
-        require(
-            self.trainer.backend != "fsdp" or num_trainers > 1,
-            f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
-            f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
-        )
-        trainer = self.trainer
-        require(
-            not self.algorithm.needs_critic
-            or (trainer.backend, trainer.lora.rank, trainer.parallel.context_ranks)
-            == ("replicated", 0, 1),
-            f"algorithm.name {self.algorithm.name!r} trains a critic, which each rank holds whole: "
-            "trainer.backend must be 'replicated', trainer.lora.rank 0 and "
-            "trainer.parallel.context_ranks 1; take an algorithm without a critic, or leave these",
-        )
-        context = self.trainer.parallel.context_ranks
-        require(
-            num_trainers % context == 0,
-            f"trainer.parallel.context_ranks ({context}) must divide cluster.num_trainers "
-            f"({num_trainers}): so many ranks share the tokens of a micro-batch",
         )
         size = self.controller.group_size
         require(
@@ -376,6 +356,29 @@ class Recipe(Settings):
             "'broadcast'",
         )
         return self
+
+    def _check_trainer_ranks(self) -> None:
+        """Refuse what ranks are to share and cannot."""
+        trainer, num_trainers = self.trainer, self.cluster.num_trainers
+        require(
+            trainer.backend != "fsdp" or num_trainers > 1,
+            f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
+            f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
+        )
+        require(
+            not self.algorithm.needs_critic
+            or (trainer.backend, trainer.lora.rank, trainer.parallel.context_ranks)
+            == ("replicated", 0, 1),
+            f"algorithm.name {self.algorithm.name!r} trains a critic, which each rank holds whole: "
+            "trainer.backend must be 'replicated', trainer.lora.rank 0 and "
+            "trainer.parallel.context_ranks 1; take an algorithm without a critic, or leave these",
+        )
+        context = trainer.parallel.context_ranks
+        require(
+            num_trainers % context == 0,
+            f"trainer.parallel.context_ranks ({context}) must divide cluster.num_trainers "
+            f"({num_trainers}): so many ranks share the tokens of a micro-batch",
+        )
 
     def _check_sources(self) -> None:
         """Refuse sources that are alike, that no reward judges, or beside a file of prompts."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from areal_flow.algorithms.advantages import gae, overlong_penalties
+from areal_flow.algorithms.advantages import gae
 from areal_flow.algorithms.clipped import ClippedTokens
 from areal_flow.algorithms.importance import Proximal
 from areal_flow.algorithms.protocol import (
@@ -111,10 +111,7 @@ class ActorCriticPPO(ClippedTokens):
     def _estimates(self, inputs: AdvantageInputs) -> Tensor:
         assert inputs.values_BL is not None, "a trainer gives them to an algorithm with a critic"
         lengths_B = inputs.num_tokens_B.long()
-        rewards_B = inputs.rewards_B
-        if self.overlong_tokens is not None:
-            first, last = self.overlong_tokens
-            rewards_B = rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
+        rewards_B = self.punished_rewards(inputs)
         rewards_BL = inputs.values_BL.new_zeros(inputs.values_BL.shape)
         rewards_BL.scatter_(1, (lengths_B[:, None] - 1).clamp(min=0), rewards_B[:, None])
         discount, trace = self.critic.discount, self.critic.trace

@@ -193,12 +193,16 @@ class ComposedAlgorithm(Settings):
         """
         return self.group_filter == "all" or len(set(rewards)) > 1
 
+    def punished_rewards(self, inputs: AdvantageInputs) -> Tensor:
+        """Return each trajectory's reward, less what its length costs."""
+        if self.overlong_tokens is None:
+            return inputs.rewards_B
+        first, last = self.overlong_tokens
+        return inputs.rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
+
     def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
         """Return one advantage a trajectory."""
-        rewards_B = inputs.rewards_B
-        if self.overlong_tokens is not None:
-            first, last = self.overlong_tokens
-            rewards_B = rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
+        rewards_B = self.punished_rewards(inputs)
         if self.advantage == "none":
             return [0.0] * len(rewards_B)
         if self.advantage == "batch_norm":

@@ -9,11 +9,9 @@ completion.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -27,12 +25,10 @@ from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_l
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, StepSettings
-from areal_flow.trainer.gradients import RankGradient, add_gradients
-from areal_flow.trainer.passes import Passes, add_numbers, run_on
+from areal_flow.trainer.gradients import update_whole
+from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-
-logger = logging.getLogger(__name__)
 
 SKIPPED = "critic_skipped_updates_fraction"
 
@@ -106,22 +102,16 @@ class Critic:
         Args:
             minibatch: of sequences as `sequences_with_targets` makes them.
         """
-        computed = {}
-        for rank in minibatch.micro_batches:
-            self._optimizer.zero_grad(set_to_none=True)
-            numbers = self._passes.backward_of(self._value_loss, minibatch, rank, settings)
-            gradients = [p.grad for p in self._optimizer.trainable]
-            computed[rank] = RankGradient(numbers, gradients)
-        told = {rank: found.numbers for rank, found in computed.items()}
-        loss, metrics = add_numbers(told, replicas)
-        add_gradients(self._optimizer.trainable, computed, replicas)
-        trainable, max_norm = self._optimizer.trainable, self._settings.max_grad_norm
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, max_norm))
-        if not (isfinite(loss) and isfinite(grad_norm)):
-            logger.warning("critic's update skipped: loss %s, norm %s", loss, grad_norm)
-            return {SKIPPED: Metric(1.0, 1.0)}
-        self._optimizer.update(learning_rate=self._settings.learning_rate)
-        return {**metrics, SKIPPED: Metric(0.0, 1.0)}
+        numbers = update_whole(
+            self._optimizer,
+            lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank, settings),
+            minibatch.micro_batches,
+            replicas,
+            max_grad_norm=self._settings.max_grad_norm,
+            learning_rate=self._settings.learning_rate,
+            name="critic's update",
+        )
+        return {**numbers.metrics, SKIPPED: Metric(float(not numbers.losses), 1.0)}
 
     def sequences_with_targets(
         self, sequences: Sequence[TrainingSequence], inputs: AdvantageInputs

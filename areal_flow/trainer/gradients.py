@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
-from areal_flow.trainer.passes import RankNumbers
+from areal_flow.trainer.adamw import PolicyAdamW
+from areal_flow.trainer.backend import UpdateNumbers
+from areal_flow.trainer.passes import RankNumbers, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class RankGradient:
-    """What one rank found in its batch of a minibatch."""
 
-    numbers: RankNumbers
-    gradients: list[Tensor | None]
-    """One a trainable parameter; None where the batch does not depend on it."""
+def update_whole(
+    optimizer: PolicyAdamW,
+    backward: Callable[[int], RankNumbers],
+    ranks: Iterable[int],
+    replicas: ReplicaGroup,
+    *,
+    max_grad_norm: float,
+    learning_rate: float,
+    name: str,
+) -> UpdateNumbers:
+    """Update a model that each rank holds whole by all ranks' gradients.
+
+    Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
+
+    Args:
+        backward: adds a rank's gradients to those of the parameters.
+        ranks: those that this process computes.
+        name: what the log calls the update.
+    """
+    told, gradients = {}, {}
+    for rank in ranks:
+        optimizer.zero_grad(set_to_none=True)
+        told[rank] = backward(rank)
+        gradients[rank] = [parameter.grad for parameter in optimizer.trainable]
+    loss, metrics = add_numbers(told, replicas)
+    add_gradients(optimizer.trainable, gradients, replicas)
+    grad_norm = float(torch.nn.utils.clip_grad_norm_(optimizer.trainable, max_grad_norm))
+    if not (isfinite(loss) and isfinite(grad_norm)):
+        logger.warning("%s skipped: loss %s, gradient norm %s", name, loss, grad_norm)
+        return UpdateNumbers()
+    optimizer.update(learning_rate=learning_rate)
+    return UpdateNumbers([loss], [grad_norm], metrics)
 
 
 def add_gradients(
     trainable: Sequence[nn.Parameter],
-    computed: Mapping[int, RankGradient],
+    gradients: Mapping[int, Sequence[Tensor | None]],
     replicas: ReplicaGroup,
 ) -> None:
     """Give each parameter the sum of the ranks' gradients, in the order of ranks.
 
-    A parameter of which no rank has a gradient is not updated.
+    A rank has none of a parameter that its batch does not depend on; a parameter of which no rank
+    has one is not updated.
     """
     flags = {
-        rank: torch.tensor([gradient is not None for gradient in found.gradients])
-        for rank, found in computed.items()
+        rank: torch.tensor([gradient is not None for gradient in found])
+        for rank, found in gradients.items()
     }
     has_gradient = torch.stack(replicas.gather(flags)).any(dim=0).tolist()
     for index, parameter in enumerate(trainable):
         parameter.grad = None
         if has_gradient[index]:
-            mine = {rank: found.gradients[index] for rank, found in computed.items()}
+            mine = {rank: found[index] for rank, found in gradients.items()}
             zeros = torch.zeros_like(parameter)
             sent = {rank: zeros if grad is None else grad for rank, grad in mine.items()}
             parameter.grad = reduce(torch.add, replicas.gather(sent))

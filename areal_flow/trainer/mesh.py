@@ -6,7 +6,6 @@ it listens where the process is told to, which torch's gloo does not ask.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,33 +14,12 @@ from typing import Any
 import torch
 
 from areal_flow.errors import TrainerLost
-from areal_flow.weights.gloo import connect_gloo
+from areal_flow.weights.gloo import connect_gloo, first_line
 
 _BACKEND = "gloo_on_host"
 
 _subgroups: list[Any] = []
 """This process's, beside the group of all ranks."""
-
-
-def serve_store(host: str) -> tuple[Any, int]:
-    """Return a store for other processes, and the port that it is reached at."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    # It closes the listener; of itself it would listen everywhere.
-    descriptor = listener.detach()
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
-    return store, port
-
-
-def reach_store(host: str, port: int) -> Any:
-    """Return the store that another process serves."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, wait_for_workers=False)
 
 
 def connect_ranks(
@@ -106,8 +84,7 @@ def losses_noticed() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
-            line = str(error).partition("\n")[0]
-            raise TrainerLost(f"another trainer rank left: {line}") from error
+            raise TrainerLost(f"another trainer rank left: {first_line(error)}") from error
         raise
 
 

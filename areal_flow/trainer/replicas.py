@@ -23,11 +23,9 @@ from areal_flow.trainer.mesh import (
     leave_ranks,
     losses_noticed,
     mesh_of_ranks,
-    reach_store,
-    serve_store,
 )
 from areal_flow.types import Rendezvous
-from areal_flow.weights.gloo import connect_gloo
+from areal_flow.weights.gloo import connect_gloo, first_line, reach_store, serve_store
 
 MEETING_TIMEOUT_S = 300.0
 EXCHANGE_TIMEOUT_S = 3600.0
@@ -128,7 +126,7 @@ class GlooGroup:
         try:
             self._group = _connect(rendezvous, point, host)
         except RuntimeError as error:
-            raise TrainerLost(f"rank {rendezvous.rank} met nobody: {_first_line(error)}") from error
+            raise TrainerLost(f"rank {rendezvous.rank} met nobody: {first_line(error)}") from error
         finally:
             if self.leads:
                 point.unlink(missing_ok=True)
@@ -143,7 +141,7 @@ class GlooGroup:
             self._group.allgather([received], [sent]).wait()
         except RuntimeError as error:
             self.leave()
-            raise TrainerLost(f"another trainer rank left: {_first_line(error)}") from error
+            raise TrainerLost(f"another trainer rank left: {first_line(error)}") from error
         return [part.to(tensor.device) for part in received]
 
     def mesh(self, device_type: str) -> Any:
@@ -204,7 +202,3 @@ def _connect(rendezvous: Rendezvous, point: Path, host: str) -> Any:
     )
     group.barrier().wait()  # the others may still be reading where to connect
     return group
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

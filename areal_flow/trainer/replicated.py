@@ -6,11 +6,9 @@ every rank makes the same update.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -30,14 +28,12 @@ from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
-from areal_flow.trainer.gradients import RankGradient, add_gradients
-from areal_flow.trainer.passes import Passes, add_numbers, run_on
+from areal_flow.trainer.gradients import update_whole
+from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
-
-logger = logging.getLogger(__name__)
 
 
 class ReplicatedBackend:
@@ -78,20 +74,15 @@ class ReplicatedBackend:
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
     ) -> UpdateNumbers:
         bound = self.passes.minibatch_bound(minibatch, settings, replicas)
-        computed = {
-            rank: self._gradient(minibatch, rank, settings, bound)
-            for rank in minibatch.micro_batches
-        }
-        numbers = {rank: found.numbers for rank, found in computed.items()}
-        loss, metrics = add_numbers(numbers, replicas)
-        add_gradients(self.optimizer.trainable, computed, replicas)
-        trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, max_norm))
-        if not (isfinite(loss) and isfinite(grad_norm)):
-            logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
-            return UpdateNumbers()
-        self.optimizer.update(learning_rate=minibatch.learning_rate)
-        return UpdateNumbers([loss], [grad_norm], metrics)
+        return update_whole(
+            self.optimizer,
+            lambda rank: self.passes.backward(minibatch, rank, settings, bound),
+            minibatch.micro_batches,
+            replicas,
+            max_grad_norm=self.settings.max_grad_norm,
+            learning_rate=minibatch.learning_rate,
+            name="update",
+        )
 
     def export_weights(self) -> dict[str, Tensor]:
         return merged_tensors(self.policy)
@@ -117,14 +108,6 @@ class ReplicatedBackend:
 
     def fingerprint(self) -> str:
         return hash_tensors(policy_tensors(self.policy))
-
-    def _gradient(
-        self, minibatch: Minibatch, rank: int, settings: StepSettings, bound: float | None
-    ) -> RankGradient:
-        """Return one rank's numbers and gradients, those of its micro-batches added up."""
-        self.optimizer.zero_grad(set_to_none=True)
-        numbers = self.passes.backward(minibatch, rank, settings, bound)
-        return RankGradient(numbers, [p.grad for p in self.optimizer.trainable])
 
 
 def _run_without_adapter(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:

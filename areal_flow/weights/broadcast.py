@@ -33,10 +33,10 @@ from areal_flow.weights.broadcast_sender import (
     Sender,
     StagedVersion,
     broadcast,
-    first_line,
 )
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryWriter
 from areal_flow.weights.directory_deltas import DeltaReader
+from areal_flow.weights.gloo import first_line, serve_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,17 +79,7 @@ class BroadcastWriter(DirectoryWriter):
             self.sender = self._start_sending()
 
     def _start_sending(self) -> Sender:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
-        store = TCPStore(  # it closes the listener; of itself it would listen everywhere
-            self._host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        store, port = serve_store(self._host)
         partial = self.root / f".{ADDRESS_FILE}"
         partial.write_text(json.dumps([self._host, port]))
         partial.rename(self.root / ADDRESS_FILE)

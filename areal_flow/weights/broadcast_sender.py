@@ -22,7 +22,7 @@ from datetime import timedelta
 from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from areal_flow.weights.gloo import broadcast_tensors, connect_gloo
+from areal_flow.weights.gloo import broadcast_tensors, connect_gloo, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,11 +152,6 @@ def broadcast(store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: 
         timeout_s=PIECE_TIMEOUT_S,
     )
     broadcast_tensors(group, tensors)
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error says without torch's stack."""
-    return str(error).partition("\n")[0]
 
 
 def _delta_bytes(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor | None:

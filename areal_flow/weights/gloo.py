@@ -5,6 +5,7 @@ A group is an object that its owner holds; its end closes the connections.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE_BYTES = 1 << 26
+
+
+def serve_store(host: str) -> tuple[Any, int]:
+    """Return a store for other processes, and the port that it is reached at."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # It closes the listener; of itself it would listen everywhere.
+    descriptor = listener.detach()
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def reach_store(host: str, port: int) -> Any:
+    """Return the store that another process serves."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, wait_for_workers=False)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says without torch's stack."""
+    return str(error).partition("\n")[0]
 
 
 def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:

@@ -37,6 +37,7 @@ from areal_flow.models.huggingface import (
     GradientCheckpointingLayer,
     without_progress_bars,
 )
+from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter, merged, stored_name
 from areal_flow.models.paged_decode import PagedDecodeLayout
 from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
@@ -165,10 +166,14 @@ def policy_from_config(
 
 
 def ready(policy: Any, device: torch.device | str) -> Any:
-    """Switch dropout off for good: a step's numbers must be those of its tokens, when replayed."""
+    """Switch dropout off for good: a step's numbers must be those of its tokens, when replayed.
+
+    And have linear layers computed by what this machine computes them fastest with.
+    """
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    swap_linear_layers(policy)
     return policy.to(device).eval()
 
 

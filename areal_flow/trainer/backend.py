@@ -18,6 +18,7 @@ from areal_flow.algorithms.protocol import Advantage, Algorithm, Metric, Minibat
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
+from areal_flow.models.linear import onednn_is_faster
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
@@ -195,6 +196,7 @@ def numeric_environment(recipe: Recipe, replicas: ReplicaGroup) -> str:
         "device_name": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "dtype": recipe.trainer.dtype,
         "machine": os.uname().machine,
+        **({"linear_layers": "onednn"} if onednn_is_faster() else {}),
         **({"backend": backend} if backend != "replicated" else {}),
         **({"context_ranks": context} if context > 1 else {}),
     }

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from areal_flow.algorithms.protocol import Algorithm
+from areal_flow.models.linear import linear
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.sequences import TrainingSequence
 
@@ -92,10 +93,11 @@ def _measured_rate(device: str, dtype: str, num_threads: int) -> float:
     on_gpu = device.startswith("cuda")
     width = WIDTHS["cuda" if on_gpu else "cpu"]
     matrix = torch.ones(width, width, dtype=DTYPES[dtype], device=device)
+    multiply = linear if not on_gpu and dtype == "float32" else torch.matmul
     seconds = []
     for _ in range(TRIALS):
         began = perf_counter()
-        matrix @ matrix
+        multiply(matrix, matrix)
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - began)

@@ -1,0 +1,110 @@
+"""Linear layers of float32 on processors that MKL knows too little of: oneDNN multiplies instead.
+
+PyTorch's builds for x86 multiply float32 matrices with MKL, which uses the widest vectors of
+Intel's processors only. oneDNN is in the same builds and uses those of any maker: twice as fast
+(`benchmarks/matrices.py`). Elsewhere, in other precisions and on GPUs nothing changes.
+
+What multiplies is a matter of the machine and of shapes alone, never of measured times: a step's
+bits must be those of its replay.
+
+Letters: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+FEWEST_PRODUCTS = 2**20
+"""R K N below which the call of oneDNN costs more than it saves."""
+
+
+def swap_linear_layers(model: nn.Module) -> None:
+    """Have oneDNN compute a model's linear layers, in place, on processors where it is faster."""
+    if not onednn_is_faster():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDnnLinear
+
+
+@lru_cache
+def onednn_is_faster() -> bool:
+    """Return whether this processor has wide vectors that MKL does not use."""
+    return (
+        platform.machine() == "x86_64"
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _maker() not in ("", "GenuineIntel")
+    )
+
+
+def _maker() -> str:
+    """Return what a processor calls its maker; nothing where no file says it."""
+    described = Path("/proc/cpuinfo")
+    if not described.is_file():
+        return ""
+    fields = (line.partition(":") for line in described.read_text().splitlines())
+    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer whose products are oneDNN's where they are large float32 ones on the CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _is_plain_float32(input):
+            return super().forward(input)
+        rows_RK = input.flatten(0, -2)
+        if torch.is_grad_enabled():
+            outputs_RN: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+                rows_RK, self.weight, self.bias
+            )
+        else:
+            outputs_RN = linear(rows_RK, self.weight, self.bias)
+        return outputs_RN.view(*input.shape[:-1], -1)
+
+
+def _is_plain_float32(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def linear(rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return `rows @ weight.T + bias` of float32 matrices on the CPU, without a gradient."""
+    num_products = rows_RK.shape[0] * weight_NK.numel()
+    if num_products < FEWEST_PRODUCTS or not onednn_is_faster():
+        return nn.functional.linear(rows_RK, weight_NK, bias_N)
+    # The operator that PyTorch's own compiler calls for linear layers on the CPU.
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows_RK, weight_NK, bias_N, "none", [], "")
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    """`linear` with gradients, which are two such products again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows_RK, weight_NK)
+        return linear(rows_RK, weight_NK, bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_RN,) = gradients
+        rows_RK, weight_NK = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            linear(gradient_RN, weight_NK.T) if needs_rows else None,
+            linear(gradient_RN.T, rows_RK.T) if needs_weight else None,
+            gradient_RN.sum(0) if needs_bias else None,
+        )

@@ -1,0 +1,140 @@
+"""Linear layers by oneDNN: the same numbers, gradients and names as PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from areal_flow.models import linear as module
+from areal_flow.models.linear import OneDnnLinear, linear, onednn_is_faster, swap_linear_layers
+from areal_flow.models.policy import ready
+from tests.policies import small_policy
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="needs PyTorch with oneDNN"
+)
+SHAPES = [(300, 64, 96), (1, 64, 96), (4096, 16, 32), (64, 1024, 48)]
+"""Rows, inputs and outputs: of large products and of small ones."""
+
+
+@pytest.fixture(autouse=True)
+def _onednn() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "onednn_is_faster", lambda: True)
+        yield
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_outputs_and_gradients_are_those_of_float64(
+    shape: tuple[int, int, int], has_bias: bool
+) -> None:
+    num_rows, num_inputs, num_outputs = shape
+    torch.manual_seed(0)
+    exact = nn.Linear(num_inputs, num_outputs, bias=has_bias, dtype=torch.float64)
+    layer = nn.Linear(num_inputs, num_outputs, bias=has_bias)
+    layer.load_state_dict(exact.state_dict())
+    swap_linear_layers(layer)
+    assert isinstance(layer, OneDnnLinear)
+    rows = torch.randn(1, num_rows, num_inputs, dtype=torch.float64, requires_grad=True)
+    rows_32 = rows.detach().float().requires_grad_()
+    weights = torch.randn(1, num_rows, num_outputs, dtype=torch.float64)
+    expected, found = exact(rows), layer(rows_32)
+    (expected * weights).sum().backward()
+    (found * weights.float()).sum().backward()
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    wanted = [rows.grad, *(parameter.grad for parameter in exact.parameters())]
+    gradients = [rows_32.grad, *(parameter.grad for parameter in layer.parameters())]
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert gradient is not None
+        assert want is not None
+        error = (gradient.double() - want).norm() / want.norm()
+        assert error < 1e-5
+
+
+def test_bits_do_not_depend_on_the_gradient_or_the_call() -> None:
+    layer = nn.Linear(256, 128)
+    swap_linear_layers(layer)
+    rows = torch.randn(512, 256)
+    with torch.no_grad():
+        found = [layer(rows) for _ in range(3)]
+    assert all(torch.equal(each, layer(rows)) for each in found)
+
+
+def test_frozen_weights_have_no_gradient_and_frozen_inputs_none() -> None:
+    layer = nn.Linear(256, 128)
+    swap_linear_layers(layer)
+    layer.weight.requires_grad_(False)
+    rows = torch.randn(512, 256, requires_grad=True)
+    layer(rows).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    assert rows.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_pytorchs(dtype: torch.dtype) -> None:
+    layer = nn.Linear(256, 128, dtype=dtype)
+    rows = torch.randn(512, 256, dtype=dtype)
+    expected = layer(rows)
+    swap_linear_layers(layer)
+    assert torch.equal(layer(rows), expected)
+
+
+def test_autocast_is_pytorchs() -> None:
+    layer, rows = nn.Linear(256, 128), torch.randn(512, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(rows)
+        swap_linear_layers(layer)
+        found = layer(rows)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_small_products_are_pytorchs() -> None:
+    rows, weight = torch.randn(8, 64), torch.randn(96, 64)
+    assert torch.equal(linear(rows, weight), nn.functional.linear(rows, weight))
+
+
+def test_policy_keeps_its_names_and_kinds() -> None:
+    plain = small_policy()
+    names = [*plain.state_dict()]
+    policy = ready(plain, "cpu")
+    layers = [m for m in policy.modules() if isinstance(m, nn.Linear)]
+    assert layers
+    assert all(type(layer) is OneDnnLinear for layer in layers)
+    assert [*policy.state_dict()] == names
+
+
+def test_nothing_is_swapped_where_pytorch_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "onednn_is_faster", lambda: False)
+    layer = nn.Linear(2, 3)
+    swap_linear_layers(layer)
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("maker", "capability", "faster"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "AVX512", False),
+    ],
+)
+def test_onednn_is_chosen_by_the_processor_alone(
+    maker: str, capability: str, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_maker", lambda: maker)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    onednn_is_faster.cache_clear()
+    try:
+        assert onednn_is_faster() is faster
+    finally:
+        onednn_is_faster.cache_clear()

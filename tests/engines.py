@@ -25,7 +25,7 @@ from areal_flow.generation.protocol import (
 )
 from areal_flow.generation.sampling import adjust_logits, processed_logprobs
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.attention import PackedLayout
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import policy_tensors
 from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.generation.protocol import EngineCore, GenerationSettings
-from areal_flow.models.attention import PackedLayout
 from areal_flow.models.huggingface import revert_weight_conversion
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import assign_tensors, empty_policy, logits_at
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.shared_memory import map_tensors

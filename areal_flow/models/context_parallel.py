@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from areal_flow.models.attention import AttentionRule, PackedLayout
+from areal_flow.models.attention import AttentionRule
+from areal_flow.models.packed_layout import PackedLayout
 
 
 class ContextLayout:
@@ -24,7 +25,7 @@ class ContextLayout:
     def __init__(self, row: PackedLayout, group: Any) -> None:
         """Take the layout of the whole row, and torch's group of the processes that share it."""
         self._row = row
-        self.lengths = row.lengths
+        self.places = row.places
         self._group = group
         self.slice = own_slice(row.position_ids.shape[1], group)
         self.position_ids = row.position_ids[:, self.slice]

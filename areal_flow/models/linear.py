@@ -24,13 +24,17 @@ from torch.autograd.function import once_differentiable
 FEWEST_PRODUCTS = 2**20
 """R K N below which the call of oneDNN costs more than it saves."""
 
+LEAST_WIDTH = 64
+"""Of inputs and outputs: narrower layers leave wide vectors empty."""
+
 
 def swap_linear_layers(model: nn.Module) -> None:
     """Have oneDNN compute a model's linear layers, in place, on processors where it is faster."""
     if not onednn_is_faster():
         return
     for module in model.modules():
-        if type(module) is nn.Linear:
+        is_wide = type(module) is nn.Linear and min(module.weight.shape) >= LEAST_WIDTH
+        if is_wide:
             module.__class__ = OneDnnLinear
 
 

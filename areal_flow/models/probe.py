@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_flow.errors import ModelError
-from areal_flow.models.attention import PackedLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.paged_prefill import Chunk
 from areal_flow.models.policy import (
     decode,

@@ -12,14 +12,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.models.attention import PackedLayout
 from areal_flow.models.context_parallel import ContextLayout
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.passes import RunOn
 from areal_flow.trainer.replicas import ReplicaGroup
@@ -37,14 +39,17 @@ class ContextParallel:
     def __call__(self, function: Any, /, micro: MicroBatch, **keywords: Any) -> Any:
         num_padding = -micro.input_ids_1T.shape[1] % self._group.size()
         tokens_1T = pad(micro.input_ids_1T, (0, num_padding))
-        lengths = [*micro.layout.lengths, *([num_padding] if num_padding else [])]
-        layout = ContextLayout(PackedLayout(lengths, tokens_1T.device), self._group)
+        places = [*micro.layout.places, *_padding(micro.input_ids_1T.shape[1], num_padding)]
+        lengths = [len(each) for each in places]
+        row = PackedLayout(lengths, tokens_1T.device, places=places)
+        layout = ContextLayout(row, self._group)
         own_M = _within(micro.predicting_M, layout.slice)
         own = replace(
             micro,
             input_ids_1T=tokens_1T[:, layout.slice],
             layout=layout,
             predicting_M=micro.predicting_M[own_M] - layout.slice.start,
+            trained_M=micro.trained_M[own_M] - layout.slice.start,
             targets_M=micro.targets_M[own_M],
         )
         with losses_noticed():
@@ -87,6 +92,11 @@ def check_heads(policy: Any, num_ranks: int) -> None:
             f"{heads} attention heads, and a divisor or a multiple of its {key_values} key-value "
             "heads; choose such a number"
         )
+
+
+def _padding(num_tokens: int, num_padding: int) -> list[NDArray[np.int64]]:
+    """Return the places of a sequence of padding, if there is any."""
+    return [np.arange(num_tokens, num_tokens + num_padding)] if num_padding else []
 
 
 def _within(positions_M: Tensor, tokens: slice) -> Tensor:

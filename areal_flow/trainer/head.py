@@ -56,8 +56,7 @@ def _in_chunks(
     policy: Any, micro: MicroBatch, temperature: float, *, entropies: Entropies | None
 ) -> tuple[Tensor, ...]:
     if is_reward_model(policy):
-        after_M = micro.predicting_M + 1
-        scores_M = scores_at(policy, micro.input_ids_1T, micro.layout, after_M)
+        scores_M = scores_at(policy, micro.input_ids_1T, micro.layout, micro.trained_M)
         return scores_M, torch.zeros_like(scores_M)
     hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     num_rows = max(1, CHUNK_NUMBERS // policy.config.get_text_config().vocab_size)

@@ -1,8 +1,8 @@
 """How stored trajectories become aligned training tensors: the one place where the shift happens.
 
-A position predicts the token after it. For a sequence of P prompt and C completion tokens packed at
-offset o, completion token j is predicted at position o + P - 1 + j; its behaviour log-probability,
-its mask and its advantage sit at index j of the stored columns.
+A position predicts the token after it. Of a sequence of P prompt and C completion tokens,
+completion token j is predicted where the sequence's token P - 1 + j lies in the row; its behaviour
+log-probability, its mask and its advantage sit at index j of the stored columns.
 
 Letters: T packed tokens, M trained tokens of a micro-batch.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from areal_flow.algorithms.protocol import Advantage
 from areal_flow.algorithms.staleness import trained_mask
-from areal_flow.models.attention import PackedLayout, RowLayout
+from areal_flow.models.attention import RowLayout
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.types import Logprobs, Tokens, VersionSpan
 
 
@@ -61,6 +62,9 @@ class TrainingSequence:
         )
 
 
+ROW_MULTIPLE = 64
+"""Of a row's tokens: matrices of few different sizes are prepared for once."""
+
 _NOTHING = TrainingSequence(
     np.zeros(1, np.int64),
     np.zeros(0, np.int64),
@@ -78,7 +82,9 @@ class MicroBatch:
     input_ids_1T: Tensor
     layout: RowLayout
     predicting_M: Tensor
-    """Positions in the row whose next token is trained."""
+    """Positions in the row of what predicts each trained token."""
+    trained_M: Tensor
+    """Positions in the row of the trained tokens."""
     targets_M: Tensor
     behavior_logprobs_M: Tensor
     advantages_M: Tensor
@@ -115,13 +121,15 @@ def pack_sequences(
 ) -> MicroBatch:
     """Lay sequences side by side and align everything that belongs to their trained tokens.
 
-    Without any, the row is one token that nothing is trained on.
+    Those with the same prompt share it: its tokens are in the row once. Without any sequence, the
+    row is one token that nothing is trained on.
     """
     sequences = sequences or [_NOTHING]
-    tokens = [part for s in sequences for part in (s.prompt_tokens, s.output_tokens)]
+    tokens, places = _side_by_side(sequences)
     trained_M = np.flatnonzero(np.concatenate([s.trained for s in sequences]))
     sequence_M = np.repeat(np.arange(len(sequences)), [s.num_trained for s in sequences])
     num_prompt_tokens = np.cumsum([len(s.prompt_tokens) for s in sequences])
+    place_of, at_M = np.concatenate(places), trained_M + num_prompt_tokens[sequence_M]
     spans = np.array([span for s in sequences for span in s.known_spans], np.int64)
 
     def column(by_token: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
@@ -133,8 +141,9 @@ def pack_sequences(
 
     return MicroBatch(
         input_ids_1T=tensor(np.concatenate(tokens, dtype=np.int64))[None],
-        layout=PackedLayout([s.num_tokens for s in sequences], device),
-        predicting_M=tensor(trained_M + num_prompt_tokens[sequence_M] - 1),
+        layout=PackedLayout([len(each) for each in places], device, places=places),
+        predicting_M=tensor(place_of[at_M - 1]),
+        trained_M=tensor(place_of[at_M]),
         targets_M=column([s.output_tokens for s in sequences], np.int64),
         behavior_logprobs_M=column([s.behavior_logprobs for s in sequences], np.float32),
         advantages_M=column(
@@ -143,6 +152,33 @@ def pack_sequences(
         sequence_M=tensor(sequence_M),
         versions_M=tensor(np.repeat(spans[:, 0], spans[:, 1])[trained_M]),
     )
+
+
+def _side_by_side(
+    sequences: Sequence[TrainingSequence],
+) -> tuple[list[Tokens], list[NDArray[np.int64]]]:
+    """Return the parts of a row, and where each sequence's tokens lie in it; padding is one more.
+
+    A sequence alone has none, and stays as it is in attention, too.
+    """
+    parts: list[Tokens] = []
+    places: list[NDArray[np.int64]] = []
+    prompts: dict[bytes, NDArray[np.int64]] = {}
+    end = 0
+    for sequence in sequences:
+        key = sequence.prompt_tokens.tobytes()
+        if key not in prompts:
+            prompts[key] = np.arange(end, end + len(sequence.prompt_tokens))
+            parts.append(sequence.prompt_tokens)
+            end += len(sequence.prompt_tokens)
+        parts.append(sequence.output_tokens)
+        output = np.arange(end, end + len(sequence.output_tokens))
+        places.append(np.concatenate([prompts[key], output]))
+        end += len(output)
+    if len(sequences) > 1 and (num_padding := -end % ROW_MULTIPLE):
+        parts.append(np.zeros(num_padding, np.int64))
+        places.append(np.arange(end, end + num_padding))
+    return parts, places
 
 
 def sequences_from_rows(

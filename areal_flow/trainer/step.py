@@ -34,6 +34,9 @@ from areal_flow.types import SKIPPED_UPDATES
 EVEN_TOKENS = 4096
 """Where attention is about as much work as everything else, for a policy some 700 wide."""
 
+FEW_SHARED = 0.1
+"""Share of a minibatch's tokens that prompts in common must save."""
+
 MinibatchPlan = list[list[list[int]]]
 """Of one minibatch: the indices of the sequences of each rank's micro-batches."""
 
@@ -175,18 +178,44 @@ def plan_micro_batches(
     for part in np.array_split(order, settings.algorithm.num_minibatches):
         chosen = set(part.tolist())
         members = [index for index, s in enumerate(sequences) if s.group in chosen]
-        units = [[member] for member in members]
         if settings.packs_groups:
             units = [[*of] for _, of in groupby(members, key=lambda index: sequences[index].group)]
+        else:
+            units = units_of(sequences, members, settings.num_ranks, max_tokens)
         plan.append(_plan_minibatch(sequences, units, settings.num_ranks, max_tokens))
     return plan
+
+
+def units_of(
+    sequences: Sequence[TrainingSequence], members: Sequence[int], num_ranks: int, max_tokens: int
+) -> list[list[int]]:
+    """Return which sequences of a minibatch stay together, to share their prompt in one row.
+
+    Each is alone if sharing saves few tokens, because single ones fill micro-batches better. Ranks
+    need parts that can be dealt evenly: a quarter of what each gets, or one sequence.
+    """
+    lengths = {member: sequences[member].num_tokens for member in members}
+    num_tokens = sum(lengths.values())
+    if num_ranks > 1:
+        part = num_tokens // (4 * num_ranks)
+        max_tokens = min(max_tokens, max([part, *lengths.values()]))
+    companions: dict[bytes, list[int]] = {}
+    for member in members:
+        companions.setdefault(sequences[member].prompt_tokens.tobytes(), []).append(member)
+    together = [
+        [of[index] for index in indices]
+        for of in companions.values()
+        for indices in pack_first_fit_decreasing([lengths[m] for m in of], max_tokens=max_tokens)
+    ]
+    saved = sum((len(unit) - 1) * len(sequences[unit[0]].prompt_tokens) for unit in together)
+    return together if saved > FEW_SHARED * num_tokens else [[member] for member in members]
 
 
 def plan_passes(
     sequences: Sequence[TrainingSequence], settings: StepSettings, max_tokens: int
 ) -> MinibatchPlan:
     """Return the plan of passes over a whole batch."""
-    units = [[index] for index in range(len(sequences))]
+    units = units_of(sequences, range(len(sequences)), settings.num_ranks, max_tokens)
     return _plan_minibatch(sequences, units, settings.num_ranks, max_tokens)
 
 
@@ -204,7 +233,7 @@ def _plan_minibatch(
             lengths, max_tokens=max_tokens, min_micro_batches=len(packed) + missing
         )
     micro_batches = [[member for index in indices for member in units[index]] for indices in packed]
-    work = [sum(_work(sequences[member].num_tokens) for member in micro) for micro in micro_batches]
+    work = [_work([sequences[member] for member in micro]) for micro in micro_batches]
     ranks = deal_by_work(work, num_ranks)
     dealt: MinibatchPlan = [[] for _ in range(num_ranks)]
     for micro, rank in zip(micro_batches, ranks, strict=True):
@@ -230,9 +259,11 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-def _work(num_tokens: int) -> int:
-    """Return a sequence's work: of a token's layers, and of its attention to those before it."""
-    return num_tokens * (EVEN_TOKENS + num_tokens)
+def _work(sequences: Sequence[TrainingSequence]) -> int:
+    """Return a row's work: of its tokens' layers, and of each sequence's attention."""
+    prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in sequences}
+    num_tokens = sum(prompts.values()) + sum(len(s.output_tokens) for s in sequences)
+    return num_tokens * EVEN_TOKENS + sum(s.num_tokens**2 for s in sequences)
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:

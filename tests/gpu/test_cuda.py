@@ -10,8 +10,8 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.attention import PackedLayout
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import policy_tensors
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from areal_flow.config import LoraSettings, TrainerSettings
 from areal_flow.models.lora import add_adapter
+from areal_flow.trainer import sequences as training_sequences
 from areal_flow.trainer.flops import PolicyShape
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
@@ -15,7 +16,10 @@ from tests.unit.test_trainer import make_sequences, settings
 
 
 @pytest.mark.parametrize(("num_minibatches", "rank"), [(1, 0), (4, 0), (1, 2)])
-def test_formula_gives_the_operations_that_torch_counts(num_minibatches: int, rank: int) -> None:
+def test_formula_gives_the_operations_that_torch_counts(
+    num_minibatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_sequences, "ROW_MULTIPLE", 1)
     policy, sequences = small_policy(), make_sequences(16)
     if rank:
         add_adapter(policy, LoraSettings(rank=rank))

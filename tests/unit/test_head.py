@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_flow.models import attention
-from areal_flow.models.attention import FREE_SCORES, PackedLayout, group_by_length
+from areal_flow.models import packed_layout
+from areal_flow.models.packed_layout import FREE_SCORES, PackedLayout, group_by_length
 from areal_flow.models.policy import logits_at, logits_of
 from areal_flow.trainer import head
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
@@ -108,7 +108,7 @@ def test_few_long_sequences_do_not_lengthen_the_many_short_ones() -> None:
 
 
 def test_groups_of_rows_see_what_each_sees_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FREE_SCORES", 0)
+    monkeypatch.setattr(packed_layout, "FREE_SCORES", 0)
     policy, lengths = small_policy(), [3, 17, 1, 16, 9, 17, 4]
     assert len(group_by_length(lengths)) > 3
     drawn = np.random.default_rng(0)

@@ -13,10 +13,10 @@ from torch import Tensor
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import LoraSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError, TrainingError
-from areal_flow.models.attention import PackedLayout
 from areal_flow.models.directory import copy_model_description
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.lora import add_adapter, split_adapter
+from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import (
     assign_tensors,
     check_adapter,

@@ -124,14 +124,14 @@ def test_golden_micro_batch_of_two_sequences() -> None:
         replace(sequence_of([6, 7, 8], [9, 10], [-3.5, -4.5], [False, True]), advantage=-2.0),
     ]
     micro = pack_sequences(sequences)
-    assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, *[0] * 54]]
     assert micro.predicting_M.tolist() == [1, 3, 8]
     assert micro.targets_M.tolist() == [3, 5, 10]
     assert micro.behavior_logprobs_M.tolist() == [-0.5, -2.5, -4.5]
     assert micro.advantages_M.tolist() == [0.25, 0.25, -2.0]
     assert micro.sequence_M.tolist() == [0, 0, 1]
     assert micro.versions_M.tolist() == [-1, -1, -1]
-    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, *range(54)]]
     assert (micro.predicting_M.dtype, micro.targets_M.dtype) == (torch.int64, torch.int64)
     assert (micro.advantages_M.dtype, micro.behavior_logprobs_M.dtype) == (
         torch.float32,

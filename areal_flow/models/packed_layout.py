@@ -1,0 +1,164 @@
+"""Sequences side by side in one row, and how attention sees them apart: for training.
+
+Letters: N sequences, T packed tokens, L padded length, H heads, K key-value heads, D head
+dimension, R padded tokens of all groups, O tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+from areal_flow.models.attention import AttentionRule, attend_causally
+
+FREE_SCORES = 2**20
+"""Scores of padding, of one head, that cost no more than another group of rows does."""
+
+
+def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[list[int]]:
+    """Return rows that attend together, padded to the longest of them.
+
+    Longest first; a group takes the next row while the scores of padding are at most `padding` of
+    its real ones, or `FREE_SCORES`.
+
+    Args:
+        lengths: tokens of each row.
+        padding: scores of padding that a group may have, as a share of its real ones.
+
+    Returns:
+        The indices of each group's rows; in their own order if all are one group.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups: list[list[int]] = []
+    real = padded = 0
+    for row in order:
+        area = lengths[row] ** 2
+        if groups:
+            real += area
+            padded += lengths[groups[-1][0]] ** 2 - area
+        if not groups or padded > max(padding * real, FREE_SCORES):
+            groups.append([])
+            real, padded = area, 0
+        groups[-1].append(row)
+    return groups if len(groups) > 1 else [[*range(len(lengths))]]
+
+
+class PackedLayout:
+    """Sequences packed into one row `[1, T]`; no token sees another sequence's tokens.
+
+    Sequences may share their first tokens, as completions share a prompt: in the row these are
+    there once, and all layers but attention compute them once (Prefix Grouper, arXiv 2506.05433).
+    The row is unfolded for the attention alone, to `[N, L]` of each group of sequences that are
+    about as long as each other. So its cost is that of the sequences' own lengths.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        places: Sequence[NDArray[np.int64]] | None = None,
+    ) -> None:
+        """Find where each token goes.
+
+        Args:
+            lengths: tokens of each sequence.
+            device: of the row.
+            places: where each sequence's tokens lie in the row; without, one sequence lies after
+                the other. A token that several sequences have is at the same position in all.
+        """
+        ends = np.cumsum(lengths)
+        self.places = places or [
+            np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)
+        ]
+        position_T = np.zeros(max(places_L[-1] for places_L in self.places) + 1, np.int64)
+        for places_L in self.places:
+            position_T[places_L] = np.arange(len(places_L))
+        self.position_ids = torch.from_numpy(position_T)[None, :].to(device)
+        self._unfolding = Unfolding.of(self.places, device) if len(self.places) > 1 else None
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        if self._unfolding is None:
+            return attend_causally(query, key, value, rule).transpose(1, 2)
+        unfolded = (self._unfolding.rows_of(packed) for packed in (query, key, value))
+        attended = [
+            attend_causally(query_NHLD, key_NKLD, value_NKLD, rule).transpose(1, 2).flatten(0, 1)
+            for query_NHLD, key_NKLD, value_NKLD in zip(*unfolded, strict=True)
+        ]
+        rows_RHD = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return rows_RHD.index_select(0, self._unfolding.scatter_T)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfolding:
+    """How a packed row becomes rows of one sequence each, and how their gradients come back."""
+
+    shapes: Sequence[tuple[int, int]]
+    """`(N, L)` of each group of sequences."""
+    gather_R: Tensor
+    """Of each padded token of all groups: its place in the row; padding has the first one's."""
+    scatter_T: Tensor
+    """Of each token of the row: where its first sequence has it among the `R`."""
+    owners_O: Tensor
+    """Where all its sequences have it, for one token of the row after the other."""
+    first_owner_T: Tensor
+    """Of each token of the row: where its owners begin among the `O`."""
+
+    @classmethod
+    def of(
+        cls, places: Sequence[NDArray[np.int64]], device: torch.device | str = "cpu"
+    ) -> Unfolding:
+        """Find it for sequences whose tokens lie at these places."""
+        lengths = np.array([len(places_L) for places_L in places])
+        shapes, gathered, is_real = [], [], []
+        for group in group_by_length(lengths.tolist()):
+            real_NL = np.arange(lengths[group].max()) < lengths[group][:, None]
+            gather_NL = np.zeros(real_NL.shape, np.int64)
+            gather_NL[real_NL] = np.concatenate([places[row] for row in group])
+            gathered.append(gather_NL.ravel())
+            is_real.append(real_NL.ravel())
+            shapes.append(real_NL.shape)
+        gather_R = np.concatenate(gathered)
+        real_R = np.flatnonzero(np.concatenate(is_real))
+        owners_O = real_R[np.argsort(gather_R[real_R], kind="stable")]
+        first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
+        arrays = (gather_R, owners_O[first_T], owners_O, first_T)
+        return cls(shapes, *(torch.from_numpy(array).to(device) for array in arrays))
+
+    def rows_of(self, packed: Tensor) -> list[Tensor]:
+        """Return the rows `[N, H, L, D]` of each group, of a packed row `[1, H, T, D]`."""
+        rows_RHD: Tensor = _Unfold.apply(  # type: ignore[no-untyped-call]
+            packed[0].transpose(0, 1), self
+        )
+        parts = torch.split(rows_RHD, [rows * length for rows, length in self.shapes])
+        return [
+            part.view(*shape, *part.shape[1:]).transpose(1, 2)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+
+
+class _Unfold(torch.autograd.Function):
+    """Its gradient of a token adds those of its sequences in their order, on any device."""
+
+    @staticmethod
+    def forward(ctx: Any, packed_THD: Tensor, unfolding: Unfolding) -> Tensor:
+        ctx.unfolding = unfolding
+        return packed_THD.index_select(0, unfolding.gather_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient_RHD,) = gradients
+        of = ctx.unfolding
+        added = embedding_bag(of.owners_O, gradient_RHD.flatten(1), of.first_owner_T, mode="sum")
+        return added.view(-1, *gradient_RHD.shape[1:]), None

@@ -1,0 +1,125 @@
+"""Completions of one prompt share its tokens in a row: the same numbers, computed once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_flow.models import packed_layout
+from areal_flow.models.packed_layout import PackedLayout, Unfolding
+from areal_flow.trainer.head import token_logprobs
+from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
+from areal_flow.trainer.step import units_of
+from tests.policies import small_policy
+
+VOCABULARY = 13
+
+
+def sequence(prompt: list[int], num_output: int, seed: int = 0) -> TrainingSequence:
+    output = np.random.default_rng([seed, num_output]).integers(0, VOCABULARY, num_output)
+    return TrainingSequence(
+        np.array(prompt),
+        output,
+        np.zeros(num_output, np.float32),
+        np.ones(num_output, np.bool_),
+        1.0,
+        0,
+    )
+
+
+def logprobs_and_gradients(
+    policy: Any, rows: list[list[TrainingSequence]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return what the sequences of some rows add up to, each token with a weight of its own."""
+    policy.zero_grad()
+    found = []
+    for row in rows:
+        logprobs_M = token_logprobs(policy, pack_sequences(row), temperature=1.0)
+        weights_M = torch.cat([torch.arange(1.0, 1 + len(s.output_tokens)) for s in row])
+        (logprobs_M * weights_M).sum().backward()  # type: ignore[no-untyped-call]
+        found.append(logprobs_M.detach())
+    return torch.cat(found), [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+
+
+def test_golden_row_of_a_prompt_that_two_completions_share() -> None:
+    first, other, third = sequence([1, 2], 3), sequence([5], 1), sequence([1, 2], 2)
+    other = replace(other, output_tokens=np.array([9]))
+    first = replace(first, output_tokens=np.array([3, 4, 5]), trained=np.array([True, False, True]))
+    third = replace(third, output_tokens=np.array([6, 7]))
+    micro = pack_sequences([first, other, third])
+    assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 5, 9, 6, 7, *[0] * 55]]
+    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, *range(55)]]
+    assert micro.predicting_M.tolist() == [1, 3, 5, 1, 7]
+    assert micro.trained_M.tolist() == [2, 4, 6, 7, 8]
+    assert micro.targets_M.tolist() == [3, 5, 9, 6, 7]
+    assert micro.sequence_M.tolist() == [0, 0, 1, 2, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=2, max_size=9),
+    st.sampled_from([0, 2**20]),
+)
+@settings(deadline=None, max_examples=30)
+def test_numbers_and_gradients_are_those_of_sequences_alone(
+    drawn: list[tuple[int, int]], free_scores: int
+) -> None:
+    prompts = [[1, 2, 3], [4] * 20, [7]]
+    sequences = [sequence(prompts[which], num, seed) for seed, (which, num) in enumerate(drawn)]
+    policy = small_policy().double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_layout, "FREE_SCORES", free_scores)
+        shared, gradients = logprobs_and_gradients(policy, [sequences])
+    alone, expected = logprobs_and_gradients(policy, [[each] for each in sequences])
+    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)  # the head is float32
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_gradient_of_unfolding_is_that_of_finite_differences() -> None:
+    places = [np.array([0, 1, 2]), np.array([0, 1, 3, 4]), np.array([5])]
+    unfolding = Unfolding.of(places)
+    packed = torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True)
+    real = [torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)]
+
+    def unfolded(packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return what attention reads of it: nobody sees padding."""
+        rows = unfolding.rows_of(packed)
+        return [of * real_NL[:, None, :, None] for of, real_NL in zip(rows, real, strict=True)]
+
+    assert torch.autograd.gradcheck(lambda packed: tuple(unfolded(packed)), packed)
+
+
+def test_a_prompt_in_common_is_computed_once() -> None:
+    together = [sequence([1] * 88, 5, seed) for seed in range(8)]
+    assert pack_sequences(together).input_ids_1T.shape[1] == 88 + 8 * 5
+
+
+def test_one_sequence_alone_is_not_unfolded() -> None:
+    assert PackedLayout([7])._unfolding is None
+
+
+def test_companions_stay_together_as_far_as_a_micro_batch_holds() -> None:
+    sequences = [sequence([n % 3] * 10, 10) for n in range(12)]
+    units = units_of(sequences, range(12), 1, max_tokens=50)
+    assert sorted(m for unit in units for m in unit) == [*range(12)]
+    assert sorted(map(len, units)) == [2, 2, 2, 2, 2, 2]
+    assert all(len({m % 3 for m in unit}) == 1 for unit in units)
+
+
+def test_sequences_of_short_prompts_are_packed_one_by_one() -> None:
+    sequences = [sequence([1], 30) for _ in range(12)]
+    assert units_of(sequences, range(12), 1, max_tokens=400) == [[n] for n in range(12)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_get_parts_of_a_single_group(num_ranks: int) -> None:
+    sequences = [sequence([1] * 10, 10, seed) for seed in range(32)]
+    units = units_of(sequences, range(32), num_ranks, max_tokens=1000)
+    assert len(units) >= 4 * num_ranks
+    assert all(len(unit) > 1 for unit in units)

@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` beside this project: same policy, prompts, reward, lengths and updates.
 
 All on the CPU with two cores, taking turns. TRL generates and trains with two threads; sync has two
-generators, and then a trainer of two threads or ranks; async has one generator and one trainer.
+generators, and then a trainer of two threads; async has one generator and one trainer.
 
     short   the default job: a warm-started policy of 0.6M, 32 prompts x 16 completions of at most
             16 tokens, two updates a step
@@ -59,7 +59,6 @@ class Profile:
     reward: str
     num_steps: int
     num_skipped: int
-    sync_trainer: str
     options: Mapping[str, Any]
 
 
@@ -85,7 +84,6 @@ PROFILES = {
         reward="areal_flow.rewards.numeric:verify_numeric",
         num_steps=12,
         num_skipped=4,
-        sync_trainer="cluster.num-trainer-threads",
         options={"trainer.num-learning-rate-warmup-steps": 0},
     ),
     "long": Profile(
@@ -98,7 +96,6 @@ PROFILES = {
         reward="benchmarks.trl_reward:share_of_digits",
         num_steps=5,
         num_skipped=2,
-        sync_trainer="cluster.num-trainers",
         options={
             "sft.num-steps": 0,
             "generation.max-model-len": 640,
@@ -135,7 +132,7 @@ def by_schedule(cwd: Path, model: Path, of: Profile, schedule: str, name: str) -
         "generation.max-new-tokens": of.max_new_tokens,
         "trainer.learning-rate": of.learning_rate,
         "cluster.num-generators": num_cores,
-        of.sync_trainer: num_cores,
+        "cluster.num-trainer-threads": num_cores,
         **of.options,
     }
     train(cwd, name, [part for key, value in options.items() for part in (f"--{key}", f"{value}")])

@@ -209,10 +209,14 @@ def worker_environment(num_threads: int) -> dict[str, str]:
 PROCESS_ENVIRONMENT = {
     # glibc: keep freed tensors instead of giving their pages back at every step; but not those of
     # more than 64 MiB, between which smaller ones would leave holes that no other one fits.
+    # One arena: a step runs on any of a worker's threads, and each would keep memory of its own.
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_TOP_PAD_": str(256 << 20),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 26),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "OMP_WAIT_POLICY": "passive",
+    # Of matrices by size: 0.6 MB each.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
     "POLARS_MAX_THREADS": "1",
     "LANCE_CPU_THREADS": "1",
     "LANCE_IO_THREADS": "2",

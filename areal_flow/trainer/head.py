@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from areal_flow.algorithms.logprobs import (
@@ -24,7 +25,7 @@ from areal_flow.algorithms.logprobs import (
 )
 from areal_flow.models.policy import hidden_at, logits_of
 from areal_flow.models.reward_model import is_reward_model, scores_at
-from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.sequences import MicroBatch, padded
 
 CHUNK_NUMBERS = 2**25
 """Logits that are there at a time: 128 MiB of float32, and four times that at the peak."""
@@ -58,11 +59,17 @@ def _in_chunks(
     if is_reward_model(policy):
         scores_M = scores_at(policy, micro.input_ids_1T, micro.layout, micro.trained_M)
         return scores_M, torch.zeros_like(scores_M)
-    hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
+    num_trained = len(micro.targets_M)
     num_rows = max(1, CHUNK_NUMBERS // policy.config.get_text_config().vocab_size)
     of_chunk = partial(_of_chunk, policy, temperature=temperature, entropies=entropies)
-    if len(hidden_MH) <= num_rows:
-        return of_chunk(hidden_MH, micro.targets_M)
+    if num_trained <= num_rows:
+        padding = (0, padded(num_trained) - num_trained)
+        predicting_M, targets_M = (
+            pad(each, padding) for each in (micro.predicting_M, micro.targets_M)
+        )
+        hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, predicting_M)
+        return tuple(column_M[:num_trained] for column_M in of_chunk(hidden_MH, targets_M))
+    hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     if torch.is_grad_enabled():
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
     chunks = zip(

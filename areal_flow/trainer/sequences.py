@@ -62,8 +62,7 @@ class TrainingSequence:
         )
 
 
-ROW_MULTIPLE = 64
-"""Of a row's tokens: matrices of few different sizes are prepared for once."""
+LEAST_MULTIPLE = 64
 
 _NOTHING = TrainingSequence(
     np.zeros(1, np.int64),
@@ -154,6 +153,15 @@ def pack_sequences(
     )
 
 
+def padded(num_rows: int) -> int:
+    """Return a number of rows for matrices of so many or a little less, a thirty-second at most.
+
+    Libraries prepare for each size that they see: there are 32 from one power of two to the next.
+    """
+    multiple = max(LEAST_MULTIPLE, 1 << max(0, num_rows.bit_length() - 6))
+    return -(-num_rows // multiple) * multiple
+
+
 def _side_by_side(
     sequences: Sequence[TrainingSequence],
 ) -> tuple[list[Tokens], list[NDArray[np.int64]]]:
@@ -175,7 +183,7 @@ def _side_by_side(
         output = np.arange(end, end + len(sequence.output_tokens))
         places.append(np.concatenate([prompts[key], output]))
         end += len(output)
-    if len(sequences) > 1 and (num_padding := -end % ROW_MULTIPLE):
+    if len(sequences) > 1 and (num_padding := padded(end) - end):
         parts.append(np.zeros(num_padding, np.int64))
         places.append(np.arange(end, end + num_padding))
     return parts, places

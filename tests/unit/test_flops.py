@@ -19,7 +19,7 @@ from tests.unit.test_trainer import make_sequences, settings
 def test_formula_gives_the_operations_that_torch_counts(
     num_minibatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_sequences, "ROW_MULTIPLE", 1)
+    monkeypatch.setattr(training_sequences, "LEAST_MULTIPLE", 1)
     policy, sequences = small_policy(), make_sequences(16)
     if rank:
         add_adapter(policy, LoraSettings(rank=rank))

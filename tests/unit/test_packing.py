@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
+from areal_flow.trainer.sequences import padded
 from areal_flow.trainer.step import deal_by_work
 
 
@@ -75,3 +76,10 @@ def test_long_sequences_are_dealt_to_all_ranks() -> None:
     work = [100, 90, 80, 70, 2, 2, 1, 1]
     ranks = deal_by_work(work, 2)
     assert ranks == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+@given(st.integers(0, 100_000))
+def test_padding_is_small_and_numbers_of_rows_are_few(num_rows: int) -> None:
+    found = padded(num_rows)
+    assert num_rows <= found <= num_rows + max(63, num_rows / 32)
+    assert len({padded(num) for num in range(4096, 8192)}) <= 33

@@ -9,6 +9,7 @@ nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
 nox -s bench               benchmarks, as tables and JSON
 nox -s trl                 TRL beside this project, in an environment that has it; not in CI
+nox -s gpu                 tests and the speed of a step of 1.5B on a GPU; not in CI
 nox -s ui                  the MLflow UI on 127.0.0.1
 nox -s docs                the documentation as a site, links checked
 """
@@ -110,6 +111,13 @@ def trl(session: nox.Session) -> None:
     session.install("--no-compile", "torch==2.13.0", "trl==1.16.0", "transformers>=5.16,<5.20")
     python = str(Path(session.virtualenv.location) / BINARIES.name / "python")
     run(session, "python", "-m", "benchmarks.trl", "--trl", python, *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Hold engine and trainer to their contracts on a GPU, and measure steps of 1.5B there."""
+    run(session, "python", "-m", "pytest", "tests/gpu", "-rs")
+    run(session, "python", "-m", "benchmarks.gpu_step", *session.posargs)
 
 
 @nox.session

@@ -245,6 +245,8 @@ class StepRequest:
 
 SKIPPED_UPDATES = "skipped_updates_fraction"
 """The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
+CRITIC_SKIPPED_UPDATES = "critic_skipped_updates_fraction"
+"""The same, of a critic's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +271,9 @@ class StepMetrics:
 
     @property
     def skipped_an_update(self) -> bool:
-        return self.metrics.get(SKIPPED_UPDATES, 0.0) > 0
+        """Whether an update of the policy or of a critic changed nothing."""
+        names = (SKIPPED_UPDATES, CRITIC_SKIPPED_UPDATES)
+        return any(self.metrics.get(name, 0.0) > 0 for name in names)
 
 
 NOTHING_TRAINED = StepMetrics(

@@ -1,6 +1,6 @@
 """What the hashes of weights cost those who wait: a training step, and decoding beside a load.
 
-    python benchmarks/hashing.py [--layers 28] [--directory DIR] [--json FILE]
+    python -m benchmarks.hashing [--layers 28] [--directory DIR] [--json FILE]
 
 Random weights of Qwen2.5-1.5B's shapes, float32, served as bfloat16. A trainer rank stages them as
 after every step, and once more without any hash: what lies between is what a step waits for hashes.
@@ -35,18 +35,10 @@ from areal_flow.models.policy import assign_tensors, policy_from_config
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
+from benchmarks.shapes import QWEN_1_5B
 
 NUM_BYTES = 200_000_000
 """Of the sample that two hash functions are compared on."""
-SHAPE = {
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-"""Qwen2.5-1.5B, but for its number of layers."""
 
 
 def best_of_three(functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -145,7 +137,7 @@ async def loading(policy: Any, reader: DirectoryReader) -> dict[str, float]:
 
 def measure(num_layers: int, directory: Path) -> dict[str, Any]:
     """Stage a random policy as a trainer rank does, then load it as a generator does."""
-    config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, **SHAPE)
+    config = AutoConfig.for_model("qwen2", num_hidden_layers=num_layers, **QWEN_1_5B)
     recipe: Recipe = build_recipe({"generation": {"dtype": "bfloat16"}}, source="")
     writer = DirectoryWriter(directory / "weights")
 

@@ -29,8 +29,7 @@ from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
-
-SKIPPED = "critic_skipped_updates_fraction"
+from areal_flow.types import CRITIC_SKIPPED_UPDATES
 
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""
@@ -111,7 +110,7 @@ class Critic:
             learning_rate=self._settings.learning_rate,
             name="critic's update",
         )
-        return {**numbers.metrics, SKIPPED: Metric(float(not numbers.losses), 1.0)}
+        return {**numbers.metrics, CRITIC_SKIPPED_UPDATES: Metric(float(not numbers.losses), 1.0)}
 
     def sequences_with_targets(
         self, sequences: Sequence[TrainingSequence], inputs: AdvantageInputs

@@ -5,7 +5,7 @@ takes.
 
 question            "4 - 1 + 7 ="        the expression
 chain of thought    " 4 3 10 #### 10"    the running sums, then the answer
-direct              " #### 10"           the answer at once
+direct              " #### 12"           a guess at once, at most `GUESS_ERROR` off
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ CHAIN_OF_THOUGHT_FRACTION = 0.24
 """Of the rows in the mixed phase of a curriculum; before it, all."""
 MIXED_PHASE = 0.12
 """The last part of a curriculum's steps."""
+GUESS_ERROR = 3
+"""A guess is the answer with an error of at most so much, each as likely."""
 _CURRICULUM_STREAM = 7
 
 
@@ -95,9 +97,9 @@ def chain_of_thought_answer(question: str) -> str:
     return steps + direct_answer(question)
 
 
-def direct_answer(question: str) -> str:
-    """Return the answer at once."""
-    return f"{ANSWER_MARK} {running_sums(question)[-1]}"
+def direct_answer(question: str, *, error: int = 0) -> str:
+    """Return the answer at once, or a wrong one."""
+    return f"{ANSWER_MARK} {running_sums(question)[-1] + error}"
 
 
 def curriculum(
@@ -105,9 +107,10 @@ def curriculum(
 ) -> Iterator[dict[str, str]]:
     """Yield `num_steps` times `batch_size` rows of a prompt and its completion, in their order.
 
-    Chain-of-thought answers come first, so that the skill is there; direct ones are mixed in late,
-    so that the policy has a habit for reinforcement learning to change. Sums with rare running sums
-    are drawn more often: a question's weight is the mean of `frequency ** -0.5` over its own.
+    Chain-of-thought answers come first, so that the skill is there; guesses are mixed in late, so
+    that the policy has a habit for reinforcement learning to change (right answers in their place
+    would teach some policies to answer directly and well). Sums with rare running sums are drawn
+    more often: a question's weight is the mean of `frequency ** -0.5` over its own.
     """
     sums = [running_sums(question) for question in questions]
     frequency = Counter(value for values in sums for value in values)
@@ -118,13 +121,17 @@ def curriculum(
     random = np.random.default_rng([seed, _CURRICULUM_STREAM])
 
     @cache  # each is shown again and again
-    def row_of(index: int, shows_steps: bool) -> dict[str, str]:
-        answer = chain_of_thought_answer if shows_steps else direct_answer
-        return {"prompt": questions[index], "completion": answer(questions[index])}
+    def row_of(index: int, shows_steps: bool, error: int) -> dict[str, str]:
+        question = questions[index]
+        guess = direct_answer(question, error=error)
+        answer = chain_of_thought_answer(question) if shows_steps else guess
+        return {"prompt": question, "completion": answer}
 
     for step in range(num_steps):
         drawn = np.searchsorted(cumulative, random.random(batch_size), side="right")
-        fraction = CHAIN_OF_THOUGHT_FRACTION if step >= num_steps * (1 - MIXED_PHASE) else 1.0
+        is_mixed = step >= num_steps * (1 - MIXED_PHASE)
+        fraction = CHAIN_OF_THOUGHT_FRACTION if is_mixed else 1.0
         reasoned = random.random(batch_size) < fraction
+        errors = random.integers(-GUESS_ERROR, GUESS_ERROR + 1, batch_size) * ~reasoned
         chosen = np.minimum(drawn, len(sums) - 1)
-        yield from map(row_of, chosen.tolist(), reasoned.tolist())
+        yield from map(row_of, chosen.tolist(), reasoned.tolist(), errors.tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from areal_flow.trainer.step import train_step
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.channel import converted
 from tests.policies import small_policy
+from tests.unit.test_trainer import make_sequences, settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,8 +32,8 @@ pytestmark = [
 
 def test_logprobs_equal_a_full_forward_across_an_interruption() -> None:
     policies = [small_policy(seed=seed).cuda() for seed in (0, 1)]
-    settings = GenerationSettings(max_num_seqs=8, max_model_len=64, max_new_tokens=24)
-    engine = TorchEngine(small_policy(seed=0).cuda(), settings, version=0)
+    generation = GenerationSettings(max_num_seqs=8, max_model_len=64, max_new_tokens=24)
+    engine = TorchEngine(small_policy(seed=0).cuda(), generation, version=0)
     request = GroupRequest("r", as_tokens([1, 2, 3]), tuple(range(8)), Sampling(max_new_tokens=24))
     engine.add(request)
     found: list[Completion] = []
@@ -85,10 +88,32 @@ def test_step_on_a_gpu_equals_the_step_on_the_cpu() -> None:
         )
         for i in range(8)
     ]
-    settings = StepSettings(DecoupledPPO(), temperature=1.0, seed=0)
+    how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0)
     losses = []
     for device in ("cpu", "cuda"):
         trainer = TrainerSettings(device=device, learning_rate=1e-4)
         backend = ReplicatedBackend(small_policy().to(device), trainer)
-        losses.append(train_step(backend, sequences, step=1, settings=settings).losses)
+        losses.append(train_step(backend, sequences, step=1, settings=how).losses)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_step_in_bfloat16_is_about_that_of_float32() -> None:
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        trainer = TrainerSettings(device="cuda", dtype=dtype, learning_rate=1e-4)
+        backend = ReplicatedBackend(small_policy().cuda(), trainer)
+        losses.append(train_step(backend, make_sequences(), step=1, settings=settings()).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_of_completions_that_share_prompts_have_the_same_bits_again(dtype: str) -> None:
+    sequences = [replace(s, prompt_tokens=as_tokens([1, 2, 3, 4])) for s in make_sequences(32)]
+    found = []
+    for _ in range(2):
+        trainer = TrainerSettings(device="cuda", dtype=dtype, learning_rate=1e-2)
+        backend = ReplicatedBackend(small_policy().cuda(), trainer)
+        for step in range(1, 4):
+            train_step(backend, sequences, step=step, settings=settings())
+        found.append(backend.fingerprint())
+    assert found[0] == found[1]

@@ -1,40 +1,54 @@
-"""A run with a critic survives its trainer's end, is audited, and is replayed to the bit."""
+"""A run with a critic survives the end of its trainer and of its driver, and is replayed."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+from time import sleep
 
+import psutil
+
+import areal_flow
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.replay import replay_step
-from tests.integration.runs import (
-    check_accounting,
-    run_while,
-    small_recipe,
-    step_reached,
-    worker_pid,
+from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
+
+SMALL = (
+    *("--num-steps", "500", "--prompts.num-held-out", "0", "--sft.num-steps", "0"),
+    *("--algorithm.name", "ppo_critic", "--algorithm.critic.learning-rate", "5e-3"),
+    *("--trainer.checkpoint-every-steps", "4"),
 )
 
 
+def num_steps(layout: RunLayout) -> int:
+    if not layout.steps.is_dir():
+        return 0
+    return max(0, len(areal_flow.open_run(layout.root).steps("arrow")) - 1)
+
+
 def test_critic_is_restored_with_its_policy_and_replayed_to_the_bit(tmp_path: Path) -> None:
-    layout = RunLayout((tmp_path / "c").resolve())
+    layout = RunLayout((tmp_path / "runs" / "c").resolve())
+    arguments = [*small_arguments(), *SMALL]
+    with started_cli("train", "--name", "c", *arguments, cwd=tmp_path) as process:
 
-    async def lose_the_trainer() -> None:
-        await step_reached(layout, 3)
-        os.kill(await worker_pid("trainer"), signal.SIGKILL)
-        await step_reached(layout, 6)
+        def reach(step: int) -> None:
+            while num_steps(layout) < step:
+                assert process.poll() is None, process.communicate()[0]
+                sleep(0.1)
 
-    recipe = small_recipe(
-        num_steps=10_000,
-        prompts={"num_held_out": 0},
-        sft={"num_steps": 0},
-        trainer={"checkpoint_every_steps": 2},
-        algorithm={"name": "ppo_critic", "critic": {"learning_rate": 5e-3}},
-    )
-    run_while(layout.root, recipe, lose_the_trainer)
+        reach(2)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        trainer = next(w for w in workers if any("trainer" in word for word in w.cmdline()))
+        os.kill(trainer.pid, signal.SIGKILL)
+        reach(6)
+        os.killpg(process.pid, signal.SIGKILL)
+    last = num_steps(layout)
+    resumed = cli("train", "--resume", "c", "--num-steps", str(last + 2), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     check_accounting(layout)
-    found = replay_step(layout, step=6, from_checkpoint=0)
+    found = replay_step(layout, step=last + 2, from_checkpoint=0)
     steps = [*found.before, found.compared]
+    assert len(steps) == last + 2
     assert all(compared.equal for compared in steps)
     assert all("critic_loss" in compared.recorded.metrics.metrics for compared in steps)

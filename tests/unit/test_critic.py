@@ -19,6 +19,7 @@ from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import advantage_inputs, plan_passes, train_step
+from areal_flow.types import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from tests.policies import small_policy
 from tests.unit.test_advantages import slow_gae
 from tests.unit.test_trainer import make_sequences, state
@@ -194,3 +195,10 @@ def test_update_that_is_no_number_leaves_the_critic_as_it_is_and_is_counted() ->
     metrics = train_step(backend, broken, step=1, settings=settings()).metrics
     assert metrics["critic_skipped_updates_fraction"].value == 1.0
     assert hash_tensors(critic(backend).named_state()) == before
+
+
+def test_step_whose_critic_was_not_updated_counts_as_a_skipped_one() -> None:
+    """So that `trainer.adamw.max_skipped_steps` of them end the run."""
+    assert not NOTHING_TRAINED.skipped_an_update
+    metrics = {CRITIC_SKIPPED_UPDATES: 0.5}
+    assert replace(NOTHING_TRAINED, metrics=metrics).skipped_an_update

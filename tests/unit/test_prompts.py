@@ -21,8 +21,11 @@ from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.types import Prompt
 from pipelines.arithmetic.sums import (
+    CHAIN_OF_THOUGHT_FRACTION,
+    GUESS_ERROR,
     arithmetic_questions,
     chain_of_thought_answer,
+    curriculum,
     direct_answer,
     running_sums,
 )
@@ -323,6 +326,23 @@ def test_arithmetic_answers_are_right_both_ways() -> None:
         assert len(running_sums(text)) == question["difficulty"]
         assert is_chain_of_thought(chain_of_thought_answer(text))
         assert not is_chain_of_thought(direct_answer(text))
+
+
+def test_curriculum_ends_with_guesses_that_are_seldom_right() -> None:
+    questions = list(arithmetic_questions(size=300, seed=0, min_terms=3, max_terms=7, stream=1))
+    texts = [row["question"] for row in questions]
+    rows = list(curriculum(texts, num_steps=200, batch_size=64, seed=0))
+    assert len(rows) == 200 * 64
+    early, late = rows[: 176 * 64], rows[176 * 64 :]
+    for row in early:
+        assert row["completion"] == chain_of_thought_answer(row["prompt"])
+    guesses = [row for row in late if not is_chain_of_thought(row["completion"])]
+    assert 1 - len(guesses) / len(late) == pytest.approx(CHAIN_OF_THOUGHT_FRACTION, abs=0.05)
+    errors = [
+        int(row["completion"].split()[-1]) - running_sums(row["prompt"])[-1] for row in guesses
+    ]
+    assert set(errors) == {*range(-GUESS_ERROR, GUESS_ERROR + 1)}
+    assert errors.count(0) / len(errors) == pytest.approx(1 / 7, abs=0.05)
 
 
 def test_sums_are_those_of_reasoning_gym() -> None:

@@ -101,21 +101,23 @@ def draw_interruption(report: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_staleness(report: Mapping[str, Any], path: Path) -> None:
-    """Draw the held-out pass rate by staleness: each seed, and the means of both objectives."""
-    figure, (rates,) = _figure(1)
+    """Draw the held-out pass rate by staleness, early and at the end: each seed, and the means."""
+    figure, panels = _figure(2)
     etas = list(report["etas"])
-    for name, color in (("decoupled", GENERATE), ("ppo", TRAIN)):
-        means = []
-        for place, eta in enumerate(etas):
-            runs = report["etas"][eta][name].values()
-            found = [run["pass_rates"][max(run["pass_rates"], key=int)] for run in runs]
-            rates.plot([place] * len(found), found, ".", color=color, alpha=0.5)
-            means.append(mean(found))
-        rates.plot(range(len(etas)), means, "-", color=color, label=name)
-    rates.set_xticks(range(len(etas)), etas)
-    rates.set_xlabel("eta: versions between the policy that samples and the one that trains")
-    rates.set_ylabel("held-out pass rate")
-    rates.legend(frameon=False)
+    for axis, which in zip(panels, (min, max), strict=True):
+        for name, color in (("decoupled", GENERATE), ("ppo", TRAIN)):
+            means = []
+            for place, eta in enumerate(etas):
+                runs = report["etas"][eta][name].values()
+                step = which(int(step) for run in runs for step in run["pass_rates"])
+                found = [run["pass_rates"][f"{step}"] for run in runs]
+                axis.plot([place] * len(found), found, ".", color=color, alpha=0.5)
+                means.append(mean(found))
+            axis.plot(range(len(etas)), means, "-", color=color, label=name)
+        axis.set_xticks(range(len(etas)), etas)
+        axis.set_xlabel("eta")
+        axis.set_ylabel(f"held-out pass rate after {step} steps")
+        axis.legend(frameon=False)
     _save(figure, path)
 
 

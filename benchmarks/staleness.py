@@ -6,10 +6,11 @@ on the machine and stays lower. `inf` samples all batches with version 0. The po
 job's after fine-tuning; engine, verifier, trainer and algorithms are the project's own, in one
 process of one thread. At eta 0 both objectives clip around the policy before the step.
 
-The pass rate is of 1,024 held-out prompts, one sample each, after the last step: the mean of the
-seeds, with the 95% interval of Student's t over them. `best` is the highest of those taken
-every `--every` steps. tokens/s are of `areal-flow train` at this `max_staleness`, with
-`--flow-steps`.
+The pass rate is of 1,024 held-out prompts, one sample each, after the first `--every` steps and
+after the last one: the mean of the seeds, with the 95% interval of Student's t over them. With
+`--endless` completions have `max_new_tokens`, whatever the policy writes: it begins with a pass
+rate of a few percent, and has farther to go. tokens/s are of `areal-flow train` at this
+`max_staleness`, with `--flow-steps`.
 
     python -m benchmarks.staleness [--etas 0 1 2 4 8 16 inf] [--seeds 0 1 2] [--steps 100]
         [--json FILE] [--plot FILE]
@@ -40,6 +41,7 @@ import areal_flow
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.generation.torch_engine import TorchEngine
+from areal_flow.models.directory import stop_token_ids
 from areal_flow.models.policy import load_policy
 from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
@@ -70,6 +72,7 @@ class Job:
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     tokenizer: Tokenizer
+    stop: tuple[int, ...]
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
         text = self.tokenizer.decode(completion.tokens.tolist())
@@ -79,7 +82,7 @@ class Job:
         self, engine: TorchEngine, prompts: Sequence[Prompt], size: int, seed: int
     ) -> list[list[Completion]]:
         """Return `size` completions of each prompt."""
-        sampling = Sampling(self.recipe.generation.max_new_tokens)
+        sampling = Sampling(self.recipe.generation.max_new_tokens, stop_token_ids=self.stop)
         found: dict[str, list[Completion]] = {}
         for index, prompt in enumerate(prompts):
             seeds = tuple(seed + index * size + member for member in range(size))
@@ -109,7 +112,8 @@ def prepare(cwd: Path, model: Path | None, chosen: argparse.Namespace) -> Job:
         rendered = ((recipe.prompts.template.replace("{question}", r["question"]), r) for r in rows)
         return [Prompt(np.array(tokenizer.encode(text).ids), r["answer"]) for text, r in rendered]
 
-    return Job(model, recipe, read("train"), read("held_out"), tokenizer)
+    stop = () if chosen.endless else stop_token_ids(model)
+    return Job(model, recipe, read("train"), read("held_out"), tokenizer, stop)
 
 
 def learn(
@@ -193,14 +197,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def print_table(report: Mapping[str, Any], title: str) -> None:
     table = Table(title=title)
-    for label in ("eta", *OBJECTIVES, *(f"best, {name}" for name in OBJECTIVES), "clipped, both"):
+    shown = [first_and_last(run) for of_eta in report["etas"].values() for run in runs_of(of_eta)]
+    steps = shown[0] if shown else ()
+    for label in ("eta", *(f"step {step}, {name}" for step in steps for name in OBJECTIVES)):
         table.add_column(label, justify="right")
+    table.add_column("clipped, both", justify="right")
     table.add_column("tokens/s", justify="right")
     for eta, of_eta in report["etas"].items():
         runs = {name: [*of_eta[name].values()] for name in OBJECTIVES}
-        last = {name: [last_of(run) for run in found] for name, found in runs.items()}
-        best = {name: [max(run["pass_rates"].values()) for run in r] for name, r in runs.items()}
-        rates = [interval(by_name[name]) for by_name in (last, best) for name in OBJECTIVES]
+        rates = [
+            interval([run["pass_rates"][step] for run in runs[name]])
+            for step in steps
+            for name in OBJECTIVES
+        ]
         clipped = [fmean(run["clip_fraction"] for run in runs[name]) for name in OBJECTIVES]
         table.add_row(
             eta,
@@ -211,9 +220,14 @@ def print_table(report: Mapping[str, Any], title: str) -> None:
     Console(width=130).print(table)
 
 
-def last_of(run: Mapping[str, Any]) -> float:
-    """Return the pass rate after the last step."""
-    return float(run["pass_rates"][max(run["pass_rates"], key=int)])
+def runs_of(of_eta: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [run for name in OBJECTIVES for run in of_eta[name].values()]
+
+
+def first_and_last(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the first and the last step after which the held-out prompts were answered."""
+    steps = sorted(run["pass_rates"], key=int)
+    return tuple(dict.fromkeys((steps[0], steps[-1])))
 
 
 def main() -> None:
@@ -224,14 +238,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--minibatches", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--endless", action="store_true", help="no token ends a completion")
     parser.add_argument("--flow-steps", type=int, default=0, help="of `train`; 0: no tokens/s")
     parser.add_argument("--model", type=Path, help="start from this directory")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    names = ("steps", "batch_size", "minibatches", "learning_rate")
+    names = ("steps", "batch_size", "minibatches", "learning_rate", "endless")
     settings = {name: getattr(chosen, name) for name in names}
     report: dict[str, Any] = {"settings": settings, "etas": {}}
     if chosen.json and chosen.json.is_file():

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from areal_flow.algorithms.composed import Aggregation, ComposedAlgorithm
 from areal_flow.algorithms.importance import Proximal
-from areal_flow.algorithms.logprobs import bounded_exp, sequence_means
+from areal_flow.algorithms.logprobs import bounded_exp, of_each_token, sequence_means
 from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.settings import require
@@ -149,7 +149,7 @@ class GSPO(ComposedAlgorithm):
         the sequence.
         """
         log_ratio_S = sequence_means(log_ratio_T, inputs.sequence_T)
-        ratio_T = bounded_exp(log_ratio_S)[inputs.sequence_T]
+        ratio_T = of_each_token(bounded_exp(log_ratio_S), inputs.sequence_T)
         return clipped_objective(ratio_T, inputs, low=self.epsilon, high=self.epsilon_high)
 
 

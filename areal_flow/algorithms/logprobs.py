@@ -86,6 +86,13 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     return zeros_S.index_add(0, sequence_T, values_T) / lengths_S.clamp(min=1)
 
 
+def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
+    from areal_flow.taken_rows import Taken, take_rows  # here: recipes are read without torch
+
+    return take_rows(values_S, Taken.of(sequence_T, len(values_S)))
+
+
 def sums_to_come(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return, at each entry, the sum of its sequence's values from there to the end."""
     exact_T = values_T.double()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from areal_flow.algorithms.logprobs import of_each_token
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss, mean
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def pair_loss(rewards_S: Tensor, sequence_T: Tensor, *, label_smoothing: float) 
     losses_P = losses_P - label_smoothing * logsigmoid(-margin_P)
     watched_P = ((margin_P > 0).float(), margin_P, chosen_P, rejected_P)
     metrics = zip(PREFERENCE_METRICS, map(mean, watched_P), strict=True)
-    return PolicyLoss(losses_P[sequence_T // 2], dict(metrics))
+    return PolicyLoss(of_each_token(losses_P, sequence_T // 2), dict(metrics))
 
 
 def _num_sequences(sequence_T: Tensor) -> int:

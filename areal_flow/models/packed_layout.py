@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import embedding_bag
 
 from areal_flow.models.attention import AttentionRule, attend_causally
+from areal_flow.taken_rows import Taken, take_rows
 
 FREE_SCORES = 2**20
 """Scores of padding, of one head, that cost no more than another group of rows does."""
@@ -105,14 +103,11 @@ class Unfolding:
 
     shapes: Sequence[tuple[int, int]]
     """`(N, L)` of each group of sequences."""
-    gather_R: Tensor
-    """Of each padded token of all groups: its place in the row; padding has the first one's."""
+    gather: Taken
+    """Of each padded token of all groups, its place in the row; padding has the first one's, and
+    gives no gradient."""
     scatter_T: Tensor
     """Of each token of the row: where its first sequence has it among the `R`."""
-    owners_O: Tensor
-    """Where all its sequences have it, for one token of the row after the other."""
-    first_owner_T: Tensor
-    """Of each token of the row: where its owners begin among the `O`."""
 
     @classmethod
     def of(
@@ -132,33 +127,15 @@ class Unfolding:
         real_R = np.flatnonzero(np.concatenate(is_real))
         owners_O = real_R[np.argsort(gather_R[real_R], kind="stable")]
         first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
-        arrays = (gather_R, owners_O[first_T], owners_O, first_T)
-        return cls(shapes, *(torch.from_numpy(array).to(device) for array in arrays))
+        arrays = (owners_O[first_T], gather_R, owners_O, first_T)
+        scatter_T, *gather = (torch.from_numpy(array).to(device) for array in arrays)
+        return cls(shapes, Taken(*gather), scatter_T)
 
     def rows_of(self, packed: Tensor) -> list[Tensor]:
         """Return the rows `[N, H, L, D]` of each group, of a packed row `[1, H, T, D]`."""
-        rows_RHD: Tensor = _Unfold.apply(  # type: ignore[no-untyped-call]
-            packed[0].transpose(0, 1), self
-        )
+        rows_RHD = take_rows(packed[0].transpose(0, 1), self.gather)
         parts = torch.split(rows_RHD, [rows * length for rows, length in self.shapes])
         return [
             part.view(*shape, *part.shape[1:]).transpose(1, 2)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
-
-
-class _Unfold(torch.autograd.Function):
-    """Its gradient of a token adds those of its sequences in their order, on any device."""
-
-    @staticmethod
-    def forward(ctx: Any, packed_THD: Tensor, unfolding: Unfolding) -> Tensor:
-        ctx.unfolding = unfolding
-        return packed_THD.index_select(0, unfolding.gather_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient_RHD,) = gradients
-        of = ctx.unfolding
-        added = embedding_bag(of.owners_O, gradient_RHD.flatten(1), of.first_owner_T, mode="sum")
-        return added.view(-1, *gradient_RHD.shape[1:]), None

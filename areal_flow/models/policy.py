@@ -42,6 +42,7 @@ from areal_flow.models.lora import add_adapter, merged, stored_name
 from areal_flow.models.paged_decode import PagedDecodeLayout
 from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
+from areal_flow.taken_rows import Taken, take_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -218,7 +219,8 @@ def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
         use_cache=False,
         layout=layout,
     ).last_hidden_state
-    return hidden_1TH[0, positions_M]  # type: ignore[no-any-return]
+    hidden_TH: Tensor = hidden_1TH[0]
+    return take_rows(hidden_TH, Taken.of(positions_M, len(hidden_TH)))
 
 
 def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:

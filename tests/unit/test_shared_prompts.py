@@ -123,3 +123,22 @@ def test_ranks_get_parts_of_a_single_group(num_ranks: int) -> None:
     units = units_of(sequences, range(32), num_ranks, max_tokens=1000)
     assert len(units) >= 4 * num_ranks
     assert all(len(unit) > 1 for unit in units)
+
+
+def test_gradients_of_shared_prompts_have_the_same_bits_by_two_threads() -> None:
+    """A prompt's last token predicts the first of each completion: it has all of their gradients.
+
+    Here by four thousand completions of one token, of which each thread has some.
+    """
+    policy = small_policy()
+    row = [[sequence([1, 2, 3], 1, seed) for seed in range(4096)]]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        _, first = logprobs_and_gradients(policy, row)
+        kept = [gradient.clone() for gradient in first]
+        for _ in range(5):
+            _, again = logprobs_and_gradients(policy, row)
+            assert all(map(torch.equal, again, kept))
+    finally:
+        torch.set_num_threads(before)

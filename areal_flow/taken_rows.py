@@ -55,4 +55,4 @@ class _TakeRows(torch.autograd.Function):
         taken = ctx.taken
         flat_RD = gradient_R[:, None].flatten(1)
         added_TD = embedding_bag(taken.owners_O, flat_RD, taken.first_T, mode="sum")
-        return added_TD.view(-1, *gradient_R.shape[1:]), None
+        return added_TD.view(len(added_TD), *gradient_R.shape[1:]), None

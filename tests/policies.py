@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_flow.models.attention import ATTENTION_NAME
+from areal_flow.models.linear import swap_linear_layers
 from areal_flow.trainer.sft import CompletionRows
 from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 
@@ -32,6 +33,7 @@ def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> 
     )
     config._attn_implementation = ATTENTION_NAME
     policy = Qwen2ForCausalLM(config).eval()
+    swap_linear_layers(policy)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.dim() == 2:

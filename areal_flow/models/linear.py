@@ -72,7 +72,7 @@ class OneDnnLinear(nn.Linear):
             )
         else:
             outputs_RN = linear(rows_RK, self.weight, self.bias)
-        return outputs_RN.view(*input.shape[:-1], -1)
+        return outputs_RN.view(*input.shape[:-1], self.out_features)
 
 
 def _is_plain_float32(tensor: Tensor) -> bool:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
@@ -162,6 +164,29 @@ def test_packed_gradient_equals_one_sequence_at_a_time(advantage: str) -> None:
     for a, b in zip(packed, alone, strict=True):
         scale = max(1e-8, float(b.abs().max()))
         assert float((a - b).abs().max()) / scale < 1e-5
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_sequences_without_a_trained_token_change_nothing_where_they_are_packed(name: str) -> None:
+    """With others, or alone in micro-batches that have no token to learn from."""
+    algorithm = ALGORITHMS[name](num_minibatches=2)
+    sequences = make_sequences(vocabulary=80)
+    longest = max(sequence.num_tokens for sequence in sequences)
+    sequences = [replace(s, trained=s.trained & (s.num_tokens < longest - 2)) for s in sequences]
+    found = []
+    for tokens_per_micro_batch in (longest, 1000):
+        backend = ReplicatedBackend(
+            small_policy(vocab_size=80),  # as wide as layers that oneDNN multiplies
+            TrainerSettings(tokens_per_micro_batch=tokens_per_micro_batch, learning_rate=1e-3),
+        )
+        if isinstance(algorithm, ActorCriticPPO):
+            backend.add_critic(algorithm)
+        how = StepSettings(algorithm, temperature=1.0, seed=0)
+        found.append(train_step(backend, sequences, step=1, settings=how))
+    alone, together = found
+    assert len(together.losses) == 2
+    assert alone.losses == pytest.approx(together.losses, abs=1e-5)
+    assert alone.grad_norms == pytest.approx(together.grad_norms, rel=1e-4)
 
 
 def test_gradient_equals_the_loss_written_out() -> None:

@@ -65,7 +65,7 @@ class OneDnnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not _is_plain_float32(input):
             return super().forward(input)
-        rows_RK = input.flatten(0, -2)
+        rows_RK = input.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
             outputs_RN: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
                 rows_RK, self.weight, self.bias
@@ -98,7 +98,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows_RK, weight_NK)
+        needs_rows, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows_RK if needs_weight else None, weight_NK if needs_rows else None)
         return linear(rows_RK, weight_NK, bias_N)
 
     @staticmethod

@@ -64,6 +64,12 @@ def tokenise_completions(
                 f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
                 f"trainer.tokens_per_micro_batch ({max_tokens})"
             )
+        for field, turns in zip(fields, completions, strict=True):
+            if not any(turns[::2]):
+                raise ValueError(
+                    f"field {field!r}: found a text of which the model's tokenizer makes no token, "
+                    "expected one or more"
+                )
         return [(prompt, turns) for turns in completions]
 
     bad_rows: dict[Place, PromptError] = {}

@@ -165,9 +165,11 @@ def padded(num_rows: int) -> int:
 def _side_by_side(
     sequences: Sequence[TrainingSequence],
 ) -> tuple[list[Tokens], list[NDArray[np.int64]]]:
-    """Return the parts of a row, and where each sequence's tokens lie in it; padding is one more.
+    """Return the parts of a row, and where each sequence's tokens lie in it, padding's at the end.
 
-    A sequence alone has none, and stays as it is in attention, too.
+    Padding is sequences, too, none longer than all others: some policies have no later positions,
+    and some compute every token otherwise where there are any. A sequence alone has no padding, and
+    stays as it is in attention, too.
     """
     parts: list[Tokens] = []
     places: list[NDArray[np.int64]] = []
@@ -185,7 +187,8 @@ def _side_by_side(
         end += len(output)
     if len(sequences) > 1 and (num_padding := padded(end) - end):
         parts.append(np.zeros(num_padding, np.int64))
-        places.append(np.arange(end, end + num_padding))
+        longest, padding = max(map(len, places)), np.arange(end, end + num_padding)
+        places += [padding[at : at + longest] for at in range(0, num_padding, longest)]
     return parts, places
 
 

@@ -6,6 +6,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,6 +19,8 @@ from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import hidden_at, logits_at, logits_of, policy_from_config
 from areal_flow.models.probe import probe_config, small_copy
+from areal_flow.trainer.head import token_logprobs
+from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 
 SMALL = {
@@ -72,6 +75,25 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
 }
+
+LIMITED: dict[str, dict[str, Any]] = {
+    "GPT2": {"max_position_embeddings": 16},
+    "OPT": {**SUPPORTED["OPT"], "max_position_embeddings": 16},
+    "Phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+        "original_max_position_embeddings": 16,
+    },
+    "Llama": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+}
+"""Policies of 16 positions, or that compute all tokens otherwise with more."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GptOss": ({"head_dim": 16, "num_local_experts": 4}, r"sinks \(s_aux\)"),
@@ -146,6 +168,32 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         start = len(tokens) - len(completion.tokens)
         exact = [float(logprobs_TV[at - 1, tokens[at]]) for at in range(start, len(tokens))]
         assert completion.logprobs == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(name: str) -> None:
+    """Packed rows have padding, of which no part may have a position that no sequence has."""
+    policy = sharp_policy(config_of(name, LIMITED[name]))
+    sequences = [
+        TrainingSequence(
+            as_tokens(range(1, 3)),
+            as_tokens(range(3, length + 1)),
+            np.zeros(length - 2, np.float32),
+            np.ones(length - 2, np.bool_),
+            reward=0.0,
+            group=0,
+        )
+        for length in (5, 16)
+    ]
+    micro = pack_sequences(sequences)
+    assert micro.input_ids_1T.shape[1] > 2 * 16
+    with torch.no_grad():
+        found = token_logprobs(policy, micro, temperature=1.0)
+        for at, sequence in enumerate(sequences):
+            tokens = [*sequence.prompt_tokens, *sequence.output_tokens]
+            logprobs_TV = plain_logprobs(policy, tokens)
+            expected = [float(logprobs_TV[n - 1, tokens[n]]) for n in range(2, len(tokens))]
+            assert found[micro.sequence_M == at].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from areal_flow.models import linear as module
 from areal_flow.models.linear import (
@@ -81,6 +82,25 @@ def test_frozen_weights_have_no_gradient_and_frozen_inputs_none() -> None:
     assert rows.grad is not None
 
 
+@pytest.mark.parametrize("frozen", ["rows", "weight"])
+def test_no_more_is_kept_for_gradients_than_they_need(frozen: str) -> None:
+    layer = nn.Linear(256, 128, bias=False)
+    swap_linear_layers(layer)
+    layer.weight.requires_grad_(frozen != "weight")
+    rows = torch.randn(512, 256, requires_grad=frozen != "rows")
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda nothing: nothing):
+        layer(rows)
+    assert [tensor.shape for tensor in kept] == [(128, 256) if frozen == "weight" else (512, 256)]
+
+
+def test_vector_is_one_row() -> None:
+    layer, vector = nn.Linear(256, 128), torch.randn(256)
+    expected = layer(vector)
+    swap_linear_layers(layer)
+    torch.testing.assert_close(layer(vector), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_are_pytorchs(dtype: torch.dtype) -> None:
     layer = nn.Linear(256, 128, dtype=dtype)
@@ -105,8 +125,10 @@ def test_small_products_are_pytorchs() -> None:
     assert torch.equal(linear(rows, weight), nn.functional.linear(rows, weight))
 
 
-def test_policy_keeps_its_names_and_kinds() -> None:
-    plain = small_policy()
+def test_policy_keeps_its_names_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as slower:
+        slower.setattr(module, "onednn_is_faster", lambda: False)
+        plain = small_policy()
     names = [*plain.state_dict()]
     policy = ready(plain, "cpu")
     layers = [m for m in policy.modules() if isinstance(m, nn.Linear)]

@@ -64,7 +64,9 @@ def test_every_algorithm_is_replayed_bit_for_bit(tmp_path: Path, variant: str) -
     assert [compared.equal for compared in (*found.before, found.compared)] == [True, True]
     assert found.compared.recorded.metrics.grad_norm > 0
     if "kl_coefficient" in VARIANTS[variant]:
-        assert found.replayed.metrics.metrics["kl_policy_reference"] > 0
+        divergence = found.replayed.metrics.metrics["kl_policy_reference"]
+        assert divergence != 0
+        assert divergence > 0 or VARIANTS[variant].get("kl_estimator") == "k1"
 
 
 def test_divergence_can_be_tried_on_a_step_that_was_recorded_without(layout: RunLayout) -> None:

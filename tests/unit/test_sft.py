@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.normalizers import Replace
 
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, PromptError, TrainingError
@@ -177,6 +178,14 @@ def test_bad_pair_is_named(tmp_path: Path, bad: dict[str, Any], expected: str) -
     with pytest.raises(PromptError) as raised:
         tokenise(path, build_tokenizer(), fields=("chosen", "rejected"))
     assert expected in str(raised.value)
+
+
+def test_completion_of_no_token_is_named(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.normalizer = Replace("3", "")
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "1 + 1 =", "chosen": " 2", "rejected": "3"})
+    with pytest.raises(PromptError, match=r"'rejected': found a text of which .* makes no token"):
+        tokenise(path, tokenizer, stop=None, fields=("chosen", "rejected"))
 
 
 @pytest.mark.parametrize(

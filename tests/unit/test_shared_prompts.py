@@ -54,7 +54,9 @@ def test_golden_row_of_a_prompt_that_two_completions_share() -> None:
     third = replace(third, output_tokens=np.array([6, 7]))
     micro = pack_sequences([first, other, third])
     assert micro.input_ids_1T.tolist() == [[1, 2, 3, 4, 5, 5, 9, 6, 7, *[0] * 55]]
-    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, *range(55)]]
+    assert micro.layout.position_ids.tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, *[0, 1, 2, 3, 4] * 11]
+    ]
     assert micro.predicting_M.tolist() == [1, 3, 5, 1, 7]
     assert micro.trained_M.tolist() == [2, 4, 6, 7, 8]
     assert micro.targets_M.tolist() == [3, 5, 9, 6, 7]

@@ -133,7 +133,7 @@ def test_golden_micro_batch_of_two_sequences() -> None:
     assert micro.advantages_M.tolist() == [0.25, 0.25, -2.0]
     assert micro.sequence_M.tolist() == [0, 0, 1]
     assert micro.versions_M.tolist() == [-1, -1, -1]
-    assert micro.layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, *range(54)]]
+    assert micro.layout.position_ids.tolist() == [[*[0, 1, 2, 3, 4] * 12, 0, 1, 2, 3]]
     assert (micro.predicting_M.dtype, micro.targets_M.dtype) == (torch.int64, torch.int64)
     assert (micro.advantages_M.dtype, micro.behavior_logprobs_M.dtype) == (
         torch.float32,

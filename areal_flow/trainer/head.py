@@ -68,7 +68,8 @@ def _in_chunks(
             pad(each, padding) for each in (micro.predicting_M, micro.targets_M)
         )
         hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, predicting_M)
-        return tuple(column_M[:num_trained] for column_M in of_chunk(hidden_MH, targets_M))
+        # No views: FSDP has hooks on what a pass returns, which it would lose of changed views.
+        return tuple(column[:num_trained].clone() for column in of_chunk(hidden_MH, targets_M))
     hidden_MH = hidden_at(policy, micro.input_ids_1T, micro.layout, micro.predicting_M)
     if torch.is_grad_enabled():
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)

@@ -66,6 +66,7 @@ def test_logprobs_are_those_of_all_logits() -> None:
     expected = (logits_MV / 0.7).log_softmax(1).gather(1, micro.targets_M[:, None])[:, 0]
     found = token_logprobs(policy, micro, temperature=0.7)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert not found._is_view(), "FSDP warns of views"
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])

@@ -55,21 +55,8 @@ def tokenise_completions(
     """
 
     def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
-        prompt, completions = encoder.encode(row, fields)
-        if len(fields) == 2 and completions[0] == completions[1]:
-            raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
-        length = sum(len(prompt) + sum(map(len, turns)) for turns in completions)
-        if not prompt or length > max_tokens:
-            raise ValueError(
-                f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
-                f"trainer.tokens_per_micro_batch ({max_tokens})"
-            )
-        for field, turns in zip(fields, completions, strict=True):
-            if not any(turns[::2]):
-                raise ValueError(
-                    f"field {field!r}: found a text of which the model's tokenizer makes no token, "
-                    "expected one or more"
-                )
+        prompt, completions = found = encoder.encode(row, fields)
+        _check_tokens(found, fields, max_tokens)
         return [(prompt, turns) for turns in completions]
 
     bad_rows: dict[Place, PromptError] = {}
@@ -90,6 +77,29 @@ def tokenise_completions(
         lengths=np.array([sum(map(len, row)) for row in parts], np.int32),
     )
     return len(rows) // len(fields)
+
+
+def _check_tokens(row: TokenisedRow, fields: Sequence[str], max_tokens: int) -> None:
+    """Refuse what nothing can be learned from, and what no micro-batch holds.
+
+    Raises:
+        ValueError: saying which field or length.
+    """
+    prompt, completions = row
+    if len(fields) == 2 and completions[0] == completions[1]:
+        raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
+    length = sum(len(prompt) + sum(map(len, turns)) for turns in completions)
+    if not prompt or length > max_tokens:
+        raise ValueError(
+            f"{len(prompt)} prompt and {length} tokens in all, expected 1 or more and at most "
+            f"trainer.tokens_per_micro_batch ({max_tokens})"
+        )
+    for field, turns in zip(fields, completions, strict=True):
+        if not any(turns[::2]):
+            raise ValueError(
+                f"field {field!r}: found a text of which the model's tokenizer makes no token, "
+                "expected one or more"
+            )
 
 
 class RowEncoder:

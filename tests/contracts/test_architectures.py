@@ -6,7 +6,6 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,8 +19,9 @@ from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import hidden_at, logits_at, logits_of, policy_from_config
 from areal_flow.models.probe import probe_config, small_copy
 from areal_flow.trainer.head import token_logprobs
-from areal_flow.trainer.sequences import TrainingSequence, pack_sequences
+from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
+from tests.unit.test_trainer import sequence_of
 
 SMALL = {
     "vocab_size": 41,
@@ -52,6 +52,12 @@ LATENT = {
 }
 GRANITE = {"logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}
 WINDOW = {"sliding_window": 8}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 
 SUPPORTED: dict[str, dict[str, Any]] = {
     "Qwen2": {},
@@ -80,12 +86,7 @@ LIMITED: dict[str, dict[str, Any]] = {
     "GPT2": {"max_position_embeddings": 16},
     "OPT": {**SUPPORTED["OPT"], "max_position_embeddings": 16},
     "Phi3": {
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-        },
+        "rope_parameters": LONGROPE,
         "original_max_position_embeddings": 16,
     },
     "Llama": {
@@ -175,14 +176,7 @@ def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(
     """Packed rows have padding, of which no part may have a position that no sequence has."""
     policy = sharp_policy(config_of(name, LIMITED[name]))
     sequences = [
-        TrainingSequence(
-            as_tokens(range(1, 3)),
-            as_tokens(range(3, length + 1)),
-            np.zeros(length - 2, np.float32),
-            np.ones(length - 2, np.bool_),
-            reward=0.0,
-            group=0,
-        )
+        sequence_of([1, 2], [*range(3, length + 1)], [0.0] * (length - 2), [True] * (length - 2))
         for length in (5, 16)
     ]
     micro = pack_sequences(sequences)
@@ -241,14 +235,8 @@ def test_longer_contexts_than_a_model_was_made_for_are_refused() -> None:
         ModelError, match=r"at most 256 tokens, found generation.max_model_len = 257"
     ):
         probe_config(config_of("GPT2", {}), max_model_len=257)
-    stretched = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    }
     config = config_of(
-        "Phi3", {"rope_parameters": stretched, "original_max_position_embeddings": 64}
+        "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
     )
     probe_config(config, max_model_len=64)
     with pytest.raises(ModelError, match="at most 64 tokens"):

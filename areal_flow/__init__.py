@@ -24,6 +24,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return what is public, which `__getattr__` imports."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import what is public on first use: `import areal_flow` alone loads no vendor."""
     if name in _HOMES:

@@ -244,7 +244,7 @@ class Recipe(Settings):
 
     model: str = "tiny"
     """A model directory, a hub name, or a model made here: `tiny`, `tiny_calculator`,
-    `tiny_coder`."""
+    `tiny_coder`. If a model directory has such a name, write `./tiny`."""
     seed: int = Field(0, ge=0)
     """Of everything drawn at random."""
     num_steps: int = Field(90, ge=0)
@@ -270,8 +270,9 @@ class Recipe(Settings):
     """The optimizer and its checkpoints."""
     workflow: WorkflowSettings = SingleTurn()
     """What an episode is: a workflow's name and its own settings."""
-    rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), min_length=1, strict=False)
-    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum."""
+    rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
+    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum. None by
+    default where an agent gives the rewards."""
     pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
     """A completion passes if its reward is above this: verdicts, pass rates, reports."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -296,9 +297,26 @@ class Recipe(Settings):
         return self
 
     @model_validator(mode="after")
+    def _without_idle_reward(self) -> Recipe:
+        """Take the default reward away where an agent gives the rewards; nothing would ask it."""
+        if "rewards" not in self.model_fields_set and self._is_rewarded_by_agent:
+            object.__setattr__(self, "rewards", ())
+        return self
+
+    @property
+    def _is_rewarded_by_agent(self) -> bool:
+        return isinstance(self.workflow, Agent) and self.workflow.missing_reward != "score"
+
+    @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        names = [reward.verifier for reward in self.rewards]
-        require(len(set(names)) == len(names), f"rewards: a verifier is named twice in {names}")
+        require(
+            bool(self.rewards) or self._is_rewarded_by_agent,
+            "rewards: expected at least one, found none; name one, or take an agent as the "
+            "workflow, which gives rewards of its own",
+        )
+        rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
+        twice = [one[0] for place, one in enumerate(rewards) if one in rewards[:place]]
+        require(not twice, f"rewards: {twice} named twice with the same settings and sources")
         self._check_sources()
         self._check_trainer_ranks()
         require(
@@ -317,9 +335,10 @@ class Recipe(Settings):
         require(
             self.algorithm.proximal != "interpolated"
             or (self.schedule == "async" and self.controller.max_staleness > 0),
-            "algorithm.proximal 'interpolated' is between the trained policy and older ones: where "
-            f"no token is old (schedule {self.schedule!r}, controller.max_staleness "
-            f"{self.controller.max_staleness}) it never clips; set it to 'recomputed'",
+            "algorithm.proximal 'interpolated' is for tokens of older policies: where there are "
+            f"none (schedule {self.schedule!r}, controller.max_staleness "
+            f"{self.controller.max_staleness}) it is the policy that sampled, which makes it plain "
+            "PPO; set algorithm.name to 'ppo', or algorithm.proximal to 'recomputed'",
         )
         first, _ = self.algorithm.overlong_tokens or (0, 0)
         require(
@@ -345,7 +364,7 @@ class Recipe(Settings):
             f'["{getattr(self.workflow, "call_end", "")}"]: what ends a call must end a completion',
         )
         require(
-            not isinstance(self.workflow, Agent) or self.prompts.chat_template,
+            not isinstance(self.workflow, Agent) or self.prompts.chat_template is True,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
         )
         require(
@@ -389,6 +408,8 @@ class Recipe(Settings):
             f"prompts.path ({self.prompts.path}) and [[sources]] are two ways to say the same: "
             "make the file one of the sources",
         )
+        if not self.rewards:
+            return
         names += [each.name for each in self.evaluation.held_out]
         for reward in self.rewards:
             unknown = sorted(set(reward.sources) - set(names))

@@ -76,12 +76,19 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
     return rule
 
 
-def setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of a model and of its sections."""
+def setting_names(
+    model: type[BaseModel], prefix: str = "", *, in_arrays: bool = True
+) -> Iterator[str]:
+    """Yield the dotted names of all settings of a model and of its sections.
+
+    Args:
+        in_arrays: with those of sections of which there may be several.
+    """
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        for section in _models(field.annotation):
-            yield from setting_names(section, f"{prefix}{name}.")
+        if in_arrays or get_origin(field.annotation) is not tuple:
+            for section in _models(field.annotation):
+                yield from setting_names(section, f"{prefix}{name}.", in_arrays=in_arrays)
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:

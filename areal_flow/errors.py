@@ -19,16 +19,6 @@ A message says what was expected, what was found and what to do.
 
 from __future__ import annotations
 
-import traceback
-
-
-def root_cause(error: BaseException) -> str:
-    """Return in words what was raised, and in which function and line."""
-    cause = f"{type(error).__name__}: {error}"
-    if frames := traceback.extract_tb(error.__traceback__):
-        cause += f" (at {frames[-1].name}, line {frames[-1].lineno})"
-    return cause
-
 
 class ArealFlowError(Exception):
     """Root of the tree: anything this project raises on purpose."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,10 +19,13 @@ import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
+from areal_flow.errors import ArealFlowError
 from areal_flow.held_out import HELD_OUT
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from schemas.content import row_arrays
+
+logger = logging.getLogger(__name__)
 
 ANSWERS_PER_TASK = 64
 HELD_OUT_MEMBER = -1
@@ -48,7 +52,8 @@ async def answer_held_out(
     """Answer every prompt with the newest weights; return rows of the evaluation schema.
 
     Beside training, newer weights arrive while prompts are answered: no token is older than the
-    evaluation's `policy_version`, and each row says which versions sampled it.
+    evaluation's `policy_version`, and each row says which versions sampled it. An answer that
+    failed is a row without a reward, which does not pass.
 
     Args:
         settings: how many answers a prompt of each set has, and how they are sampled.
@@ -57,7 +62,7 @@ async def answer_held_out(
         writer_epoch: of the driver that will append the rows, 0 if none will.
 
     Raises:
-        ArealFlowError: the prompts could not be answered.
+        ArealFlowError: no prompt could be answered; the message is the first cause.
     """
     began = datetime.now(UTC)
     episodes = [
@@ -76,13 +81,31 @@ async def answer_held_out(
         for index, prompt in enumerate(prompts)
     ]
     tasks = _tasks(episodes)
-    tables = await asyncio.gather(*(answer(task, name=name) for task in tasks))
-    rows = [
-        row for task, table in zip(tasks, tables, strict=True) for row in _rows(task, table, decode)
-    ]
+    found = await asyncio.gather(*(_table_or_error(answer, task, name) for task in tasks))
+    rows = await asyncio.to_thread(_all_rows, tasks, found, decode)
+    _warn_of_failures(rows, name)
     oldest = min(span["version"] for row in rows for span in row["version_spans"])
     made = {"evaluation": name, "writer_epoch": writer_epoch, "policy_version": oldest}
     return [{**made, **row} for row in rows]
+
+
+async def _table_or_error(
+    answer: Answer, task: Sequence[Episode], name: str
+) -> pa.Table | ArealFlowError:
+    try:
+        return await answer(task, name=name)
+    except ArealFlowError as error:
+        return error
+
+
+def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    failed = [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]
+    if failed:
+        cause = failed[0].get("error", "no reason is known")
+        logger.warning(
+            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
+            *(name, len(failed), len(rows), cause),
+        )
 
 
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -102,21 +125,45 @@ def _set_of(prompt: Prompt) -> str:
     return prompt.source or HELD_OUT
 
 
-def _rows(episodes: Sequence[Episode], table: pa.Table, decode: Decode) -> list[dict[str, Any]]:
+def _all_rows(
+    tasks: Sequence[Sequence[Episode]],
+    found: Sequence[pa.Table | ArealFlowError],
+    decode: Decode,
+) -> list[dict[str, Any]]:
+    tables = [table for table in found if isinstance(table, pa.Table)]
+    for error in () if tables else found:
+        raise error
+    verifier = tables[0]["verifier"][0].as_py()
+    return [
+        row
+        for task, answered in zip(tasks, found, strict=True)
+        for row in _rows(task, answered, decode, verifier=verifier)
+    ]
+
+
+def _rows(
+    episodes: Sequence[Episode], found: pa.Table | ArealFlowError, decode: Decode, *, verifier: str
+) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
-    answers = table.filter(pc.equal(table["branch"], 0))
-    rows = {
-        (row["submission_index"], row["member"]): row
-        for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
-    }
-    texts = dict(zip(rows, decode([*row_arrays(answers["output_tokens"])]), strict=True))
-    failed = {"verdict": "error", "error": "; ".join(rollout_notes(table).errors)}
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    texts: dict[tuple[int, int], str] = {}
+    errors: tuple[str, ...]
+    if isinstance(found, ArealFlowError):
+        errors = (str(found),)
+    else:
+        errors = rollout_notes(found).errors
+        answers = found.filter(pc.equal(found["branch"], 0))
+        rows = {
+            (row["submission_index"], row["member"]): row
+            for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
+        }
+        texts = dict(zip(rows, decode([*row_arrays(answers["output_tokens"])]), strict=True))
     unanswered: dict[str, Any] = {
         "version_spans": [],
         "finish_reason": "error",
         "reward": None,
-        "reward_detail": json.dumps(failed),
-        "verifier": next(row["verifier"] for row in rows.values()),
+        "reward_detail": json.dumps({"verdict": "error", "error": "; ".join(errors)}),
+        "verifier": verifier,
     }
     return [
         {

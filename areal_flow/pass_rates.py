@@ -15,7 +15,7 @@ from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from areal_flow.types import EvaluationScores, EvaluationTable, PassRate, RewardMean
+from areal_flow.types import EvaluationScores, EvaluationTable, PassRate, RewardMean, Verdict
 
 PASS_THRESHOLD = 0.5
 """Halfway between wrong and right of a verifier that gives 0 and 1."""
@@ -28,6 +28,11 @@ Z_95 = 1.959963984540054
 def passes(reward: float | None, *, threshold: float) -> bool:
     """Return whether a completion passes: its reward is above the threshold; none never is."""
     return reward is not None and reward > threshold
+
+
+def verdict_of(reward: float, *, threshold: float) -> Verdict:
+    """Return the verdict of a bare reward."""
+    return "right" if passes(reward, threshold=threshold) else "wrong"
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:

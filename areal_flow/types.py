@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -128,6 +129,12 @@ class Score:
     message: str = ""
     """What the verifier would tell the policy, for workflows of several turns."""
     parts: tuple[RewardPart, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What else a verifier says of this completion, by name."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not isfinite(self.reward):
+            raise ValueError(f"expected a finite reward, found {self.reward}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,8 @@ class EngineStats:
     stall_s: float = 0.0
     """From each switch of weights while there was work to the end of the decode step after it,
     which may prefill again what an interruption dropped."""
+    elapsed_s: float = 0.0
+    """From when the engine was made to the moment up to which `busy_s` is counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ from distributed.core import rpc
 import areal_flow
 from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
+from areal_flow.cluster.settings import NetworkSettings
+from areal_flow.cluster.worker_process import connection_security
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.replay import replay_step
@@ -184,7 +186,7 @@ class Chaos:
             self._strike_driver(strike)
         elif strike.victim == "scheduler":
             self._wait_for(strike)
-            asyncio.run(_end_scheduler(self._scheduler()))
+            asyncio.run(_end_scheduler(*self._scheduler()))
             self._await(self._driver_is_gone, "the driver to notice that its scheduler is gone")
             self._audit()
             self._resume()
@@ -296,12 +298,13 @@ class Chaos:
                 raise DriverEnded(f"the driver ended while this waited for {what}")
             sleep(0.05)
 
-    def _scheduler(self) -> str:
+    def _scheduler(self) -> tuple[str, NetworkSettings]:
         self._await(self.layout.cluster.is_file, "the cluster")
-        return str(json.loads(self.layout.cluster.read_text())["scheduler"])
+        found = json.loads(self.layout.cluster.read_text())
+        return found["scheduler"], NetworkSettings.model_validate(found["network"])
 
     def _workers(self) -> list[WorkerStatus]:
-        return asyncio.run(list_workers(self._scheduler()))
+        return asyncio.run(list_workers(*self._scheduler()))
 
     # Audits
 
@@ -324,9 +327,10 @@ def _entries(folder: Path) -> frozenset[str]:
     return frozenset(path.name for path in folder.iterdir())
 
 
-async def _end_scheduler(address: str) -> None:
+async def _end_scheduler(address: str, network: NetworkSettings) -> None:
+    security = connection_security(network).get_connection_args("client")
     with suppress(OSError, RuntimeError):  # whatever it says as it ends
-        async with rpc(address) as scheduler:
+        async with rpc(address, connection_args=security) as scheduler:
             await scheduler.terminate()
 
 

@@ -74,7 +74,8 @@ def measure(backend: ReplicatedBackend, num_tokens: int, num_steps: int) -> dict
         if on_gpu:
             torch.cuda.synchronize(device)
     seconds = (perf_counter() - began) / num_steps
-    flops = shape.step_flops(sequences, algorithm) / seconds
+    of_one_row = [[[[0]]]]
+    flops = shape.step_flops(sequences, of_one_row, algorithm) / seconds
     return {
         "num_tokens": num_tokens,
         "seconds": seconds,

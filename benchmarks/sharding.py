@@ -96,7 +96,7 @@ def measure(rank: int, directory: Path, arguments: argparse.Namespace) -> dict[s
             empty = policy(arguments, device="meta")
     else:
         empty = policy(arguments)
-    backend = make_backend(empty.train(), settings, replicas)
+    backend = make_backend(empty, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)
     how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
     began = perf_counter()

@@ -124,7 +124,7 @@ def learn(
     algorithm = ALGORITHMS[OBJECTIVES[objective]](**shared)
     recipe = job.recipe.model_copy(update={"algorithm": algorithm, "seed": seed})
     settings = StepSettings(recipe.algorithm, recipe.generation.temperature, seed)
-    backend = make_backend(load_policy(job.model).train(), recipe.trainer)
+    backend = make_backend(load_policy(job.model), recipe.trainer)
     engine = TorchEngine(load_policy(job.model), recipe.generation, version=0)
     versions = [weights_of(backend)]
     pass_rates: dict[int, float] = {}

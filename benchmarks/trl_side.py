@@ -85,7 +85,6 @@ def main() -> None:
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(given["prompts"]),
-        # AutoTokenizer takes Qwen2's own for any policy of its kind, and splits sums otherwise.
         processing_class=PreTrainedTokenizerFast.from_pretrained(
             given["model"], padding_side="left"
         ),

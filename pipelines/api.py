@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe, build_recipe, load_recipe
+from areal_flow.config_errors import setting_names
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.rewards.shipping import ship_function
@@ -17,9 +18,19 @@ from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
 from pipelines.built_in import write_jsonl
 from pipelines.evaluate import EvaluationResult, evaluate_model
-from pipelines.forking import Fork, find_fork
-from pipelines.jobs import DEFAULT_RECIPE, SFT, TRAINING, Job, default_name, recipe_path, start
-from pipelines.models import find_model, newest_checkpoint
+from pipelines.forking import Fork, fork_of
+from pipelines.jobs import (
+    DEFAULT_RECIPE,
+    SFT,
+    TRAINING,
+    Job,
+    default_name,
+    recipe_path,
+    recipe_to_resume,
+    start,
+)
+from pipelines.jobs import resume as resume_run
+from pipelines.references import find_reference, newest_checkpoint
 
 Rows = Any
 """A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
@@ -32,11 +43,16 @@ def train(
     rewards: Sequence[Callable[..., Any] | str] = (),
     source: Run | str | None = None,
     reset_optimizer: bool = False,
+    resume: Run | str | None = None,
+    accept_verifier: bool = False,
     name: str | None = None,
     runs: Path | str = "runs",
     **settings: Any,
 ) -> Run:
-    """Train a policy; return the run to read. Ctrl-C ends it after the step, and keeps it.
+    """Train a policy; return the run to read.
+
+    Ctrl-C, or an interrupt of a notebook's cell, ends training after the step: the run is stopped
+    with a checkpoint, and is returned like one that finished. A second one ends it at once.
 
     Args:
         recipe: settings, or the path of a TOML recipe; by default every setting's default, and
@@ -49,14 +65,29 @@ def train(
         source: another run, `"RUN"` or `"RUN@STEP"`, with whose policy this one begins, and whose
             recipe it has instead of one given.
         reset_optimizer: with `source`: without that run's optimizer state.
+        resume: a run that was stopped, or is to be trained further, to go on with; of all else
+            only `num_steps`, `max_minutes` and `accept_verifier` go with it.
+        accept_verifier: with `resume`: even if the code that scores changed.
         name: of the run's directory; recipe and time by default.
         runs: the folder of runs.
         settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
-            dotted name, `**{"trainer.learning_rate": 1e-5}`.
+            dotted name, `**{"trainer.learning_rate": 1e-5}`. A setting that one section alone has
+            needs no section: `max_new_tokens=200`.
 
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
+        KeyboardInterrupt: it was interrupted twice, or where there was no step to finish.
     """
+    if resume is not None:
+        new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
+        unfit = [
+            key for key, value in {**new, "rewards": rewards or None}.items() if value is not None
+        ]
+        if unfit:
+            raise ConfigError(f"expected resume without {', '.join(unfit)}: a run keeps its own")
+        return _resume(resume, settings, accept_verifier=accept_verifier, runs=Path(runs))
+    if accept_verifier:
+        raise ConfigError("accept_verifier goes with resume")
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file", "sources": []})
     elif recipe is None and source is None:
@@ -66,7 +97,7 @@ def train(
         if recipe is not None:
             raise ConfigError("expected a recipe or a source, found both")
         named = str(source.layout.root) if isinstance(source, Run) else source
-        fork = find_fork(Path(runs), named, reset_optimizer=reset_optimizer)
+        fork = fork_of(find_reference(Path(runs), named), reset_optimizer=reset_optimizer)
     brought = "prompts", prompts, rewards
     layout = _start(TRAINING, fork or recipe, settings, brought, name=name, runs=Path(runs))
     return open_run(layout.root)
@@ -79,6 +110,7 @@ def evaluate(
     num_prompts: int | None = None,
     runs: Path | str = "runs",
     registry: str | None = None,
+    **settings: Any,
 ) -> EvaluationResult:
     """Answer held-out prompts with a policy; return pass rates and answers.
 
@@ -88,6 +120,8 @@ def evaluate(
         num_prompts: answer only the first ones.
         runs: the folder of runs.
         registry: MLflow's address, for models:/...
+        settings: over the run's, as for `train`; those of `evaluation` need no section:
+            `temperature=0`, `top_p=0.9`, `num_samples=8`, `max_new_tokens=200`.
 
     Raises:
         ModelError: there is no such model, or nothing says which prompts to use.
@@ -96,10 +130,16 @@ def evaluate(
         title, directory = model.layout.name, newest_checkpoint(model.layout)
     else:
         title = str(model)
-        directory = find_model(Path(runs), str(model), registry=registry)
+        directory = find_reference(Path(runs), str(model), registry=registry).model()
     with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
         data = [] if prompts is None else [str(file_of(prompts, Path(scratch) / "given.jsonl"))]
-        return evaluate_model(directory, data=data, limit=num_prompts, title=title)
+        return evaluate_model(
+            directory,
+            data=data,
+            limit=num_prompts,
+            title=title,
+            settings=placed(settings, section="evaluation"),
+        )
 
 
 def sft(
@@ -142,6 +182,45 @@ def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
     return write_report(layout, None if to is None else Path(to))
 
 
+def _resume(run: Run | str, settings: dict[str, Any], *, accept_verifier: bool, runs: Path) -> Run:
+    """Drive a run that was made before to its end."""
+    began = monotonic()
+    layout = run.layout if isinstance(run, Run) else find_reference(runs, run).run
+    recipe = recipe_to_resume(layout, nest(settings))
+    resume_run(TRAINING, layout, recipe, accept_verifier=accept_verifier, began=began)
+    return open_run(layout.root)
+
+
+def placed(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
+    """Return a nested table of settings; a name that one section alone has needs no section.
+
+    Sections within a section, and `sft` beside others, do not count.
+
+    Args:
+        section: the one that is meant where it has a setting of that name.
+
+    Raises:
+        ConfigError: several sections have a setting of that name.
+    """
+    names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
+    table = {}
+    for key, value in settings.items():
+        homes = [name for name in names if name.endswith(f".{key}")]
+        homes = [name for name in homes if not name.startswith("sft.")] or homes
+        homes = [name for name in homes if name.count(".") == min(n.count(".") for n in homes)]
+        if (own := f"{section}.{key}") in names:
+            homes = [own]
+        elif key in names or not homes:
+            homes = [key]  # or there is no such setting, which validation says
+        if len(homes) > 1:
+            raise ConfigError(
+                f"{key}: several sections have such a setting; expected one of "
+                f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
+            )
+        table[homes[0]] = str(value) if isinstance(value, Path) else value
+    return nest(table)
+
+
 def _start(
     job: Job,
     recipe: Recipe | Path | str | Fork | None,
@@ -159,7 +238,7 @@ def _start(
     """
     began = monotonic()
     section, rows, rewards = brought
-    over = nest({key: str(v) if isinstance(v, Path) else v for key, v in settings.items()})
+    over = placed(settings, section=section)
     if rows is not None:  # a recipe is validated before there is a place to write them to
         path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
         over = merge(over, {section: {"path": path}})

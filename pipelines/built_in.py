@@ -15,6 +15,7 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
+from areal_flow.models.auto_tokenizer import write_tokenizer
 from areal_flow.models.directory import (
     check_model_directory,
     check_stop_tokens,
@@ -79,10 +80,16 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     """Write configuration and tokenizer of the policy into the run directory.
 
     Raises:
-        ModelError: there is no such model, it cannot be trained, or it lacks a stop token.
+        ModelError: there is no such model, or two, it cannot be trained, or lacks a stop token.
         ConfigError: it has no such matrices as the recipe's adapter is of.
     """
     if make := MODELS.get(recipe.model):
+        if Path(recipe.model, "config.json").is_file():
+            raise ModelError(
+                f"model = {recipe.model!r} is the name of a model made here, and of the model "
+                f"directory {Path(recipe.model).resolve()}: write './{recipe.model}' for the "
+                "directory, or rename it to have the one made here"
+            )
         make(layout.model, max_model_len=recipe.generation.max_model_len)
     else:
         _copy_model(recipe, layout)
@@ -100,6 +107,7 @@ def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
 
     probe_policy(source, max_model_len=recipe.generation.max_model_len)
     copy_model_description(source, layout.model)
+    write_tokenizer(source, layout.model)
 
 
 def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
@@ -151,7 +159,7 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
             f"{', '.join(map(' and '.join, DEMONSTRATIONS))}. Give one, or --sft.num-steps 0; see "
             "the gsm8k recipe"
         )
-    return _changed(recipe, "sft", num_steps=0)
+    return changed(recipe, "sft", num_steps=0)
 
 
 def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:
@@ -185,11 +193,11 @@ def _with_made_rows(
         train, held_out = FETCHED[kind](argument, recipe, settings)
     elif prompts.source in SOURCES:
         train, held_out = SOURCES[prompts.source](recipe)
-        recipe = _changed(recipe, "prompts", question_field="question", answer_field="answer")
+        recipe = changed(recipe, "prompts", question_field="question", answer_field="answer")
     else:
         names = ", ".join(["file", *SOURCES, *(f"{kind}:NAME" for kind in FETCHED)])
         raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
-    made = _changed(
+    made = changed(
         recipe,
         "prompts",
         source="file",
@@ -205,12 +213,13 @@ def _with_made_rows(
         batch_size=sft.batch_size,
         seed=recipe.seed,
     )
-    return _changed(made, "sft", path=write_jsonl(layout.sft_rows.with_name("rows.jsonl"), rows))
+    return changed(made, "sft", path=write_jsonl(layout.sft_rows.with_name("rows.jsonl"), rows))
 
 
-def _changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    changed = getattr(recipe, section).model_copy(update=settings)
-    return recipe.model_copy(update={section: changed})
+def changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
+    """Return the recipe with some settings of a section changed, which are not validated again."""
+    other = getattr(recipe, section).model_copy(update=settings)
+    return recipe.model_copy(update={section: other})
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe, SftSettings, load_recipe
@@ -16,11 +15,11 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.parents import read_parent
-from areal_flow.recovery.run_directory import find_run
 from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
 from pipelines.cli.progress import make_progress
+from pipelines.references import Reference
 from pipelines.stop_signals import wait_for
 
 KIND_OF_OPTIMIZER = ("trainer.backend", "trainer.adamw.beta1", "trainer.adamw.beta2")
@@ -100,15 +99,13 @@ class Fork:
         return f"fresh, since {' and '.join(changed)} changed" if changed else ""
 
 
-def find_fork(runs: Path, reference: str, *, reset_optimizer: bool) -> Fork:
-    """Return what `RUN` or `RUN@STEP` names.
+def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
+    """Return the fork of a run, or of a step of it.
 
     Raises:
-        RunError: there is no such run or step, or the run has no policy.
+        RunError: there is no such step, or the run has no policy.
     """
-    name, _, text = reference.rpartition("@")
-    step = int(text) if name and text.isdecimal() else None
-    parent = find_run(runs, reference if step is None else name)
+    parent, step = found.run, found.step
     if not parent.steps.is_dir():
         raise RunError(
             f"run {parent.name} has no ledger: expected one that `areal-flow train` made. What "

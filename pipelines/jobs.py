@@ -21,7 +21,15 @@ from typing import Any
 
 from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
 from areal_flow.cluster.placement import WorkerPlacement, place_workers
-from areal_flow.config import Recipe, SupervisedObjective, dump_recipe, load_recipe
+from areal_flow.command import command, from_here
+from areal_flow.config import (
+    Recipe,
+    SupervisedObjective,
+    build_recipe,
+    dump_recipe,
+    load_recipe,
+)
+from areal_flow.config_errors import spell
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import Verifier, accept, check_inputs
@@ -31,14 +39,16 @@ from areal_flow.tracking.registry import track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.cli.run_log import log, log_kept, say
 from pipelines.forking import Fork, describe_parent
-from pipelines.models import newest_checkpoint
 from pipelines.preflight import check_devices, found_verifier, try_verifiers
+from pipelines.references import newest_checkpoint
 from pipelines.sft import prepare_sft_run, run_sft, sft_workers
-from pipelines.stop_signals import Outcome, wait_for
+from pipelines.stop_signals import Outcome, is_loop_running, wait_for
 from pipelines.train import prepare_run, run_training
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
+MAY_CHANGE = ("num_steps", "max_minutes")
+"""Settings that a resume may change."""
 _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 
 logger = logging.getLogger(__name__)
@@ -91,22 +101,26 @@ def _draw_report(layout: RunLayout) -> None:
     try:
         path = write_report(layout)
     except Exception:
-        logger.exception("%s could not be drawn: try `areal-flow report`", layout.name)
+        again = command("report", layout.name, runs=layout.root.parent)
+        logger.exception("%s could not be drawn: try %s", layout.name, again)
     else:
         say("", f"The run on one page: {path}")
 
 
 def _conclude_sft(layout: RunLayout) -> None:
     """Register what supervised fine-tuning made, and say what may follow."""
-    recipe = load_recipe(layout.config)
+    recipe, runs = load_recipe(layout.config), layout.root.parent
     if recipe.tracking.enabled:
         try:
             track(layout.root, recipe.tracking.uri)
         except Exception as error:  # noqa: BLE001  the run is finished all the same
-            logger.warning("the tracker is away; deliver by areal-flow track: %s", error)
+            again = command("track", layout.name, runs=runs)
+            logger.warning("the tracker is away; deliver by %s: %s", again, error)
     if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
-        say(f"Train it further with: areal-flow train --model {newest_checkpoint(layout)}")
-    say(f"Export it with: areal-flow export {layout.name} DIRECTORY")
+        model = "--model", from_here(newest_checkpoint(layout)), "--sft.num-steps", 0
+        further = command("train", from_here(layout.config), *model, runs=runs)
+        say(f"Train it further with: {further}")
+    say(f"Export it with: {command('export', layout.name, 'DIRECTORY', runs=runs)}")
 
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
@@ -132,6 +146,21 @@ SFT = Job(
     lambda *_: Verifier(),
     _conclude_sft,
 )
+
+
+def recipe_to_resume(
+    layout: RunLayout, overrides: dict[str, Any], *, spelling: str = "{}"
+) -> Recipe:
+    """Return the recipe of a run that goes on, with what may change of it.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if set(overrides) - set(MAY_CHANGE):
+        may_change = " and ".join(spell(name, spelling) for name in MAY_CHANGE)
+        raise ConfigError(f"a resumed run keeps its recipe; only {may_change} may change")
+    table = load_recipe(layout.config).model_dump(mode="json")
+    return build_recipe(table, overrides, source=str(layout.config), spelling=spelling)
 
 
 def supervised(objective: SupervisedObjective) -> Job:
@@ -173,6 +202,7 @@ def start(
                 recipe = fork.begin(layout, recipe, writer)
             layout.config.write_text(dump_recipe(recipe))
             prepared = job.prepare(layout, recipe)
+            recipe = load_recipe(layout.config)  # a preparation may settle what it leaves open
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)
             raise
@@ -245,10 +275,19 @@ def _drive(
     finally:
         leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
         if state != "finished":
-            again = f"areal-flow {job.command} --resume {layout.name}"
-            said = f"Everything committed is safe. Continue with: {again}"
-            print(said, file=sys.stderr, flush=True)
+            said = f"Everything committed is safe. Continue with: {_resumption(job, layout)}"
+            # A notebook shows standard error in red, as a failure.
+            print(said, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
             log(said)
     if outcome.finished:
         job.conclude(layout)
     return outcome
+
+
+def _resumption(job: Job, layout: RunLayout) -> str:
+    """Return what to type to go on with a run, in Python where a notebook's cell has it."""
+    runs = layout.root.parent
+    if job.command == TRAINING.command and is_loop_running():
+        where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"
+        return f"areal_flow.train(resume={layout.name!r}{where})"
+    return command(job.command, "--resume", layout.name, runs=runs)

@@ -1,4 +1,4 @@
-"""Finds what a user calls a model: a run, a registry reference, or a path; and hands it out."""
+"""Hands a model out as other programs read it, and says what it was made from."""
 
 from __future__ import annotations
 
@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_flow.errors import ModelError
-from areal_flow.layout import RunLayout, run_layout
-from areal_flow.recovery.checkpoints import (
-    ADAPTER_FILE,
-    MODEL_FILE,
-    checkpoint_path,
-    list_checkpoints,
-    weight_files,
-)
-from areal_flow.recovery.run_directory import find_run
-from areal_flow.tracking.mlflow import (
-    RegisteredVersion,
-    default_tracking_uri,
-    registered_version,
-)
+from areal_flow.recovery.checkpoints import ADAPTER_FILE, MODEL_FILE, weight_files
+from pipelines.references import Reference, chosen_step
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
+    from areal_flow.tracking.mlflow import RegisteredVersion
 
 _TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json")
 
@@ -37,50 +26,6 @@ class Traced:
     lineage: Lineage
     registered: RegisteredVersion | None
     checks: tuple[HashCheck, ...]
-
-
-def find_model(runs: Path, reference: str, *, registry: str | None = None) -> Path:
-    """Return the directory of a checkpoint or a model.
-
-    Args:
-        reference: a run's name (its newest checkpoint), `NAME@VERSION` of it, `models:/NAME@ALIAS`,
-            or a directory.
-        registry: MLflow's address, if it is not the database beside the runs.
-
-    Raises:
-        ModelError: there is nothing of that name.
-    """
-    if reference.startswith("models:/"):
-        directory = registered_version(registry or default_tracking_uri(runs), reference).source
-        if not directory.is_dir():
-            raise ModelError(f"{reference} points to {directory}, which is gone")
-        return directory
-    if (Path(reference) / "config.json").is_file():
-        return Path(reference).resolve()
-    if "/" not in reference and (runs / reference / "config.toml").is_file():
-        return newest_checkpoint(run_layout(runs, reference))
-    name, _, version = reference.rpartition("@")
-    if version.isdecimal() and "/" not in name and (runs / name / "config.toml").is_file():
-        return _checkpoint_of(run_layout(runs, name), int(version))
-    raise ModelError(
-        f"expected a run in {runs}, NAME@VERSION of one, models:/NAME@ALIAS or a model directory, "
-        f"found {reference!r}"
-    )
-
-
-def _checkpoint_of(layout: RunLayout, version: int) -> Path:
-    """Return the checkpoint of a version of a run's policy.
-
-    Raises:
-        ModelError: it was not kept.
-    """
-    kept = list_checkpoints(layout.checkpoints)
-    if version not in kept:
-        raise ModelError(
-            f"run {layout.name} has no checkpoint of version {version}, only of "
-            f"{', '.join(map(str, kept)) or 'none'}; see trainer.keep_checkpoints"
-        )
-    return checkpoint_path(layout.checkpoints, version)
 
 
 def export(source: Path, directory: Path) -> None:
@@ -140,62 +85,28 @@ def _copy_without(source: Path, directory: Path, *names: str) -> None:
     )
 
 
-def newest_checkpoint(layout: RunLayout) -> Path:
-    """Return a run's newest checkpoint; before training, that of supervised fine-tuning.
-
-    Raises:
-        ModelError: it has none.
-    """
-    for root in (layout.checkpoints, layout.sft_checkpoints):
-        if found := list_checkpoints(root):
-            return checkpoint_path(root, found[-1])
-    raise ModelError(f"run {layout.name} has no checkpoint yet")
-
-
-def run_of_checkpoint(directory: Path) -> RunLayout | None:
-    """Return the run that a checkpoint lies in, if it lies in one."""
-    root = directory.parent.parent
-    return RunLayout(root) if (root / "config.toml").is_file() else None
-
-
-def title_of(reference: str, directory: Path) -> str:
-    """Return what a model was asked for by, and which step of which run that is."""
-    run = run_of_checkpoint(directory)
-    if run is None:
-        return reference
-    kind = "fine-tuning step" if directory.parent == run.sft_checkpoints else "step"
-    return f"{reference} ({kind} {int(directory.name)} of run {run.name})"
-
-
-def trace_model(
-    runs: Path, reference: str, *, step: int | None = None, registry: str | None = None
-) -> Traced:
+def trace_model(found: Reference, *, step: int | None = None) -> Traced:
     """Return the lineage of a registered version, or of a run's step, by default its last.
 
-    Args:
-        reference: `models:/NAME@ALIAS`, `models:/NAME/VERSION`, a run's name or its directory.
-        registry: MLflow's address, if it is not the database beside the runs.
-
     Raises:
-        ModelError: the registry does not know it, or it lies in no run.
-        RunError: there is no such run or step.
+        ModelError: it lies in no run, or there is no policy yet.
+        RunError: there is no such step.
     """
     from areal_flow.store.queries import Run
 
-    version, recorded = None, {}
-    if reference.startswith("models:/"):
-        version = registered_version(registry or default_tracking_uri(runs), reference)
-        layout = run_of_checkpoint(version.source)
-        if layout is None:
-            raise ModelError(f"{reference} points to {version.source}, which lies in no run")
-        step = int(version.tags.get("step", version.source.name))
-        recorded = {"the registered version": version.tags.get("weights_hash", "none")}
-    else:
-        layout = find_run(runs, reference)
-    run = Run(layout.root)
+    run = Run(found.run.root)
+    if found.directory is not None and found.step is None:
+        raise ModelError(
+            f"expected a step of run {found.run.name}, found {found.text}, which is of fine-tuning "
+            "before step 0"
+        )
+    step = chosen_step(found, step, option="--step")
     if step is None:
         step = max(run.steps("arrow", columns=["step"])["step"].to_pylist(), default=None)
     if step is None:
-        raise ModelError(f"{layout.name} has no policy yet: its ledger is empty")
-    lineage = run.lineage(step)
+        raise ModelError(f"{found.run.name} has no policy yet: its ledger is empty")
+    lineage, version = run.lineage(step), found.registered
+    recorded = (
+        {"the registered version": version.tags.get("weights_hash", "none")} if version else {}
+    )
     return Traced(lineage, version, lineage.hash_checks(recorded))

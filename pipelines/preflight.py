@@ -22,10 +22,11 @@ from areal_flow.errors import ConfigError, RewardError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import require_engine, require_installed
 from areal_flow.layout import RunLayout
+from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
 from areal_flow.rewards.code_rows import code_task
-from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.rewards.registry import recipe_rewards
 from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
@@ -105,12 +106,12 @@ def _cuda_found() -> dict[str, Any]:
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    """Return the identity of the rewards as their code is now.
+    """Return the identity of what scores, as its code is now.
 
     Raises:
         RewardError: one of them cannot be loaded.
     """
-    rewards = WeightedRewards(recipe.rewards, layout.rewards)
+    rewards = recipe_rewards(recipe, layout.rewards)
     return Verifier(rewards.identity, rewards.files)
 
 
@@ -138,18 +139,15 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     table = PromptTable(layout.train_prompts, seed=recipe.seed)
     prompt = table.row(0)
     firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
-    rows = {source: _given(first) for source, first in firsts.items()}
+    rows = {source: _given(first, recipe) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
     found, ended = _trial(layout, rows, limit_s=limit_s)
-    columns = ", ".join(["prompt", "completion", "answer", "metadata", *prompt.metadata])
     for verifier, judged in found.items():
         scores = judged["scores"] or []
         subject = f"rewards.verifier = {verifier!r}"
         if error := judged["error"] or _common_error(scores):
-            given = f" It is given, by name, what it asks for of {columns}."
             raise RewardError(
-                f"{subject} fails on the first prompt row: {error}."
-                f"{given if error.startswith('TypeError') else ''} Mend it, then start again"
+                f"{subject} fails on the first prompt row: {error}. Mend it, then start again"
             )
         if not scores:
             raise RewardError(
@@ -191,13 +189,14 @@ def _common_error(scores: list[dict[str, Any]]) -> str:
     return errors[0] if errors and all(errors) else ""
 
 
-def _given(prompt: Prompt) -> dict[str, Any]:
+def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
     """Return what of a row a verifier is given."""
     return {
         "prompt": prompt.text,
         "answer": prompt.answer,
         "metadata": dict(prompt.metadata),
         "prompt_source": prompt.source,
+        "messages": messages_asked(prompt, recipe),
     }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from areal_flow.cluster.launch import launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
@@ -17,7 +19,8 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import chat_template_of, stop_token_ids, tokenizer_of
+from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.models.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
 from areal_flow.prompts.completions import RowEncoder, tokenise_completions
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.inputs import Verifier, record_inputs
@@ -95,7 +98,11 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
             "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and "
             f"{' and '.join(objective.fields)}: found {recipe.sft.num_steps} and {recipe.sft.path}"
         )
-    record_inputs(layout, recipe, verifier=Verifier(), model=initial_model(recipe, layout))
+    model = initial_model(recipe, layout)
+    with np.load(layout.sft_rows) as arrays:
+        first = np.split(arrays["tokens"], np.cumsum(arrays["lengths"][:NUM_COMPARED]))[:-1]
+    warn_of_other_tokens(model, layout.model, texts_of(tokenizer_of(layout.model), first))
+    record_inputs(layout, recipe, verifier=Verifier(), model=model)
     return f"{num_rows} rows to learn from"
 
 
@@ -141,7 +148,7 @@ async def first_policy(
 ) -> Path | None:
     """Return the directory of version 0, fine-tuned or drawn first if need be; None if stopped.
 
-    A trainer that dies is started again by its nanny, and goes on from the newest checkpoint.
+    A trainer that dies is started again by the pool, and goes on from the newest checkpoint.
 
     Raises:
         TrainerLost: the trainer died again and again.

@@ -7,8 +7,8 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,10 @@ from pipelines.cli.run_log import say
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+WAKE_EVERY_S = 0.2
+_RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
+"""What signals are passed on to, by the loop that it runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class StopSignals:
     """Handles both signals while it is entered; made and used on the event loop.
 
     Outside `finishing_steps` there is no step to finish, and the first signal ends everything.
-    Python handles signals in the main thread only: elsewhere this handles none.
+    Python handles signals in the main thread only: elsewhere this has those that `wait_for` passes
+    on.
     """
 
     def __init__(self) -> None:
@@ -45,9 +50,11 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in self._handled:
             self._loop.add_signal_handler(number, self._on_signal, number.name)
+        _RECEIVERS[self._loop] = self._on_signal
         return self
 
     def __exit__(self, *_: object) -> None:
+        del _RECEIVERS[self._loop]
         for number in self._handled:
             self._loop.remove_signal_handler(number)
 
@@ -72,27 +79,71 @@ class StopSignals:
             self._driver.cancel(name)
 
 
+class StoppedAtOnce(KeyboardInterrupt):
+    """A signal ended the work; a notebook shows this in one line, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: stopped at once by {self}"]
+
+
 def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Run a coroutine to its end, in a thread of its own where an event loop runs already.
 
-    A notebook's cell is on a running loop. An interrupt of the cell ends the work, too.
+    A notebook's cell is on a running loop. Interrupts of the cell are passed on to the thread.
+
+    Raises:
+        StoppedAtOnce: a signal cancelled the coroutine.
     """
+    try:
+        return _run_in_thread(work()) if is_loop_running() else asyncio.run(work())
+    except asyncio.CancelledError as stop:
+        if (name := str(stop)) not in signal.Signals.__members__:
+            raise
+    raise StoppedAtOnce(name)  # with no context, of which a notebook would print all
+
+
+def is_loop_running() -> bool:
+    """Return whether this is called from a notebook's cell, or from a coroutine."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
-    started: Future[Callable[[], object]] = Future()
+        return False
+    return True
 
-    async def cancellable() -> Result:
+
+def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    started: Future[Callable[[str], object]] = Future()
+    interrupts: list[str] = []
+
+    async def run() -> Result:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        started.set_result(lambda: loop.call_soon_threadsafe(task.cancel, "SIGINT"))
-        return await work()
 
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        running = thread.submit(asyncio.run, cancellable())
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            started.result()()
-            raise
+        def receive(name: str) -> None:
+            receiver: Callable[[str], object] = _RECEIVERS.get(loop, task.cancel)
+            receiver(name)
+
+        started.set_result(lambda name: loop.call_soon_threadsafe(receive, name))
+        return await work
+
+    with ThreadPoolExecutor(max_workers=1) as thread, _interrupts_noted(interrupts):
+        running = thread.submit(asyncio.run, run())
+        # Python handles signals between waits: a library's handler with SA_RESTART ends no wait.
+        while wait([running], timeout=WAKE_EVERY_S).not_done:
+            while interrupts and started.done():
+                with suppress(RuntimeError):  # the loop is closed: the work is done
+                    started.result()(interrupts.pop(0))
+        return running.result()
+
+
+@contextmanager
+def _interrupts_noted(noted: list[str]) -> Iterator[None]:
+    """Append to a list instead of raising KeyboardInterrupt; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: noted.append("SIGINT"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import RenderableType
 
+from areal_flow.command import command, from_here
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable
 from pipelines.cli.run_log import say
@@ -20,7 +21,7 @@ SELECT
     count(*) AS num_steps,
     sum(staleness_mean * num_trained_tokens) / nullif(sum(num_trained_tokens), 0) AS staleness_mean,
     max(staleness_max) AS staleness_max,
-    sum(num_masked_tokens) / nullif(sum(num_trained_tokens + num_masked_tokens), 0)
+    sum(num_stale_tokens) / nullif(sum(num_trained_tokens + num_stale_tokens), 0)
         AS masked_fraction,
     sum(num_discarded_tokens)::BIGINT AS num_discarded_tokens,
     sum(num_failed_members)::BIGINT AS num_failed_members,
@@ -32,9 +33,18 @@ SELECT
     ) AS seconds_longer_phase,
     seconds_longer_phase / nullif(greatest(seconds_longer_phase, seconds_training), 0)
         AS overlap_efficiency
-FROM ledger WHERE step > 0
+FROM (
+    SELECT *,
+        (num_trained_tokens + num_masked_tokens) * coalesce(masked_stale_fraction, 0)
+            AS num_stale_tokens
+    FROM ledger
+)
+WHERE step > 0
 """
-"""Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
+"""What is masked is too old; the environment's tokens count as neither masked nor trained.
+Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
+
+STALE = "masked_stale_fraction"
 
 _VERIFIERS = """
 SELECT verifier, min(step) AS first_step, max(step) AS last_step FROM ledger
@@ -52,7 +62,11 @@ def summarise(
         ledger: every row, the genesis too.
     """
     from areal_flow.store.database import empty_database
+    from areal_flow.store.ledger import flatten_metrics
 
+    ledger = flatten_metrics(ledger)
+    if STALE not in ledger.column_names:  # of a run without a step
+        ledger = ledger.append_column(STALE, pa.nulls(len(ledger), pa.float64()))
     with empty_database() as connection:
         connection.register("ledger", ledger)
         found = connection.sql(_TOTALS, params={"num_generators": num_generators})
@@ -103,7 +117,7 @@ def print_summary(
             f"{num_failed} completions have no reward: workflow or verifier failed on them"
         )
     said = said.format(**summary, **stages)
-    say(*compared, said, *notes, *next_commands(layout, model))
+    say(*compared, said, *notes, *next_commands(layout, model, evaluated=bool(held_out)))
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,20 +131,30 @@ def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [said, *listed]
 
 
-def next_commands(layout: RunLayout, model: str) -> list[str]:
-    """Return what a user may want to type after a run; `model` is what the commands call it."""
-    run = f"{layout.root.parent.name}/{layout.name}"
-    opened = f"import areal_flow; run = areal_flow.open_run('{run}')"
+def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str]:
+    """Return what a user may want to type after a run.
+
+    Args:
+        model: what the commands call its policy.
+        evaluated: whether it has held-out prompts.
+    """
+    runs = layout.root.parent
+    opened = f"import areal_flow; run = areal_flow.open_run('{from_here(layout.root)}')"
     rows = "run.trajectories(text=True, columns=['prompt', 'completion', 'reward']).tail()"
     read = f"{opened}; print({rows}.astype(object).to_string(max_colwidth=30))"
-    commands = {
-        "areal-flow ui": "the MLflow UI: metrics and models",
-        f'python -c "{read}"': "the last trajectories in pandas",
-        f"areal-flow trajectories {layout.name}": "what the policy wrote; --show 1 for one in full",
-        f"areal-flow lineage {model}": "what the model was made from",
-        f"areal-flow evaluate {model}": "the model on its held-out prompts",
-        f"areal-flow export {model} DIRECTORY": "a plain Hugging Face directory",
+    chosen = {
+        ("ui",): "the MLflow UI: metrics and models",
+        ("trajectories", layout.name): "what the policy wrote; --show 1 for one in full",
+        ("lineage", model): "what the model was made from",
+        ("evaluate", model): "the model on its held-out prompts",
+        ("export", model, "DIRECTORY"): "a plain Hugging Face directory",
     }
+    if not (runs / "mlflow.db").is_file():
+        del chosen[("ui",)]
+    if not evaluated:
+        del chosen["evaluate", model]
+    commands = {command(*words, runs=runs): what for words, what in chosen.items()}
+    commands[f'python -c "{read}"'] = "the last trajectories in pandas"
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 

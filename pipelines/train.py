@@ -22,7 +22,7 @@ from areal_flow.cluster.placement import max_running_trajectories, place_workers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.code_version import CODE_VERSION
-from areal_flow.config import Recipe
+from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
@@ -35,9 +35,11 @@ from areal_flow.errors import ConfigError, RunError
 from areal_flow.evaluation import Answer, answer_held_out
 from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
+from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.pass_rates import tabulate
-from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
+from areal_flow.prompts.rendering import leaves_messages_open
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
@@ -62,7 +64,7 @@ from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow
-from pipelines.built_in import initial_model, prepare_model, reference_model, with_files
+from pipelines.built_in import changed, initial_model, prepare_model, reference_model, with_files
 from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
@@ -89,11 +91,20 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
         )
     given, verifier = recipe, found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
+    check_first_rows(recipe)
     prepare_model(recipe, layout)
     reference = reference_model(recipe, layout)
     require_served(recipe.generation, layout.model)
     recipe = with_files(recipe, layout)
+    notes = []
+    if leaves_messages_open(recipe):
+        recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
+        layout.config.write_text(dump_recipe(given))
+        notes.append("  Their rows have messages: prompts.chat_template = true")
     prepared = prepare_prompts(recipe, layout)
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).rows(NUM_COMPARED)
+    texts = [prompt.text for prompt in first]
+    warn_of_other_tokens(initial_model(given, layout), layout.model, texts)
     prepare_sft(layout, recipe)
     record_inputs(
         layout,
@@ -104,7 +115,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     )
     create_trajectories(layout.trajectories)
     create_ledger(layout.steps)
-    return describe_prompts(prepared, layout)
+    return describe_prompts(prepared, layout, notes)
 
 
 async def run_training(
@@ -142,6 +153,9 @@ async def run_training(
                 with reachable(layout, cluster):
                     outcome = await cluster.pool.guard(run.go_through_stages(resume=resume))
                 status = "FINISHED" if outcome.finished else "KILLED"
+    except asyncio.CancelledError:
+        status = "KILLED"
+        raise
     finally:
         progress.close()
         free_segments(layout.weights_of(writer.writer_epoch))
@@ -318,7 +332,8 @@ class Training:
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()
-        self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
+        threshold = self.recipe.pass_threshold
+        self.held_out[name] = await asyncio.to_thread(tabulate, rows, threshold=threshold)
 
     def _answered(self, name: str, version: int) -> list[dict[str, Any]]:
         """Return the rows of an evaluation that an earlier driver made of this version."""

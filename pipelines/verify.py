@@ -9,7 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
-from areal_flow.pass_rates import PASS_THRESHOLD, passes
+from areal_flow.pass_rates import PASS_THRESHOLD, verdict_of
+from areal_flow.prompts.rows import messages_in
 from areal_flow.rewards.protocol import Reward, RewardInput
 from areal_flow.rewards.registry import load_reward
 from areal_flow.types import Score
@@ -96,9 +97,10 @@ def _input_of(row: Row) -> RewardInput:
     if not isinstance(completion, str):
         raise ValueError(f"completion: expected text, found {completion!r:.40}")
     answer = row.get("reference", row.get("answer", ""))
-    return RewardInput(str(row.get("prompt", "")), completion, answer, row)
+    messages = messages_in(row, "prompt")
+    return RewardInput(str(row.get("prompt", "")), completion, answer, row, messages=messages)
 
 
 def _verdict(score: Score) -> str:
     assert score.reward is not None  # a score without a verdict is a bare number
-    return "right" if passes(score.reward, threshold=PASS_THRESHOLD) else "wrong"
+    return verdict_of(score.reward, threshold=PASS_THRESHOLD)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.placement import place_workers
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import existing_run, observed_state
+from areal_flow.recovery.run_directory import find_run, observed_state
 from pipelines.cli.tables import Report, Table
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 @contextmanager
 def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
     """Say in the run directory where its scheduler is, while it is there."""
-    where = {"scheduler": cluster.scheduler, "dashboard": cluster.dashboard, "pid": os.getpid()}
+    where = {
+        "scheduler": cluster.scheduler,
+        "dashboard": cluster.dashboard,
+        "pid": os.getpid(),
+        "network": cluster.network.model_dump(mode="json"),
+    }
     text = json.dumps(where)
     replace_file(layout.cluster, text)
     try:
@@ -40,28 +46,28 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
                 layout.cluster.unlink()
 
 
-def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str]:
-    """Return a running run's layout and its scheduler's address.
+def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str, NetworkSettings]:
+    """Return a running run's layout, its scheduler's address, and how to connect to it.
 
     Raises:
         RunError: it does not run, or has no workers yet.
     """
-    layout = existing_run(runs, name)
+    layout = find_run(runs, name)
     state = observed_state(layout).state
     if state != "running":
         raise RunError(f"run {name!r} has no workers: it is {state}, not running")
     try:
-        return layout, str(json.loads(layout.cluster.read_text())["scheduler"])
+        found = json.loads(layout.cluster.read_text())
+        return layout, found["scheduler"], NetworkSettings.model_validate(found["network"])
     except FileNotFoundError:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
 
 
 def report_workers(runs: Path, name: str) -> Report:
     """Report a running run's workers, and how another one joins."""
-    layout, scheduler = scheduler_of(runs, name)
-    recipe = load_recipe(layout.config)
-    statuses = asyncio.run(list_workers(scheduler, recipe.cluster.network))
-    join = join_command(scheduler, recipe)
+    layout, scheduler, network = scheduler_of(runs, name)
+    statuses = asyncio.run(list_workers(scheduler, network))
+    join = join_command(scheduler, network, load_recipe(layout.config))
     said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
     found = {"run": name, "workers": [asdict(status) for status in statuses], "join": join}
     return Report(found, [Table([_row(status) for status in statuses]), *said])
@@ -94,9 +100,8 @@ def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
-def join_command(scheduler: str, recipe: Recipe) -> str:
+def join_command(scheduler: str, network: NetworkSettings, recipe: Recipe) -> str:
     """Return the shell command that starts a generator of this recipe, in plain Dask."""
-    network = recipe.cluster.network
     placement = next(placed for placed in place_workers(recipe) if placed.role == "generator")
     variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
     dask = Path(sys.executable).with_name("dask")
@@ -105,9 +110,9 @@ def join_command(scheduler: str, recipe: Recipe) -> str:
         "nthreads": placement.num_threads,
         "resources": f"{placement.role}={placement.num_slots}",
         "memory-limit": 0,
+        "tls-ca-file": network.tls_ca,
+        "tls-cert": network.tls_certificate,
+        "tls-key": network.tls_key,
     }
-    if network.has_tls:
-        files = network.tls_ca, network.tls_certificate, network.tls_key
-        flags |= zip(("tls-ca-file", "tls-cert", "tls-key"), files, strict=True)
     options = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
     return shlex.join([*variables, str(dask), "worker", scheduler, *options, "--no-dashboard"])

@@ -46,6 +46,7 @@ class Rollouts:
     started_at: list[float] = field(default_factory=list)
     duration_s: float = 0.0
     write_s: float = 0.0
+    write_failures: list[BaseException] = field(default_factory=list)
 
     async def roll_out(self, episode: Episode) -> GroupReceipt:
         self.episodes.append(episode)
@@ -58,6 +59,8 @@ class Rollouts:
 
     async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
         await asyncio.sleep(self.write_s)
+        if self.write_failures:
+            raise self.write_failures.pop(0)
         return rolled_out
 
 

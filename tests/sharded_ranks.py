@@ -58,11 +58,15 @@ class Training:
         return TrainerSettings(**{**small, **self.trainer})
 
 
+IN_REWARD = DecoupledPPO(
+    num_minibatches=2, advantage="batch_norm", kl_coefficient=0.1, kl_in="reward"
+)
 TRAININGS = {
     "plain": Training(),
     "tied": Training(tied=True),
     "gspo": Training(GSPO(num_minibatches=1)),
     "reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1)),
+    "reward": Training(IN_REWARD),
     "recompute": Training(trainer={"activations": "recompute"}),
     "offload": Training(trainer={"activations": "offload"}),
     "bfloat16": Training(trainer={"dtype": "bfloat16"}),
@@ -76,6 +80,7 @@ SHARED_TOKENS = {
     "context m2po": Training(M2PO(num_minibatches=2), REPLICATED),
     "context entropy": Training(PPO(num_minibatches=2, entropy_coefficient=0.1), REPLICATED),
     "context reference": Training(DecoupledPPO(num_minibatches=2, kl_coefficient=0.1), REPLICATED),
+    "context reward": Training(IN_REWARD, REPLICATED),
     "context recompute": Training(trainer={**REPLICATED, "activations": "recompute"}),
     "context few": Training(DecoupledPPO(num_minibatches=1), REPLICATED, num_sequences=1),
     "context fsdp": Training(trainer=SHARES),

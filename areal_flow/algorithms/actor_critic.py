@@ -43,8 +43,9 @@ class ActorCriticPPO(ClippedTokens):
     """PPO with generalised advantage estimates (arXiv 1707.06347, eq. 7; 1506.02438, eq. 16).
 
     The critic predicts the reward to come before each completion token. The reward is on the last
-    token, and nothing comes after it: a truncated completion is not continued by its value. Tokens
-    that are context only count in the estimates, and train neither policy nor critic.
+    token, and nothing comes after it: a truncated completion is not continued by its value. With
+    kl_in = "reward" each trained token's reward is less by beta K_t. Tokens that are context only
+    count in the estimates, and train neither policy nor critic.
     """
 
     name: Literal["ppo_critic"] = "ppo_critic"
@@ -67,8 +68,7 @@ class ActorCriticPPO(ClippedTokens):
     def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
         """Return each trajectory's estimates, with mean 0 and deviation 1 over trained tokens."""
         estimates_BL = self._estimates(inputs)
-        assert inputs.trained_BL is not None, "a trainer gives it to an algorithm with a critic"
-        trained_N = estimates_BL[inputs.trained_BL]
+        trained_N = estimates_BL[inputs.padded_trained]
         centre = trained_N.mean() if len(trained_N) else 0.0
         scale = trained_N.std() if len(trained_N) > 1 else 1.0
         normal_BL = (estimates_BL - centre) / (scale + 1e-8)
@@ -114,10 +114,12 @@ class ActorCriticPPO(ClippedTokens):
         rewards_B = self.punished_rewards(inputs)
         rewards_BL = inputs.values_BL.new_zeros(inputs.values_BL.shape)
         rewards_BL.scatter_(1, (lengths_B[:, None] - 1).clamp(min=0), rewards_B[:, None])
+        if inputs.kl_N is not None:
+            rewards_BL[inputs.padded_trained] -= self.kl_coefficient * inputs.kl_N
         discount, trace = self.critic.discount, self.critic.trace
         return gae(rewards_BL, inputs.values_BL, lengths_B, discount=discount, trace=trace)
 
 
 def _by_trajectory(found_BL: Tensor, inputs: AdvantageInputs) -> list[Advantage]:
     lengths = inputs.num_tokens_B.long().tolist()
-    return [row_L[:length].tolist() for row_L, length in zip(found_BL, lengths, strict=True)]
+    return [row_L[:length].numpy().copy() for row_L, length in zip(found_BL, lengths, strict=True)]

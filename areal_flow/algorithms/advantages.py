@@ -15,23 +15,21 @@ GAE_BLOCK = 64
 """Tokens whose estimates are one matrix product: more of them are more work, fewer more steps."""
 
 
-def batch_norm_advantages(
-    rewards_B: Tensor, num_tokens_B: Tensor, *, bias: float = -0.5, scale: float = 10.0
-) -> Tensor:
-    """Return (scale (r + bias) - mean) / (std + 1e-5), moments over all tokens of the global batch.
+def batch_norm_advantages(rewards_B: Tensor, num_tokens_B: Tensor) -> Tensor:
+    """Return (r - mean) / (std + 1e-6), moments over all tokens of the global batch.
 
-    With rewards of 0 and 1 the defaults give the paper's -5 and +5 (arXiv 2505.24298, section 6.1).
+    The paper's rewards of -5 and +5 with an epsilon of 1e-5 (AReaL, arXiv 2505.24298, section 6.1)
+    are 10 (r - 0.5), of which this is the same.
 
     Args:
         rewards_B: float64, one reward a trajectory.
         num_tokens_B: completion tokens of each, which weight the moments; unbiased deviation.
     """
-    returns_B = scale * (rewards_B + bias)
     num_tokens = num_tokens_B.sum()
-    mean = (returns_B * num_tokens_B).sum() / num_tokens
-    squares = ((returns_B - mean) ** 2 * num_tokens_B).sum()
+    mean = (rewards_B * num_tokens_B).sum() / num_tokens
+    squares = ((rewards_B - mean) ** 2 * num_tokens_B).sum()
     std = (squares / (num_tokens - 1).clamp(min=1)).sqrt()
-    return (returns_B - mean) / (std + 1e-5)
+    return (rewards_B - mean) / (std + 1e-6)
 
 
 def dr_grpo_advantages(rewards_B: Tensor, groups_B: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.composed import Aggregation, ComposedAlgorithm
+from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedAlgorithm
 from areal_flow.algorithms.importance import Proximal
-from areal_flow.algorithms.logprobs import bounded_exp, of_each_token, sequence_means
+from areal_flow.algorithms.logprobs import bounded_exp, sequence_means
 from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.settings import require
@@ -134,6 +134,8 @@ class GSPO(ComposedAlgorithm):
 
     name: Literal["gspo"] = "gspo"
     """Which algorithm trains; each has settings of its own."""
+    advantage: AdvantageRule = "grpo"
+    """How rewards become advantages; the paper's divides by the deviation of the group."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one loss; the paper's is the mean over sequences."""
     epsilon: float = Field(3e-4, gt=0)
@@ -142,14 +144,17 @@ class GSPO(ComposedAlgorithm):
     """How far a sequence's ratio may rise above 1; the paper's (section 5.1)."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
-        """Return, at each token of sequence i, min(s_i A_t, clip(s_i) A_t) (eq. 5).
+        """Return, at each token of sequence i, min(s_it A_t, clip(s_it) A_t) (GSPO-token, eq. 13).
 
-        With s_i = (pi_theta(y_i) / pi_prox(y_i))^(1 / |y_i|), the geometric mean of the token
-        ratios (eq. 7). Masked tokens are in neither product nor |y_i|: y_i is what is trained of
-        the sequence.
+        With s_it = sg(s_i) pi_theta(y_t) / sg(pi_theta(y_t)) and s_i = (pi_theta(y_i) /
+        pi_prox(y_i))^(1 / |y_i|), the geometric mean of the token ratios (eq. 7). Where all of a
+        sequence's tokens have one advantage and one weight, this is eq. 5, and so is its gradient;
+        where they differ, each token's gradient is its own. Masked tokens are in neither product
+        nor |y_i|: y_i is what is trained of the sequence.
         """
-        log_ratio_S = sequence_means(log_ratio_T, inputs.sequence_T)
-        ratio_T = of_each_token(bounded_exp(log_ratio_S), inputs.sequence_T)
+        log_ratio_S = sequence_means(log_ratio_T.detach(), inputs.sequence_T)
+        zero_T = inputs.logprobs_T - inputs.logprobs_T.detach()
+        ratio_T = bounded_exp(log_ratio_S[inputs.sequence_T] + zero_T)
         return clipped_objective(ratio_T, inputs, low=self.epsilon, high=self.epsilon_high)
 
 

@@ -49,20 +49,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+AdvantageRule = Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"]
 
 
 class ComposedAlgorithm(Settings):
     """Settings and parts of an algorithm; `objective` is its own."""
 
-    advantage: Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_baseline", "none"] = (
-        "dr_grpo"
-    )
+    advantage: AdvantageRule = "dr_grpo"
     """How rewards become advantages: normalised over the batch, or relative to the group; none:
     rewards train nothing, and the reference everything."""
-    reward_bias: float = -0.5
-    """Added to each reward; of batch_norm alone."""
-    reward_scale: float = Field(10.0, gt=0)
-    """Multiplies each biased reward; of batch_norm alone."""
     num_minibatches: int = Field(2, ge=1)
     """Optimizer updates in a step; a group belongs to one of them."""
     group_filter: Literal["all", "mixed_rewards"] = "all"
@@ -91,8 +86,8 @@ class ComposedAlgorithm(Settings):
     kl_estimator: KLEstimator = "k3"
     """How that divergence is estimated at each token."""
     kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """Where it is punished: as a term of the loss, in the reward of each token and so in the
-    advantages of those before it, or in the advantage of the token alone."""
+    """Where it is punished: as a term of the loss, in the reward of each trained token, before
+    rewards become advantages, or in the advantage of the token alone."""
     overlong_tokens: tuple[int, int] | None = Field(None, strict=False)
     """Completions longer than the first lose reward, up to 1 at the second; none: no loss."""
 
@@ -107,6 +102,10 @@ class ComposedAlgorithm(Settings):
     @property
     def needs_reference(self) -> bool:
         return self.kl_coefficient > 0
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.needs_reference and self.kl_in == "reward"
 
     @property
     def needs_critic(self) -> bool:
@@ -168,19 +167,6 @@ class ComposedAlgorithm(Settings):
         )
         return self
 
-    @model_validator(mode="after")
-    def _scales_rewards_where_they_are_scaled(self) -> ComposedAlgorithm:
-        defaults = type(self).model_fields
-        for name in ("reward_bias", "reward_scale"):
-            value = getattr(self, name)
-            require(
-                self.advantage == "batch_norm" or value == defaults[name].default,
-                f"algorithm.{name} ({value}) does nothing with algorithm.advantage "
-                f"{self.advantage!r}, which takes rewards as they are: leave it out, or set "
-                "algorithm.advantage to 'batch_norm'",
-            )
-        return self
-
     @property
     def compares_groups(self) -> bool:
         """Whether a group of one completion would teach nothing."""
@@ -201,17 +187,27 @@ class ComposedAlgorithm(Settings):
         return inputs.rewards_B + overlong_penalties(inputs.num_tokens_B, first=first, last=last)
 
     def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
-        """Return one advantage a trajectory."""
+        """Return each trajectory's advantage; where returns differ by token, one a token.
+
+        A KL divergence K in the reward is in what is normalised. Relative to a group, that is the
+        whole completion's return, r - beta sum_s K_s (RLOO, arXiv 2402.14740, section 3); over the
+        batch, each token's, r - beta sum_{s >= t} K_s (REINFORCE++, arXiv 2501.03262, eqs. 8 to
+        10).
+        """
         rewards_B = self.punished_rewards(inputs)
+        assert inputs.kl_N is not None or not self.needs_kl, "a training step computes it"
+        if self.advantage in GROUP_RELATIVE:
+            returns_B = rewards_B - self.kl_coefficient * inputs.kl_sums
+            found_B = GROUP_RELATIVE[self.advantage](returns_B, inputs.groups_B)
+            return list(found_B.tolist())
         if self.advantage == "none":
-            return [0.0] * len(rewards_B)
-        if self.advantage == "batch_norm":
-            bias, scale = self.reward_bias, self.reward_scale
-            found_B = batch_norm_advantages(rewards_B, inputs.num_trained_B, bias=bias, scale=scale)
-        else:
-            found_B = GROUP_RELATIVE[self.advantage](rewards_B, inputs.groups_B)
-        advantages: list[float] = found_B.tolist()
-        return advantages
+            rewards_B = rewards_B.new_zeros(len(rewards_B))
+        normalised = batch_norm_advantages if self.advantage == "batch_norm" else _as_they_are
+        if inputs.kl_N is None:
+            return list(normalised(rewards_B, inputs.num_trained_B).tolist())
+        of_N = inputs.trajectories
+        returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(inputs.kl_N, of_N)
+        return inputs.by_token(normalised(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
@@ -231,18 +227,16 @@ class ComposedAlgorithm(Settings):
         J_t is the objective of u_t = pi_theta / pi_prox; w_t = pi_prox / pi_behav is the importance
         weight after its rule, H_t the policy's entropy, K_t the estimated KL divergence from the
         reference. A token that a rule leaves without gradient counts in the divisor all the same.
-        With kl_in = "reward", J_t is of A_t - beta sum_{s >= t} K_s instead, K_s of pi_prox; with
-        "advantage" of A_t - beta K_t. The latter, with k1, no other advantage and a teacher as the
-        reference, is on-policy distillation as Lu et al. have it (Thinking Machines, "On-policy
-        distillation", 2025): the reverse KL divergence at the student's own tokens, each token's
-        for itself (GKD, arXiv 2306.13649, section 3, on-policy and with reverse KL).
+        With kl_in = "reward", K_t is in the advantages; with "advantage", J_t is of A_t - beta K_t,
+        K_t of pi_prox. The latter, with k1, no other advantage and a teacher as the reference, is
+        on-policy distillation as Lu et al. have it (Thinking Machines, "On-policy distillation",
+        2025): the reverse KL divergence at the student's own tokens, each token's for itself (GKD,
+        arXiv 2306.13649, section 3, on-policy and with reverse KL).
         """
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
-        if kl_T is not None and self.kl_in != "loss":
-            of_all = self.kl_in == "reward"
-            punished_T = sums_to_come(kl_T, inputs.sequence_T) if of_all else kl_T
-            advantages_T = inputs.advantages_T - self.kl_coefficient * punished_T
+        if kl_T is not None and self.kl_in == "advantage":
+            advantages_T = inputs.advantages_T - self.kl_coefficient * kl_T
             inputs = replace(inputs, advantages_T=advantages_T)
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
@@ -266,15 +260,19 @@ class ComposedAlgorithm(Settings):
             if self.kl_in == "loss":
                 losses_T = losses_T + self.kl_coefficient * kl_T
             metrics["kl_policy_reference"] = mean(kl_T)
-        return PolicyLoss(losses_T, metrics, found.low_T | found.high_T)
+        ended_T = (found.low_T | found.high_T) & found.ends_gradients
+        return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
+
+    def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+        return kl_to_reference(logprobs_T, reference_logprobs_T, self.kl_estimator)
 
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:
-        if not self.kl_coefficient:
+        if not self.needs_reference or self.needs_kl:
             return None
         policy_T = inputs.logprobs_T if self.kl_in == "loss" else proximal_T
         reference_T = inputs.reference_logprobs_T
         assert reference_T is not None, "a trainer gives them to an algorithm that needs them"
-        return kl_to_reference(policy_T, reference_T, self.kl_estimator)
+        return self.kl(policy_T, reference_T)
 
     def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
         """Return what these tokens add to the minibatch's loss.
@@ -290,3 +288,7 @@ class ComposedAlgorithm(Settings):
         if self.aggregation == "sequence_mean":
             return sequence_means(losses_T, sequence_T).sum() / of.num_sequences
         return losses_T.sum() / of.num_tokens
+
+
+def _as_they_are(returns_N: Tensor, _: Tensor) -> Tensor:
+    return returns_N

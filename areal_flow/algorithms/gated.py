@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from areal_flow.algorithms.composed import Aggregation, ComposedAlgorithm
+from areal_flow.algorithms.composed import AdvantageRule, Aggregation, ComposedAlgorithm
 from areal_flow.algorithms.logprobs import bounded_exp
 from areal_flow.algorithms.objective import Objective
 from areal_flow.algorithms.protocol import LossInputs
@@ -25,10 +25,12 @@ class CISPO(ComposedAlgorithm):
 
     name: Literal["cispo"] = "cispo"
     """Which algorithm trains; each has settings of its own."""
+    advantage: AdvantageRule = "grpo"
+    """How rewards become advantages; the paper's divides by the deviation of the group."""
     epsilon_low: float | None = Field(None, gt=0, lt=1)
     """How far the weight of a token may fall below 1; none, as in the paper's experiments: 0."""
     epsilon_high: float = Field(0.28, gt=0)
-    """How far the weight of a token may rise above 1."""
+    """How far the weight of a token may rise above 1; the paper names no value."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = sg(clip(u_t, 1 - epsilon_low, 1 + epsilon_high)) A_t log pi_theta(y_t).
@@ -40,7 +42,8 @@ class CISPO(ComposedAlgorithm):
         low = 1 - (self.epsilon_low or 1.0)
         weight_T = ratio_T.clamp(low, 1 + self.epsilon_high)
         values_T = weight_T * inputs.advantages_T * inputs.logprobs_T
-        return Objective(values_T, ratio_T, ratio_T < low, ratio_T > 1 + self.epsilon_high)
+        low_T, high_T = ratio_T < low, ratio_T > 1 + self.epsilon_high
+        return Objective(values_T, ratio_T, low_T, high_T, ends_gradients=False)
 
 
 class SAPO(ComposedAlgorithm):
@@ -48,6 +51,8 @@ class SAPO(ComposedAlgorithm):
 
     name: Literal["sapo"] = "sapo"
     """Which algorithm trains; each has settings of its own."""
+    advantage: AdvantageRule = "grpo"
+    """How rewards become advantages; the paper's divides by the deviation of the group."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one loss; the paper's is the mean over sequences."""
     temperature_positive: float = Field(1.0, gt=0)
@@ -89,9 +94,9 @@ class DPPO(RatioToBehavior):
 
     name: Literal["dppo"] = "dppo"
     """Which algorithm trains; each has settings of its own."""
-    max_divergence: float = Field(0.2, gt=0, lt=1)
+    max_divergence: float = Field(0.15, gt=0, lt=1)
     """How far a token's probability may move, in its advantage's direction, before its gradient
-    ends."""
+    ends; the paper's, of the total variation."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = M_t r_t A_t with r_t = pi_theta / pi_behav.
@@ -113,6 +118,8 @@ class M2PO(RatioToBehavior):
 
     name: Literal["m2po"] = "m2po"
     """Which algorithm trains; each has settings of its own."""
+    advantage: AdvantageRule = "grpo"
+    """How rewards become advantages; the paper's divides by the deviation of the group."""
     max_second_moment: float = Field(0.04, gt=0)
     """What the mean of squared log-ratios may be, over the tokens that a clip could end."""
 

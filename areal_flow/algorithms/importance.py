@@ -25,19 +25,19 @@ def proximal_logprobs(inputs: LossInputs, proximal: Proximal) -> Tensor:
 
     recomputed: the policy before the step, by a forward pass (AReaL, arXiv 2505.24298, sec. 5.2).
     behavior: the policy that sampled the token, which makes of decoupled PPO plain PPO.
-    interpolated: a log pi_behav + (1 - a) log pi_theta with a = 1 / d, and 0 where d = 0, of a
-    token that is d versions old (A-3PO, arXiv 2512.06547): no forward pass. The older a token, the
-    nearer is its proximal policy to the one that is trained; a fresh one is never clipped.
+    interpolated: log pi_behav / (d + 1) + log pi_theta d / (d + 1) of a token that is d versions
+    old (A-3PO, arXiv 2512.06547): no forward pass. Versions v give the weight of the trained
+    policy, (v_prox - v_behav) / (v_theta - v_behav): the step turns v_prox into v_theta = v_prox
+    + 1. A token of d = 0 was sampled by the proximal policy itself.
     """
     behavior_T = inputs.behavior_logprobs_T
     if proximal == "recomputed":
         return inputs.proximal_logprobs_T
     if proximal == "behavior":
         return behavior_T
-    staleness_T = inputs.policy_version - inputs.versions_T
-    share_T = behavior_T.new_ones(()) / staleness_T.clamp(min=1)
+    staleness_T = (inputs.policy_version - inputs.versions_T).to(behavior_T.dtype)
     policy_T = inputs.logprobs_T.detach()
-    return policy_T + share_T.where(staleness_T > 0, 0.0) * (behavior_T - policy_T)
+    return behavior_T + staleness_T / (staleness_T + 1) * (policy_T - behavior_T)
 
 
 def corrected_weights(

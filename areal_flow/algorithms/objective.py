@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What an algorithm maximises at each token, and where it ended a token's gradient."""
+    """What an algorithm maximises at each token, and where it bounds that."""
 
     values_T: Tensor
     ratio_T: Tensor
     """The ratio that the objective bounds, to be watched."""
     low_T: Tensor
-    """Where the bound below ended the gradient."""
+    """Where the bound below was reached."""
     high_T: Tensor
-    """Where the bound above did."""
+    """Where the bound above was."""
+    ends_gradients: bool = True
+    """Whether a token has no gradient there; False: only its weight is bounded."""
 
 
 def objective_metrics(found: Objective) -> dict[str, Metric]:

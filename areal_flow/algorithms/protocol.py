@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-Advantage = float | Sequence[float]
+Advantage = float | Sequence[float] | NDArray[np.float64]
 """Of one trajectory: one number for all its completion tokens, or one number for each of them."""
 
 
@@ -30,11 +33,40 @@ class AdvantageInputs:
     """Which group each trajectory belongs to, int64."""
     num_tokens_B: Tensor
     """Completion tokens of each trajectory, masked ones included, float64."""
-    trained_BL: Tensor | None = None
-    """Which of them are trained, padded with False to the longest; for an algorithm with a critic.
-    """
+    trained: Sequence[NDArray[np.bool_]] = ()
+    """Which of them are trained, of each trajectory."""
     values_BL: Tensor | None = None
     """A critic's value before each of them, float64, padded; None without a critic."""
+    kl_N: Tensor | None = None
+    """Estimated KL divergence from the reference at each trained token, one trajectory after the
+    other, float64; None unless it is a part of the reward."""
+
+    @property
+    def padded_trained(self) -> Tensor:
+        """`trained` as `[B, L]`, padded with False to the longest."""
+        from torch import from_numpy  # here: recipes are read without torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        return pad_sequence([from_numpy(each) for each in self.trained], batch_first=True)
+
+    @property
+    def trajectories(self) -> Tensor:
+        """Index of each trained token's trajectory, `[N]`."""
+        from torch import repeat_interleave
+
+        return repeat_interleave(self.num_trained_B.long())
+
+    @property
+    def kl_sums(self) -> Tensor:
+        """`kl_N`, added up over each trajectory, `[B]`; 0 without it."""
+        zeros_B = self.rewards_B.new_zeros(len(self.rewards_B))
+        return zeros_B if self.kl_N is None else zeros_B.index_add(0, self.trajectories, self.kl_N)
+
+    def by_token(self, values_N: Tensor) -> list[NDArray[np.float64]]:
+        """Return the values of trained tokens by trajectory, with 0 at the other tokens."""
+        flat = np.zeros(sum(map(len, self.trained)))
+        flat[np.concatenate(self.trained)] = values_N.numpy()
+        return np.split(flat, np.cumsum([len(each) for each in self.trained])[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +165,8 @@ class PolicyLoss:
     losses_T: Tensor
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     clipped_T: Tensor | None = None
-    """Where a clip ended the gradient; None for a loss that has no clip."""
+    """Where the objective has no gradient, since a bound or a rule of weights ended it; None for a
+    loss without either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +204,14 @@ class Algorithm(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads `reference_logprobs_T`, which cost a policy and a pass."""
+        """Whether loss or advantages need a reference policy, which costs a pass."""
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
+
+    def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+        """Return the estimated KL divergence of a policy from the reference at each token."""
 
     @property
     def needs_critic(self) -> bool:

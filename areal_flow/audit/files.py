@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.config import Recipe
-from areal_flow.errors import ArealFlowError, ModelError, PromptError, WeightsError
+from areal_flow.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
@@ -31,7 +31,7 @@ from areal_flow.recovery.checkpoints import (
     read_checkpoint_state,
     weight_files,
 )
-from areal_flow.recovery.inputs import RunInputs, file_hash
+from areal_flow.recovery.inputs import RunInputs, file_hash, read_inputs
 from areal_flow.recovery.lease import newest_lease
 from areal_flow.recovery.parents import Parent, find_parent, read_parent
 from areal_flow.store.dataset import read_errors
@@ -222,7 +222,7 @@ def _weights_root(layout: RunLayout) -> Path:
 def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
     from areal_flow.models.hashing import hash_files
 
-    names = [file.name for file in layout.model.iterdir()]
+    names = [file.name for file in _intact(layout)]
     _, different, missing = filecmp.cmpfiles(layout.model, path, names, shallow=False)
     return {
         "listed_step": int(path.name),
@@ -231,6 +231,23 @@ def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
         "found_optimizer_hash": hash_files(path / "optimizer.safetensors", without=(RNG_STATE,)),
         "other_files": ", ".join((*different, *missing)),
     }
+
+
+def _intact(layout: RunLayout) -> list[Path]:
+    """Return the files of the run's model directory that are as they were prepared.
+
+    One that changed is a finding of its own, and no fault of a checkpoint.
+    """
+    try:
+        recorded = read_inputs(layout).files
+    except RunError:
+        return []
+    known = {
+        layout.root / name: content
+        for name, content in recorded.items()
+        if name.startswith(f"{layout.model.name}/")
+    }
+    return [file for file in known if file.is_file() and file_hash(file) == known[file]]
 
 
 def _weights(reader: DeltaReader, path: Path) -> dict[str, Any]:

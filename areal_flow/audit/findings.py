@@ -26,6 +26,7 @@ ADVICE = {
     "parent": "run.json, the ledger or that of the parent was changed: restore them from a copy",
     "orphan": "nothing, if the parent was removed or is kept elsewhere; the run needs it no more",
     "checkpoint": "remove it: --resume goes on from an older one",
+    "disagree": "one of the two was changed: restore it from a copy, and remove neither before",
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",
     "harmless": "nothing: nobody reads it",

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import pyarrow as pa
@@ -16,10 +17,10 @@ from distributed.client import FuturesCancelledError
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.results import result_of, run_task
+from areal_flow.cluster.results import KillsWorkers, result_of, run_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, InfrastructureError, TrainerLost, TrainingError
-from areal_flow.types import Episode, GroupReceipt, ServedWeights, StepRequest, StepResult
+from areal_flow.types import Episode, GroupReceipt, Score, ServedWeights, StepRequest, StepResult
 from areal_flow.weights.channel import WeightsReader, WeightsWriter
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ LINGER_S = 0.15
 
 MAX_RESCORINGS = 2
 """How often completions are scored again, elsewhere, after an error of the infrastructure."""
+
+_HELD_OUT = "held_out"
+"""What Dask's pages call the tasks of evaluations, after their roles."""
 
 MAX_RESTORATIONS = 3
 """How often the trainer may be lost over one request."""
@@ -70,12 +74,19 @@ class DaskRollouts:
             ArealFlowError: they could not be rolled out or scored.
         """
         episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
-        rolled_out = await self._roll_out(episodes, suffix)
-        return await self._scoring.run(reward_tasks.score, rolled_out, episodes)
+        rolled_out = await self._roll_out(episodes, suffix, what=_HELD_OUT)
+        try:
+            return await self._scoring.run(reward_tasks.score, rolled_out, episodes, what=_HELD_OUT)
+        except KillsWorkers:
+            scores = await self._scoring.row_by_row(rolled_out, episodes)
+            score = partial(reward_tasks.score, known=scores)
+            return await self._scoring.run(score, rolled_out, episodes, what=_HELD_OUT)
 
-    async def _roll_out(self, episodes: tuple[Episode, ...], suffix: str) -> Future:
+    async def _roll_out(
+        self, episodes: tuple[Episode, ...], suffix: str, *, what: str = "rollout"
+    ) -> Future:
         """Roll out some groups; if that is cancelled here, it is on the cluster."""
-        rolled_out = await self._submissions.submit(episodes, key=f"rollout-{suffix}")
+        rolled_out = await self._submissions.submit(episodes, key=f"generator/{what}-{suffix}")
         try:
             with self._ready.another_comes(), suppress(FuturesCancelledError):
                 await wait(rolled_out)
@@ -94,7 +105,9 @@ class Scoring:
         self._client = client
         self._pool = pool
 
-    async def run(self, function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def run(
+        self, function: Callable[..., Awaitable[Any]], *arguments: Any, what: str = ""
+    ) -> Any:
         """Run a task on a reward worker; the last try keeps what has no verdict, without a score.
 
         The retries have different workers, so that at least one of two is not where the first
@@ -104,7 +117,7 @@ class Scoring:
             ArealFlowError: as raised by the task.
         """
         reward_workers = self._pool.registry.present("reward")
-        options: dict[str, Any] = {"resource": "reward"}
+        options: dict[str, Any] = {"resource": "reward", "what": what}
         for worker in reward_workers[:MAX_RESCORINGS]:
             try:
                 return await run_task(
@@ -114,6 +127,23 @@ class Scoring:
                 logger.warning("no verdict, and so asked again: %s", error)
             options |= {"workers": [worker.address], "allow_other_workers": True}
         return await run_task(self._client, function, *arguments, is_last_try=True, **options)
+
+    async def row_by_row(self, table: Future, episodes: Sequence[Episode]) -> list[Score]:
+        """Score each row by a task of its own: one over which workers die fails alone.
+
+        One after the other, since a worker that dies takes all tasks with it that it has.
+        """
+        killed, scores = reward_tasks.SCORING_KILLS, list[Score]()
+        num_rows = await run_task(self._client, len, table, resource="reward", what="rows")
+        for row in range(num_rows):
+            if scores == [killed] * reward_tasks.MAX_KILLING_ROWS:
+                return [killed] * num_rows
+            try:
+                scores.append(await self.run(reward_tasks.score_row, table, row, episodes))
+            except KillsWorkers:
+                logger.warning("reward workers died over row %d of a task", row)
+                scores.append(killed)
+        return scores
 
 
 class Submissions:
@@ -153,7 +183,7 @@ class ReadyGroups:
 
     A group waits a moment for others, unless none is on its way. There are as many tasks at a time
     as reward workers. Each takes as many groups as the last one would have scored within
-    `SECONDS_A_TASK`: many of quick verdicts, one of slow ones.
+    `SECONDS_A_TASK`, or scores at the same time: many of quick verdicts, one of slow ones.
     """
 
     def __init__(self, client: Client, pool: WorkerPool) -> None:
@@ -164,6 +194,7 @@ class ReadyGroups:
         self._next_start: asyncio.TimerHandle | None = None
         self._num_coming = 0
         self._num_together = 1.0
+        self._num_at_once = 1
 
     @contextmanager
     def another_comes(self) -> Iterator[None]:
@@ -200,14 +231,18 @@ class ReadyGroups:
         num_workers = max(1, len(self._pool.registry.present("reward")))
         while self._waiting and (free := num_workers - len(self._tasks)) > 0:
             share = -(-len(self._waiting) // free)
-            num_taken = min(share, max(1, int(self._num_together)))
+            num_taken = min(share, max(self._num_at_once, int(self._num_together)))
             batch, self._waiting = self._waiting[:num_taken], self._waiting[num_taken:]
             task = asyncio.create_task(self._score_and_write(batch))
             self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(partial(self._ended, batch))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: Sequence[_Rollout], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            for rollout in batch:
+                if not rollout.receipt.done():
+                    rollout.receipt.set_exception(error)
         self._start_soon()
 
     async def _score_and_write(self, batch: Sequence[_Rollout]) -> None:
@@ -220,19 +255,33 @@ class ReadyGroups:
             else:
                 rollout.receipt.set_result(group)
 
-    async def _receipts(self, batch: Sequence[_Rollout]) -> list[GroupReceipt | ArealFlowError]:
-        """Return what became of each group; one that fails a task fails no other than itself."""
+    async def _receipts(
+        self, batch: Sequence[_Rollout], known: Sequence[Score] | None = None
+    ) -> list[GroupReceipt | ArealFlowError]:
+        """Return what became of each group; one that fails a task fails no other than itself.
+
+        Args:
+            known: the scores of the only group, where they are known.
+        """
+        score_and_write = reward_tasks.score_and_write
+        if known:
+            score_and_write = partial(score_and_write, known=[known])
         tables = [rollout.table for rollout in batch]
         episodes = [rollout.episode for rollout in batch]
         groups: list[GroupReceipt | ArealFlowError]
         try:
-            groups, seconds = await self._scoring.run(
-                reward_tasks.score_and_write, tables, episodes
+            groups, seconds, self._num_at_once = await self._scoring.run(
+                score_and_write, tables, episodes
             )
         except ArealFlowError as error:
-            if len(batch) == 1 or all(rollout.receipt.done() for rollout in batch):
+            if all(rollout.receipt.done() for rollout in batch):
                 return [error] * len(batch)
-            return [(await self._receipts([rollout]))[0] for rollout in batch]
+            if len(batch) > 1:
+                return [(await self._receipts([rollout]))[0] for rollout in batch]
+            if known is None and isinstance(error, KillsWorkers):
+                scores = await self._scoring.row_by_row(tables[0], episodes)
+                return await self._receipts(batch, scores)
+            return [error]
         self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, seconds)
         began = asyncio.get_running_loop().time() - seconds
         return [
@@ -346,7 +395,7 @@ class DaskWeights:
         self._pool = pool
 
     async def publish(self, version: int) -> None:
-        self._channel.publish(version)
+        await asyncio.to_thread(self._channel.publish, version)
 
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
         """Return when all have loaded but those that are silent; see `WorkerPool`.
@@ -395,6 +444,8 @@ def _acknowledged(
         if isinstance(found, BaseException) and not isinstance(found, OSError):
             return None, f"version {version} was not loaded ({found})"
         if isinstance(found, ServedWeights):
+            if found.policy_version < version:
+                return None, f"it serves version {found.policy_version}, expected {version}"
             if found.policy_version == version and found.served_hash != served_hash:
                 return None, (
                     f"expected weights {served_hash} of version {version}, as the ledger has "

@@ -2,7 +2,7 @@
 
 Requests go through the scheduler of the run, so that the driver starts every worker itself and
 nothing outlives it. They open no new door: whoever may connect there can run any code anyhow, which
-is why the scheduler listens on loopback only, or asks for a certificate.
+is why the scheduler asks for a certificate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from areal_flow.cluster.worker_process import connection_security
 from areal_flow.errors import EngineError, RunError
 
 HANDLER = "areal_flow_workers"
-LOOPBACK = NetworkSettings()
 ELASTIC_ROLES = ("generator", "reward")
 
 
@@ -141,20 +140,20 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
     await pool.retire(record)
 
 
-async def list_workers(scheduler: str, network: NetworkSettings = LOOPBACK) -> list[WorkerStatus]:
+async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:
     """Return the workers of the run whose scheduler this is."""
     return [WorkerStatus(**row) for row in await _ask(scheduler, network, "list", within_s=15)]
 
 
 async def add_workers(
-    scheduler: str, role: str, num_workers: int, network: NetworkSettings = LOOPBACK
+    scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
     """Start workers; return their names once they have joined."""
     request = {"role": role, "num_workers": num_workers}
     return list(await _ask(scheduler, network, "add", within_s=180, **request))
 
 
-async def remove_worker(scheduler: str, name: str, network: NetworkSettings = LOOPBACK) -> None:
+async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:
     """Retire a worker; return once it is gone."""
     await _ask(scheduler, network, "remove", within_s=90, name=name)
 

@@ -14,7 +14,12 @@ from typing import Any
 import pyarrow as pa
 from distributed import Worker
 
-from areal_flow.cluster.reward_tasks import call_tool, on_reward_worker, score_completions
+from areal_flow.cluster.reward_tasks import (
+    call_tool,
+    checked_rewards,
+    on_reward_worker,
+    score_completions,
+)
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import ArealFlowError
 from areal_flow.generation.protocol import Engine
@@ -35,8 +40,9 @@ from areal_flow.types import (
     as_tokens,
 )
 from areal_flow.weights.media import ChosenChannel
+from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.context import Message
-from areal_flow.workflows.group import all_of, run_group
+from areal_flow.workflows.group import FAILURES, all_of, run_group
 from areal_flow.workflows.registry import load_workflow
 
 
@@ -49,6 +55,8 @@ class GeneratorRole:
     def __init__(self, context: WorkerContext) -> None:
         generation = context.recipe.generation
         self.workflow = load_workflow(context.recipe.workflow)
+        if isinstance(self.workflow, Agent):
+            checked_rewards(context)
         self.max_model_len = generation.max_model_len
         self.sampling = Sampling(
             max_new_tokens=generation.max_new_tokens,
@@ -90,7 +98,9 @@ class GeneratorRole:
                 version = max(version, self._reader.newest())
             if self._engine.version < version:
                 before_s = self._engine.stats().stall_s
-                await self._engine.load_weights(self._reader.newest(), self._reader)
+                # A network file system may list old versions when there are new ones.
+                newest = max(version, self._reader.newest())
+                await self._engine.load_weights(newest, self._reader)
                 self._note_update(stall_s=self._engine.stats().stall_s - before_s)
             return self._engine
 
@@ -109,18 +119,18 @@ class GeneratorRole:
         if self._engine:
             self._engine.close()
             self._engine = self.served = None
+        FAILURES.sum_up()
 
     async def generate(self, request: GroupRequest) -> Sequence[Completion]:
         engine = await self.serve(0)
         return await engine.generate(request)
 
     async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
-        scores: Sequence[Score] = await on_reward_worker(score_completions, prompt, completions)
-        return scores
+        version = self._engine.version if self._engine else 0
+        return await on_reward_worker(score_completions, (prompt, version), completions)
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        results: Sequence[Any] = await on_reward_worker(call_tool, path, calls)
-        return results
+        return await on_reward_worker(call_tool, path, calls)
 
     def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
         if self._chat is None:

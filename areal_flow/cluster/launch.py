@@ -18,9 +18,13 @@ from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
-from areal_flow.cluster.worker_process import DASK_SETTINGS, connection_security
+from areal_flow.cluster.worker_process import (
+    DASK_SETTINGS,
+    connection_security,
+    with_certificates,
+)
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError
 
@@ -36,14 +40,18 @@ class RunningCluster:
     pool: WorkerPool
     scheduler: str
     dashboard: str
+    network: NetworkSettings
+    """How others connect to it."""
 
 
 def check_cluster(recipe: Recipe) -> None:
     """Refuse what could not be launched, while nothing is started yet.
 
     Raises:
-        ConfigError: GPUs are missing, the launcher is unknown, or a certificate is missing.
+        ConfigError: GPUs are missing, the launcher is unknown, a certificate is missing, or the
+            dashboard's port is taken.
     """
+    _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)
     make_launcher("", recipe.cluster)
     connection_security(recipe.cluster.network)
@@ -67,9 +75,13 @@ async def launch_cluster(
         EngineError: a worker did not start.
     """
     _refuse_busy_port(settings.dashboard_port)
-    security = connection_security(settings.network)
-    _quieten_dask()
-    with dask.config.set(DASK_SETTINGS):
+    with (
+        dask.config.set(DASK_SETTINGS),
+        _quiet_dask(),
+        with_certificates(settings.network) as network,
+    ):
+        settings = settings.model_copy(update={"network": network})
+        security = connection_security(network)
         async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(scheduler.address, settings, standby)
             pool = WorkerPool(scheduler, launcher, machines_of(settings))
@@ -82,7 +94,7 @@ async def launch_cluster(
                     await client.register_plugin(context)
                     dashboard = f"http://{DASHBOARD_HOST}:{scheduler.http_server.port}/status"
                     with _quick_garbage_collections():
-                        yield RunningCluster(client, pool, address, dashboard)
+                        yield RunningCluster(client, pool, address, dashboard, network)
             finally:
                 await pool.stop()
 
@@ -115,11 +127,19 @@ def _quick_garbage_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _quieten_dask() -> None:
+@contextmanager
+def _quiet_dask() -> Iterator[None]:
     """Silence Dask's loggers, which set their own levels at import; failures are raised anyway."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.split(".")[0] in ("distributed", "bokeh", "tornado"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    quiet = {"distributed", "bokeh", "tornado"}
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] in quiet]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _refuse_busy_port(port: int) -> None:

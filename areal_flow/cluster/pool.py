@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import dask
 from distributed import SchedulerPlugin
@@ -30,6 +30,8 @@ from distributed.scheduler import heartbeat_interval
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
+from areal_flow.cluster.results import give_up_at_next_death
+from areal_flow.controller.schedules import run_until_first_ends
 from areal_flow.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,7 @@ Result = TypeVar("Result")
 
 
 class WorkerPool(SchedulerPlugin):
-    """The live set of workers, those of the driver's own and those that joined from elsewhere.
-
-    As a plugin it is told which processes the scheduler registers and forgets.
-    """
+    """The live set of workers; as a plugin it is told whom the scheduler registers and forgets."""
 
     name = "areal-flow-pool"
 
@@ -63,7 +62,7 @@ class WorkerPool(SchedulerPlugin):
         self._subscribers: list[Callable[[int], None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._broken: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         scheduler.add_plugin(self)
 
     # The life of the pool
@@ -86,16 +85,10 @@ class WorkerPool(SchedulerPlugin):
         Raises:
             EngineError: the last worker of a role is quarantined; names it.
         """
-        working = asyncio.ensure_future(work)
-        either: set[asyncio.Future[Any]] = {working, self._broken}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                self._broken.result()
-            return await working
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+        return await run_until_first_ends(work, self._until_broken())
+
+    async def _until_broken(self) -> NoReturn:
+        await asyncio.shield(self._broken)
 
     async def before_close(self) -> None:
         """Note that the scheduler closes: with the run, or because somebody ended it.
@@ -157,6 +150,8 @@ class WorkerPool(SchedulerPlugin):
         record.address = ""
         if record.role == "trainer":
             self.trainer_lost.set()
+        if record.role == "reward":
+            record.ran_tasks = give_up_at_next_death(scheduler, worker)
         self._notify()
         if not record.is_ours:
             self._died(record, "its process is gone")
@@ -239,6 +234,7 @@ class WorkerPool(SchedulerPlugin):
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process, the old one forgotten: its name must be free to register."""
         await self._forget(record)
+        record.ran_tasks = False
         if self._closing or not record.is_wanted:
             return
         assert record.placement is not None
@@ -251,6 +247,8 @@ class WorkerPool(SchedulerPlugin):
 
     def _died(self, record: WorkerRecord, cause: str) -> None:
         cause = self._killed.pop(record.name, cause)
+        if state := self.scheduler.workers.get(record.address):  # it has not noticed yet
+            record.ran_tasks = bool(state.processing)
         if self._closing or not record.is_wanted:
             return
         joining = self._joining.get(record.name)

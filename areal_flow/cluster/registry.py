@@ -29,6 +29,12 @@ class Death:
     lived_s: float
     """From when it joined; 0 if it never did."""
     cause: str
+    is_of_its_task: bool = False
+    """Whether the code of a user's that it ran may have ended it; see `KillsWorkers`."""
+
+    @property
+    def is_early(self) -> bool:
+        return self.lived_s < EARLY_S and not self.is_of_its_task
 
 
 @dataclass(slots=True)
@@ -48,6 +54,8 @@ class WorkerRecord:
     silence_s: float = 0.0
     """For how long its heartbeat has been overdue, as of the latest look."""
     deaths: list[Death] = field(default_factory=list)
+    ran_tasks: bool = False
+    """Whether the process that ended last had tasks."""
     is_leaving: bool = False
     is_quarantined: bool = False
 
@@ -74,11 +82,15 @@ class WorkerRecord:
         return self.is_wanted and (self.is_ours or bool(self.address))
 
     def died(self, cause: str, *, now: float) -> None:
-        """Note a death that nobody asked for; after too many early ones it is quarantined."""
-        self.deaths.append(Death(now - self.joined_at if self.joined_at else 0.0, cause))
+        """Note a death that nobody asked for; after too many early ones it is quarantined.
+
+        A reward worker that dies over a task is not: the task is given up.
+        """
+        lived_s = now - self.joined_at if self.joined_at else 0.0
+        self.deaths.append(Death(lived_s, cause, self.role == "reward" and self.ran_tasks))
         self.joined_at = 0.0
         latest = self.deaths[-NUM_EARLY_DEATHS:]
-        are_early = all(death.lived_s < EARLY_S for death in latest)
+        are_early = all(death.is_early for death in latest)
         self.is_quarantined = len(latest) == NUM_EARLY_DEATHS and are_early
 
     def why_quarantined(self) -> str:

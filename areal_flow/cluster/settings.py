@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 class NetworkSettings(Settings):
-    """Where the scheduler and the workers listen. Beyond this machine they do so with TLS only."""
+    """Where the scheduler and the workers listen. Beyond this machine they need certificates."""
 
     host: str = "127.0.0.1"
     """The address of this machine at which the scheduler listens."""
@@ -91,7 +91,7 @@ class ClusterSettings(Settings):
     silent_after_s: float = Field(10.0, ge=1)
     """A worker that shows no sign of life or work for so long is hung."""
     worker_ttl_s: float = Field(60.0, gt=0)
-    """Dask gives up a worker that it has not heard of for so long."""
+    """A worker that has not been heard for so long is replaced, even if it works."""
 
     @property
     def is_one_machine(self) -> bool:

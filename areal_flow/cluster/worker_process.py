@@ -11,7 +11,11 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import dask
@@ -66,7 +70,7 @@ def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkS
 
 
 def connection_security(network: NetworkSettings) -> Security:
-    """Return Dask's settings for connections: with certificates, or plain ones on loopback.
+    """Return Dask's settings for connections, encrypted if there are certificates.
 
     Every process shows the same certificate and accepts those that the authority has signed.
 
@@ -85,6 +89,28 @@ def connection_security(network: NetworkSettings) -> Security:
     return Security(
         require_encryption=True, tls_ca_file=str(network.tls_ca), **certificates, **keys
     )
+
+
+@contextmanager
+def with_certificates(network: NetworkSettings) -> Iterator[NetworkSettings]:
+    """Yield settings with certificates: where none are given, new ones that only this user reads.
+
+    Whoever reaches the scheduler can run code, and any user of a machine reaches its loopback.
+    """
+    if network.has_tls:
+        yield network
+        return
+    made = Security.temporary()
+    with TemporaryDirectory(prefix="areal-flow-tls-") as folder:  # of mode 0700
+        texts = {
+            "tls_ca": made.tls_ca_file,
+            "tls_certificate": made.tls_worker_cert,
+            "tls_key": made.tls_worker_key,
+        }
+        paths = {name: Path(folder, f"{name}.pem") for name in texts}
+        for name, path in paths.items():
+            path.write_text(texts[name])
+        yield network.model_copy(update=paths)
 
 
 def main(options: str, parent: str) -> None:

@@ -15,6 +15,8 @@ class StepEntries:
     discards: list[Discard] = field(default_factory=list)
     failed_submissions: list[int] = field(default_factory=list)
     seconds_generate: float = 0.0
+    seconds_observed: float = 0.0
+    """The time of all generators in which they spent `seconds_generate`."""
     num_member_errors: int = 0
     num_scored: int = 0
     reward_queue_s: list[float] = field(default_factory=list)

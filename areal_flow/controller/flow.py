@@ -37,7 +37,7 @@ from areal_flow.controller.records import (
     step_row,
 )
 from areal_flow.controller.skipped_steps import SkippedSteps
-from areal_flow.errors import ArealFlowError
+from areal_flow.errors import ArealFlowError, EngineError, SchemaError, WeightsError
 from areal_flow.types import EngineStats, Episode, GroupReceipt, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
@@ -156,15 +156,19 @@ class Flow:
         seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
         epoch = self.provenance.writer_epoch
         first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
+        rolled_out = None
         for attempt in range(self.recipe.controller.max_attempts):
-            if attempt:
-                self.gate.started()
             try:
-                rolled_out = await self._roll_out(replace(first, attempt=attempt))
+                if rolled_out is None:
+                    rolled_out = await self._roll_out(replace(first, attempt=attempt))
                 receipt = await self.backends.rollouts.write(rolled_out)
             except ArealFlowError as error:
                 logger.warning("group %s, attempt %d: %s", first.group_id, attempt, error)
                 failure = error
+                if isinstance(error, SchemaError):  # the same rows again would be no better
+                    break
+                if isinstance(error, EngineError | WeightsError):  # what was rolled out is lost
+                    rolled_out = None
                 await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
                 continue
             self._written.append(receipt)
@@ -172,6 +176,8 @@ class Flow:
         self._give_up(submission_index, failure)
 
     async def _roll_out(self, episode: Episode) -> Any:
+        if episode.attempt:
+            self.gate.started()
         try:
             return await self.backends.rollouts.roll_out(episode)
         finally:
@@ -253,8 +259,9 @@ class Flow:
     def _count_engine_time(self, receipt: GroupReceipt) -> None:
         stats = receipt.engine_stats
         before = self._engine_totals.get(stats.incarnation, EngineStats())
-        if stats.busy_s > before.busy_s:
+        if (stats.elapsed_s, stats.busy_s) > (before.elapsed_s, before.busy_s):
             self.accounting.entries.seconds_generate += stats.busy_s - before.busy_s
+            self.accounting.entries.seconds_observed += stats.elapsed_s - before.elapsed_s
             self._engine_totals[stats.incarnation] = stats
 
     def _evict_stale(self) -> None:

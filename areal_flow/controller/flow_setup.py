@@ -47,6 +47,7 @@ class Rollouts(Protocol):
         """Generate one group; return what `write` takes, its tokens are elsewhere.
 
         Raises:
+            SchemaError: the group cannot be had.
             ArealFlowError: this attempt failed; the message is the root cause.
         """
 
@@ -54,6 +55,8 @@ class Rollouts(Protocol):
         """Score a group and write it, while the generators are free for others.
 
         Raises:
+            SchemaError: its rows are not valid.
+            EngineError, WeightsError: its rows were lost with their generator; roll it out again.
             ArealFlowError: this attempt failed; the message is the root cause.
         """
 

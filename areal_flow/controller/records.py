@@ -97,7 +97,9 @@ def step_row(
         "committed_at": datetime.now(UTC),
     }
     speed = {
-        **speed_metrics(row, num_generators=num_generators),
+        **speed_metrics(
+            row, num_generators=num_generators, seconds_observed=entries.seconds_observed
+        ),
         **update_metrics(entries.served),
         **reward_metrics(
             entries.reward_queue_s, num_scored=entries.num_scored, seconds_step=seconds_step

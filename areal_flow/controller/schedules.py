@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -73,13 +74,24 @@ async def _generate_batch(flow: Flow) -> None:
 
 
 async def run_until_first_ends(*stages: Coroutine[Any, Any, Result]) -> Result:
-    """Run stages together until one returns or raises, then end the others and pass that on."""
+    """Run stages together until one returns or raises, then end the others and pass that on.
+
+    What a stage raises is passed on even if a signal cancels this while the others end.
+    """
     tasks = [asyncio.create_task(stage) for stage in stages]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        results = [task.result() for task in ended]
+        results = [task.result() for task in tasks if task in ended]
         return results[0]
+    except Exception:
+        with suppress(asyncio.CancelledError):
+            await _cancel(tasks)
+        raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

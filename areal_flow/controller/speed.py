@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from areal_flow.types import ServedWeights
 
 AREA = "speed/"
+OBSERVED = f"{AREA}generators_observed_s"
 """What the names of these metrics begin with: a replay takes other times and compares none."""
 COLUMNS = (
     *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
@@ -15,25 +16,29 @@ COLUMNS = (
 """All of a ledger row that `speed_metrics` needs."""
 
 
-def speed_metrics(totals: Mapping[str, float], *, num_generators: int) -> dict[str, float]:
+def speed_metrics(
+    totals: Mapping[str, float], *, num_generators: int, seconds_observed: float = 0.0
+) -> dict[str, float]:
     """Return the metrics of steps by name; none of steps that took no time.
-
-    The time of a generator counts when its groups are committed, so that a short step's fraction
-    may be above 1.
 
     Args:
         totals: `COLUMNS` of a ledger row, or the sums of several.
         num_generators: of the recipe.
+        seconds_observed: the time of all generators in which they spent `seconds_generate`. It is
+            not that of the steps, since a generator reports with each group. 0: nothing is known
+            of it, as in rows of earlier versions.
     """
     seconds = totals["seconds_step"]
     if not seconds:
         return {}
+    generators = seconds_observed or num_generators * seconds
     training = sum(totals[f"seconds_{part}"] for part in ("read", "train", "stage"))
     return {
         f"{AREA}generated_tokens_per_s": totals["num_generated_tokens"] / seconds,
         f"{AREA}trained_tokens_per_s": totals["num_trained_tokens"] / seconds,
-        f"{AREA}generators_busy_fraction": totals["seconds_generate"] / num_generators / seconds,
+        f"{AREA}generators_busy_fraction": totals["seconds_generate"] / generators,
         f"{AREA}trainer_busy_fraction": training / seconds,
+        **({OBSERVED: seconds_observed} if seconds_observed else {}),
     }
 
 

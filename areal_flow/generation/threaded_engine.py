@@ -47,7 +47,9 @@ class ThreadedEngine:
         self._loop = asyncio.get_running_loop()
         self._incarnation = uuid.uuid4().hex[:8]
         self._num_tokens = 0
-        self._busy_s = 0.0
+        self._made_at = perf_counter()
+        self._busy = 0.0, self._made_at
+        """For how long in all, until when: one value, since the thread changes it."""
         self._stall_s = 0.0
         self._broken: BaseException | None = None
         self._closing = False
@@ -92,7 +94,9 @@ class ThreadedEngine:
         await future
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._incarnation, self._num_tokens, self._busy_s, self._stall_s)
+        busy_s, until = self._busy
+        elapsed_s = until - self._made_at
+        return EngineStats(self._incarnation, self._num_tokens, busy_s, self._stall_s, elapsed_s)
 
     def close(self) -> None:
         """End the thread after its current step; whoever still waits gets an `EngineError`."""
@@ -131,8 +135,9 @@ class ThreadedEngine:
                     for request_id, completions in self._core.step():
                         self._num_tokens += sum(len(c.tokens) for c in completions)
                         self._resolve(self._waiting.pop(request_id), completions)
-                seconds = perf_counter() - began
-                self._busy_s += seconds
+                until = perf_counter()
+                seconds = until - began
+                self._busy = self._busy[0] + seconds, until
                 if self._core.version != version:
                     self._stall_s += seconds
                 self._acknowledge_loads()

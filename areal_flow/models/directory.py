@@ -130,10 +130,35 @@ def copy_model_description(source: Path, target: Path) -> None:
 
 
 def tokenizer_of(directory: Path) -> Tokenizer:
-    """Return the directory's fast tokenizer."""
+    """Return the directory's fast tokenizer.
+
+    Raises:
+        ModelError: its file is missing or damaged.
+    """
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    file = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise ModelError(
+            f"{file} is missing or damaged ({error}): restore it from a copy; each checkpoint of "
+            "a run has one"
+        ) from None
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text that no chat template rendered.
+
+    It begins with the special tokens that the tokenizer puts before a text, such as Llama's
+    `<|begin_of_text|>`, once. Those that it puts after one are left out, since the policy goes on.
+    """
+    encoded = tokenizer.encode(text)
+    is_text = [not added for added in encoded.special_tokens_mask]
+    begin = is_text.index(True) if any(is_text) else 0
+    before = encoded.ids[:begin]
+    tokens = [token for token, kept in zip(encoded.ids, is_text, strict=True) if kept]
+    return tokens if tokens[:begin] == before else before + tokens
 
 
 def texts_of(tokenizer: Tokenizer, sequences: Sequence[Tokens]) -> list[str]:

@@ -114,7 +114,7 @@ def _begin_copy(name: str, tensor: Tensor) -> Callable[[], tuple[str, Tensor]]:
         there = tensor.cpu().contiguous()
         return lambda: (name, there)
     stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.default_stream(tensor.device))
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)

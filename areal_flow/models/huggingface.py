@@ -82,6 +82,7 @@ with _hidden("sklearn", "scipy", "accelerate"), _uncompiled(), _unsharded():
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
+        AutoTokenizer,
         TokenizersBackend,
     )
     from transformers.core_model_loading import revert_weight_conversion
@@ -95,6 +96,7 @@ __all__ = [
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoModelForSequenceClassification",
+    "AutoTokenizer",
     "BaseModelOutputWithPast",
     "GradientCheckpointingLayer",
     "TokenizersBackend",

@@ -167,9 +167,11 @@ def policy_from_config(
 
 
 def ready(policy: Any, device: torch.device | str) -> Any:
-    """Switch dropout off for good: a step's numbers must be those of its tokens, when replayed.
+    """Switch off for good what is random: a step's numbers must be those of its tokens, replayed.
 
-    And have linear layers computed by what this machine computes them fastest with.
+    In evaluation mode, in which policies are trained too: in training mode mixtures of experts may
+    add noise to their router's input. And have linear layers computed by what this machine
+    computes them fastest with.
     """
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
@@ -320,10 +322,10 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
     """Return the policy's weights by name, detached; a tied tensor once, under its first name."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
-    for name, tensor in policy.state_dict().items():
-        if tensor.data_ptr() in seen:
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # not its address: tensors on the meta device and empty ones have 0
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(id(tensor))
         tensors[stored_name(name)] = tensor.detach()
     return tensors
 

@@ -91,12 +91,12 @@ def critic_of(policy: Any) -> Any:
         ) from error
     layers.load_state_dict(policy.get_decoder().state_dict())
     torch.nn.init.zeros_(model.score.weight)
-    return ready(model, policy.device).train()
+    return ready(model, policy.device)
 
 
 def is_reward_model(model: Any) -> bool:
-    """Return whether a model scores instead of predicting tokens."""
-    return hasattr(model, SCORE)
+    """Return whether a model scores instead of predicting tokens: by what it was made as."""
+    return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def scores_at(model: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:

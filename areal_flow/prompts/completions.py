@@ -7,7 +7,7 @@ the policy says is trained, and ends with a stop token; what the environment say
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +16,7 @@ import numpy as np
 
 from areal_flow.errors import ModelError, PromptError
 from areal_flow.models.chat import ChatTemplate, Message
+from areal_flow.models.directory import prompt_tokens
 from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.conversations import conversation_of, has_messages
 from areal_flow.prompts.files import Place, read_prompts
@@ -125,6 +126,7 @@ class RowEncoder:
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
         self._chat, self._system = chat, system
         # The same prompt may stand before several completions.
+        self._prompt_tokens = lru_cache(maxsize=None)(partial(prompt_tokens, tokenizer))
         self._tokens = lru_cache(maxsize=None)(self._encode_text)
 
     def encode(self, row: Row, fields: Sequence[str]) -> TokenisedRow:
@@ -136,7 +138,7 @@ class RowEncoder:
         """
         if has_messages(row, fields):
             return self._encode_messages(row, fields)
-        prompt = self._tokens(text_of(row, "prompt"))
+        prompt = self._prompt_tokens(text_of(row, "prompt"))
         completions = [[*map(self._tokens, texts_of_turns(row, field))] for field in fields]
         end = self._stop_token_ids[:1]
         return prompt, [[*turns[:-1], [*turns[-1], *end]] for turns in completions]

@@ -23,13 +23,14 @@ import pyarrow as pa
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.models.directory import tokenizer_of
+from areal_flow.models.directory import prompt_tokens, tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.mixture import quotas
 from areal_flow.prompts.rendering import Render, renderer, required_chat_template
-from areal_flow.prompts.rows import Row, answer_of, columns_of, question_of
+from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
+from areal_flow.prompts.settings import PromptSettings
 from areal_flow.prompts.table import QUOTAS, PromptTable
 from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.math_pool import MathPool
@@ -61,6 +62,8 @@ class Prepared:
     """SHA-256 of the chat template; empty without one."""
     by_source: Mapping[str, int] = field(default_factory=dict)
     """How many prompts to train on there are of each of several sources."""
+    cut_to: Mapping[str, int] = field(default_factory=dict)
+    """How many rows at most are held out of files that are too small for `num_held_out`."""
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
@@ -91,8 +94,10 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
             yield row
 
     rest: list[Iterator[Row]] = []
+    cut_to: dict[str, int] = {}
     for name, part in recipe.by_source().items():
-        candidates, others = _split(part, _reader(part, layout, bad_rows, source=name))
+        read = _reader(part, layout, bad_rows, source=name)
+        candidates, others = _split(part, read, cut_to)
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
@@ -123,20 +128,52 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
         chat_template_hash=_record_chat_template(recipe, layout),
         by_source=dict(of_source) if recipe.sources else {},
+        cut_to=cut_to,
     )
+
+
+def check_first_rows(recipe: Recipe) -> None:
+    """Refuse files of prompts that are empty, or have bad rows at first, by the rows alone.
+
+    A model takes ten seconds to be read, and nothing here depends on it.
+
+    Raises:
+        PromptError: as `prepare_prompts`.
+    """
+    parts = [*recipe.by_source().values()]
+    files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
+    files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
+    bad_rows: dict[Place, PromptError] = {}
+    num_good = 0
+    for path, of in files:
+        if path is not None:
+            check = partial(_check_row, settings=of.prompts)
+            rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
+            num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
+    _refuse(bad_rows, recipe, num_good=num_good)
+
+
+def _check_row(row: Row, settings: PromptSettings) -> None:
+    columns_of(row, settings)
+    if not messages_in(row, settings.question_field):
+        question_of(row, settings)
 
 
 Read = Callable[..., Iterator[Row]]
 
 
-def _split(recipe: Recipe, read: Read) -> tuple[Iterator[Row], Iterator[Row]]:
-    """Return the rows of a source that may be held out, and the others."""
+def _split(
+    recipe: Recipe, read: Read, cut_to: dict[str, int]
+) -> tuple[Iterator[Row], Iterator[Row]]:
+    """Return the rows of a source that may be held out, and the others; note a file too small."""
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
     if settings.held_out_path is not None:
         return read(settings.held_out_path), read(path)
     num_rows = sum(1 for _ in read_rows(path))
     num_candidates = min(settings.num_held_out, num_rows // 5)
+    if num_candidates < settings.num_held_out:
+        cut_to[str(path)] = num_candidates
     places = set(random.Random(recipe.seed).sample(range(num_rows), num_candidates))
     rest = read(path, keeps=lambda place: place not in places)
     return read(path, keeps=places.__contains__), rest
@@ -217,7 +254,10 @@ def _prompt_row(
     if "code" in verifiers:
         _check_tests(columns)
     text = render(question_of(row, settings))
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    if settings.chat_template:  # which writes the special tokens itself
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    else:
+        tokens = prompt_tokens(tokenizer, text)
     room = generation.max_model_len - generation.max_new_tokens
     if not 0 < len(tokens) <= room:
         raise ValueError(

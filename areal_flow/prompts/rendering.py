@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from areal_flow.config import Recipe
@@ -11,6 +12,9 @@ from areal_flow.errors import ConfigError, ModelError
 from areal_flow.import_path import import_function
 from areal_flow.models.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.models.directory import chat_template_of
+from areal_flow.prompts.files import read_prompts
+from areal_flow.prompts.rows import messages_in
+from areal_flow.types import Prompt
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.tool_use import ToolUse
 from areal_flow.workflows.tools import tools_by_name
@@ -71,6 +75,32 @@ def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
             "prompts.system or the workflow"
         ) from error
     return chat
+
+
+def leaves_messages_open(recipe: Recipe) -> bool:
+    """Return whether rows have messages, and the recipe does not say if a chat template puts them.
+
+    The first good row of each file counts, held-out ones included.
+
+    Raises:
+        PromptError: a file is empty, or of an unknown kind.
+    """
+    files = [(part.prompts.path, part) for part in recipe.by_source().values()]
+    files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
+    fields = [(path, of.prompts.question_field) for path, of in files if path and path.exists()]
+    return recipe.prompts.chat_template is None and any(_has_messages(*each) for each in fields)
+
+
+def _has_messages(path: Path, field: str) -> bool:
+    rows = read_prompts(path, lambda row: row, on_bad=lambda place, error: None)
+    return any(messages_in(row, field) for row in islice(rows, 1))
+
+
+def messages_asked(prompt: Prompt, recipe: Recipe) -> list[Message]:
+    """Return a prompt as the messages that its row has; none if it has text."""
+    sets = {each.name: recipe.of_set(each) for each in recipe.evaluation.held_out}
+    of = (recipe.by_source() | sets).get(prompt.source, recipe)
+    return messages_in(prompt.metadata, of.prompts.question_field)
 
 
 def _tool_schemas(recipe: Recipe) -> list[Tool]:

@@ -75,6 +75,14 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
     return messages
 
 
+def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
+    """Return the messages of a row's question; none if it is no conversation."""
+    value = row.get(field)
+    found = value if isinstance(value, list) else []
+    is_chat = all(isinstance(each, Mapping) and {"role", "content"} <= {*each} for each in found)
+    return [*map(_without_nulls, found)] if is_chat else []
+
+
 def checked_message(given: Any, field: str) -> Message:
     """Return a message without the fields that Parquet fills with nothing.
 
@@ -86,6 +94,10 @@ def checked_message(given: Any, field: str) -> Message:
         raise ValueError(
             f"field {field!r}: expected messages with role and content as text, found {given!r:.60}"
         )
+    return _without_nulls(message)
+
+
+def _without_nulls(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None}
 
 
@@ -163,7 +175,8 @@ def _require_fields(row: Row, settings: PromptSettings) -> None:
             missing.append(f"field {field!r} is missing")
             if other := next((name for name in usual if name in row), ""):
                 advice.append(f'prompts.{setting} = "{other}"')
-            if setting == "question_field" and isinstance(row.get(other), list):
+            is_off = settings.chat_template is False and setting == "question_field"
+            if is_off and isinstance(row.get(other), list):
                 advice.append("prompts.chat_template = true")
     if missing:
         said = f"; set {' and '.join(advice)}" if advice else ""

@@ -82,15 +82,16 @@ class PromptSettings(Settings):
     held_out_path: Path | None = Field(None, strict=False)
     """Held-out prompts in a file of their own; otherwise drawn from `path`."""
     question_field: str = "question"
-    """The field of a row that has the question: text or, with a chat template, messages, each of
-    `role` and `content`, the last one the user's."""
+    """The field of a row that has the question: text, or messages, each of `role` and `content`,
+    the last one the user's, which are put by the chat template."""
     answer_field: str = "answer"
     """The field of a row that has the right answer: text, a number or a list."""
     template: str = "{question}"
     """What the policy is given, or with a chat template the user's last message; `{question}`
     stands for the question."""
-    chat_template: bool = False
-    """Put questions as conversations, by the chat template of the model's tokenizer."""
+    chat_template: bool | None = None
+    """Put questions as conversations, by the chat template of the model's tokenizer; none: if the
+    first row of a file has messages."""
     system: str = ""
     """The system message of a chat whose row has none; empty: no such message."""
     num_prompts: int = Field(24_000, ge=1)
@@ -109,7 +110,7 @@ class PromptSettings(Settings):
     def _consistent(self) -> PromptSettings:
         require(
             self.source != "file" or self.path is not None,
-            "prompts.path is needed when prompts.source is 'file'; give --prompts FILE",
+            "prompts.path is needed when prompts.source is 'file'; give --data FILE",
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(

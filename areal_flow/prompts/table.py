@@ -7,9 +7,10 @@ of each epoch from the run's seed. The file says in its schema how its sources a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,16 +25,49 @@ QUOTAS = b"areal_flow.quotas"
 ONE_SOURCE = json.dumps({"": BLOCK})
 
 
+def _open(path: Path) -> pa.Table:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (FileNotFoundError, pa.ArrowInvalid) as error:
+        raise PromptError(f"expected prepared prompts at {path}: {error}") from None
+
+
+class RowColumns(Mapping[str, Any]):
+    """The columns of a prompt's row but its answer, read where they are first asked for.
+
+    Sent to another process it is the row's place: a row may have megabytes of tests.
+    """
+
+    def __init__(self, path: Path, index: int) -> None:
+        self._place = path, index
+
+    def __reduce__(self) -> tuple[type[RowColumns], tuple[Path, int]]:
+        return RowColumns, self._place
+
+    @cached_property
+    def _columns(self) -> dict[str, Any]:
+        path, index = self._place
+        columns: dict[str, Any] = json.loads(_open(path)["metadata"][index].as_py())
+        columns.pop("answer", None)
+        return columns
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 class PromptTable:
     """A prepared prompt file; each source is read in a seeded order, reshuffled every epoch."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
         self.path = path
         self.seed = seed
-        try:
-            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
-            raise PromptError(f"expected prepared prompts at {path}: {error}") from None
+        self._table = _open(path)
         if not len(self._table):
             raise PromptError(f"{path} holds no prompts")
         quotas = json.loads((self._table.schema.metadata or {}).get(QUOTAS, ONE_SOURCE))
@@ -73,7 +107,7 @@ class PromptTable:
             answer=columns.pop("answer", row["answer"]),
             difficulty=row["difficulty"],
             tokens=self._table["prompt_tokens"][index].values.to_numpy(),
-            metadata=columns,
+            metadata=RowColumns(self.path.resolve(), index),
             source=row["source"],
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from uuid import uuid4
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
-from areal_flow.layout import SCHEMA_VERSION, RunLayout, run_layout
+from areal_flow.layout import SCHEMA_VERSION, RunLayout
 from areal_flow.recovery.lease import Writer, hold_lease, is_held, newest_lease
 
 logger = logging.getLogger(__name__)
@@ -69,32 +69,26 @@ def check_schema_version(layout: RunLayout) -> str:
     """Return the identity of a run that this version of areal-flow can read.
 
     Raises:
-        RunError: another version wrote it.
+        RunError: another version wrote it, or `run.json` is damaged.
     """
     version: Any = "none"
     run_id = ""
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    try:
         identity = json.loads(layout.identity.read_text())
         version, run_id = identity["schema_version"], str(identity["run_id"])
+    except FileNotFoundError:
+        pass  # version 1 had none
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{layout.identity} is damaged: expected schema_version and run_id as JSON, found "
+            f"{type(error).__name__}: {error}; restore it from a copy"
+        ) from None
     if version != SCHEMA_VERSION:
         raise RunError(
             f"expected schema version {SCHEMA_VERSION} in {layout.identity}, found {version}: "
             f"read run {layout.name} with the version of areal-flow that wrote it"
         )
     return run_id
-
-
-def existing_run(runs: Path, name: str) -> RunLayout:
-    """Return the layout of a run that was made before.
-
-    Raises:
-        RunError: there is none of that name, or one of another schema version.
-    """
-    layout = run_layout(runs, name)
-    if not layout.config.is_file():
-        raise _no_run(runs, name)
-    check_schema_version(layout)
-    return layout
 
 
 def find_run(runs: Path, reference: str) -> RunLayout:
@@ -110,12 +104,8 @@ def find_run(runs: Path, reference: str) -> RunLayout:
         if layout.config.is_file() or layout.steps.is_dir():
             check_schema_version(layout)
             return layout
-    raise _no_run(runs, reference)
-
-
-def _no_run(runs: Path, name: str) -> RunError:
     known = ", ".join(run.name for run in list_runs(runs)) or "none"
-    return RunError(f"expected a run named {name!r} in {runs}, found: {known}")
+    raise RunError(f"expected a run named {reference!r} in {runs}, found: {known}")
 
 
 @contextmanager

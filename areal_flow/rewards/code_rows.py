@@ -22,8 +22,9 @@ import pickle
 import re
 import symtable
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
-from functools import lru_cache
+from threading import Lock
 from typing import Any, get_args
 
 from areal_flow.errors import RewardError
@@ -36,10 +37,16 @@ Row = Mapping[str, Any]
 MAX_SOURCE_CHARS = 2**20
 MAX_PRIVATE_BYTES = 2**28
 """Of LiveCodeBench's hidden tests of one row, unpacked."""
+MAX_KEPT_BYTES = 2**26
+"""Of tests of several rows, unpacked; those of one row are kept however large they are."""
 _THOUGHT_END = "</think>"
 _FENCE = "```"
 _LANGUAGES = ("python", "python3", "py", "")
 _METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
+
+
+_kept: OrderedDict[str, tuple[int, Any]] = OrderedDict()
+_reading = Lock()
 
 
 class NoTests(RewardError):
@@ -197,6 +204,11 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
 
     The latter two list arguments, and what is returned as a list of one.
     """
+    if not isinstance(row["tests"], str):
+        raise ValueError(
+            "field 'tests': expected JSON as text, as DeepCoder has it, or a field 'mode' beside "
+            f"it ({', '.join(get_args(Mode))}), found a {type(row['tests']).__name__} and no 'mode'"
+        )
     tests = _live_cases(row["tests"])
     if isinstance(tests, Mapping):
         name, pairs = tests.get("fn_name"), [*zip(tests["inputs"], tests["outputs"], strict=True)]
@@ -209,18 +221,32 @@ def _deep_coder(row: Row, source: str) -> CodeTask:
     return CodeTask(source, "call", [(args, value) for args, (value,) in pairs], entry_point=name)
 
 
-@lru_cache(maxsize=64)
 def _live_cases(text: str | None) -> Any:
-    """Return test cases: JSON, or JSON as it is hidden, in base64 of zlib of a pickled text."""
+    """Return test cases: those of the rows that were read last are kept, up to `MAX_KEPT_BYTES`.
+
+    One thread reads at a time: the completions of a prompt come together, and would each read all.
+    """
     if not text:
         return []
+    with _reading:
+        if text not in _kept:
+            unpacked = _unpacked(text)
+            _kept[text] = len(unpacked), json.loads(unpacked)
+        _kept.move_to_end(text)
+        while len(_kept) > 1 and sum(size for size, _ in _kept.values()) > MAX_KEPT_BYTES:
+            _kept.popitem(last=False)
+        return _kept[text][1]
+
+
+def _unpacked(text: str) -> str:
+    """Return JSON from JSON, or from how it is hidden: in base64 of zlib of a pickled text."""
     if not text.lstrip().startswith(("[", "{")):
         unpacker = zlib.decompressobj()
         packed = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)
         if unpacker.unconsumed_tail:
             raise ValueError(f"hidden tests are larger than {MAX_PRIVATE_BYTES} bytes")
-        text = _TextUnpickler(io.BytesIO(packed)).load()
-    return json.loads(text)
+        return str(_TextUnpickler(io.BytesIO(packed)).load())
+    return text
 
 
 class _TextUnpickler(pickle.Unpickler):

@@ -8,6 +8,7 @@ asked in words for a number. A service that cannot be reached gives no score.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ Answer to judge:
 
 How good is the answer to judge, from 0 (wrong) to 1 (right)? End with a line "Score: x"."""
 _SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_PLACE = re.compile(r"\{(prompt|answer|completion)\}")
 
 
 class JudgeReward:
@@ -47,6 +49,7 @@ class JudgeReward:
         num_retries: int = 3,
         num_at_once: int = 16,
         limit_s: float = 60.0,
+        scale: Sequence[float] | None = None,
     ) -> None:
         """Take where the service is.
 
@@ -58,6 +61,8 @@ class JudgeReward:
             num_retries: after a failure that may pass; waits double, from half a second.
             num_at_once: requests under way from one reward worker.
             limit_s: of one request.
+            scale: the lowest and the highest score; one beyond is no reward but an error. By
+                default from 0 to 1 with a model, and any number from a service of one's own.
 
         Raises:
             RewardError: they are not what they should be.
@@ -69,10 +74,16 @@ class JudgeReward:
                 "reward 'judge': expected num_retries >= 0, num_at_once >= 1 and limit_s > 0, "
                 f"found {num_retries}, {num_at_once} and {limit_s:g}"
             )
+        if scale is not None and not _is_range(scale):
+            raise RewardError(
+                f"reward 'judge': expected scale = [lowest, highest], two numbers, found {scale}"
+            )
+        bounds: Sequence[float] = (0, 1) if model else (-math.inf, math.inf)
+        self._lowest, self._highest = scale or bounds
         self._url = url.rstrip("/") + ("/chat/completions" if model else "")
         self._model, self._question = model, question
         self._key_variable = key_variable
-        self._num_retries, self._num_at_once, self._limit_s = num_retries, num_at_once, limit_s
+        self._num_retries, self.num_at_once, self._limit_s = num_retries, num_at_once, limit_s
 
     def open(self) -> None:
         """Find the key.
@@ -81,6 +92,7 @@ class JudgeReward:
             RewardError: the environment has none.
         """
         self._headers = {}
+        self._turns = asyncio.Semaphore(self.num_at_once)
         if self._key_variable:
             if not (key := os.environ.get(self._key_variable)):
                 raise RewardError(
@@ -95,17 +107,14 @@ class JudgeReward:
         import aiohttp
 
         limit = aiohttp.ClientTimeout(self._limit_s)
-        turns = asyncio.Semaphore(self._num_at_once)
         async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as session:
-            return await asyncio.gather(*(self._score(session, turns, given) for given in inputs))
+            return await asyncio.gather(*(self._score(session, given) for given in inputs))
 
-    async def _score(
-        self, session: ClientSession, turns: asyncio.Semaphore, given: RewardInput
-    ) -> Score:
+    async def _score(self, session: ClientSession, given: RewardInput) -> Score:
         if unread := overlong(given.completion):
             return unread
         try:
-            async with turns:
+            async with self._turns:
                 return self._read(await self._ask(session, self._request(given)))
         except ServiceError as error:
             return Score(None, "infrastructure_error", error=str(error))
@@ -115,10 +124,9 @@ class JudgeReward:
             answer, metadata = given.answer, dict(given.metadata)
             asked = {"prompt": given.prompt, "completion": given.completion}
             return {**asked, "answer": answer, "metadata": metadata}
-        question = self._question
-        words = {"prompt": given.prompt, "answer": answer_text(given.answer)}
-        for name, text in {**words, "completion": given.completion}.items():
-            question = question.replace(f"{{{name}}}", text)
+        words = {"prompt": given.prompt, "completion": given.completion}
+        words["answer"] = answer_text(given.answer)
+        question = _PLACE.sub(lambda place: words[place[1]], self._question)
         messages = [{"role": "user", "content": question}]
         return {"model": self._model, "messages": messages, "temperature": 0}
 
@@ -145,18 +153,28 @@ class JudgeReward:
         raise ServiceError(f"{self._url}: {failure}")
 
     def _read(self, found: Any) -> Score:
-        """Return the score of an answer.
+        """Return the score of an answer, which is none if it is beyond the scale.
 
         Raises:
             ServiceError: it has none, which is the service's mistake and not the policy's.
         """
         try:
-            if not self._model:
-                return Score(float(found["score"]), message=str(found.get("detail", "")))
-            said = found["choices"][0]["message"]["content"]
-            return Score(float(_SCORE.findall(said)[-1]), message=said[-200:])
+            if self._model:
+                said = found["choices"][0]["message"]["content"]
+                score, message = float(_SCORE.findall(said)[-1]), said[-200:]
+            else:
+                score, message = float(found["score"]), str(found.get("detail", ""))
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ServiceError(f"{self._url}: no score in {str(found)[:200]!r}") from error
+        if not self._lowest <= score <= self._highest:
+            scale = f"expected a score from {self._lowest:g} to {self._highest:g}, found {score:g}"
+            return Score(None, "error", error=f"{self._url}: {scale}: see `scale`", message=message)
+        return Score(score, message=message)
+
+
+def _is_range(scale: Any) -> bool:
+    is_pair = isinstance(scale, list | tuple) and len(scale) == 2
+    return is_pair and all(isinstance(x, int | float) for x in scale) and scale[0] < scale[1]
 
 
 class ServiceError(Exception):

@@ -20,7 +20,8 @@ _LINK_CHARS = 40
 _TAIL_CHARS = 2000
 """Where an answer that is not marked is looked for."""
 
-_THOUGHT, _THOUGHT_END, _MARK, _BOX = "<think>", "</think>", "####", "\\boxed"
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+MARK, BOX = "####", "\\boxed"
 _LINK = re.compile(r"[\s$\\()]*(?:[,;]|\b(?:and|or)\b)[\s$\\()]*(?:and|or)?[\s$\\()]*")
 _OPENING, _BRACE = re.compile(r"[^\S\n]*\{?"), re.compile(r"(?<!\\)[{}]")
 _LINE_END = re.compile(r"[\n$]|\Z")
@@ -76,7 +77,7 @@ def final_answer(completion: str) -> str | None:
         return None
     if (marked := marked_answer(completion)) is not None:
         return marked
-    if _BOX in completion:
+    if BOX in completion:
         return None
     text = _ANNOTATION.sub("", completion[-_TAIL_CHARS:]).strip()
     if said := _SAID.findall(text):
@@ -89,19 +90,19 @@ def marked_answer(text: str) -> str | None:
     boxes: list[str] = []
     end = after = len(text)
     for _ in range(MAX_ELEMENTS + 1):
-        if (start := text.rfind(_BOX, 0, end)) < 0:
+        if (start := text.rfind(BOX, 0, end)) < 0:
             break
-        content, stop = _boxed(text, start + len(_BOX))
+        content, stop = _boxed(text, start + len(BOX))
         if boxes and not (0 <= after - stop <= _LINK_CHARS and _LINK.fullmatch(text[stop:after])):
             break
         end = start
-        if content and _BOX not in content:
+        if content and BOX not in content:
             boxes.insert(0, content)
             after = start
     if boxes:
         return ", ".join(dict.fromkeys(boxes))
-    if _MARK in text:
-        return text.rpartition(_MARK)[2].strip().partition("\n")[0].strip() or None
+    if MARK in text:
+        return text.rpartition(MARK)[2].strip().partition("\n")[0].strip() or None
     return None
 
 

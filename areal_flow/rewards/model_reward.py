@@ -16,7 +16,8 @@ from threading import Lock
 from typing import Any
 
 from areal_flow.errors import ModelError, RewardError
-from areal_flow.models.directory import resolve_model, tokenizer_of
+from areal_flow.models.auto_tokenizer import auto_tokenizer
+from areal_flow.models.directory import prompt_tokens, resolve_model
 from areal_flow.recovery.inputs import file_hash
 from areal_flow.rewards.protocol import RewardInput, overlong
 from areal_flow.types import Score
@@ -95,9 +96,7 @@ class ModelReward:
             )
         longest = getattr(model.config, "max_position_embeddings", None) or self._max_tokens
         self._num_tokens, self._lock = min(self._max_tokens, longest), Lock()
-        self._tokenizer = tokenizer_of(self._directory)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = auto_tokenizer(self._directory)
 
     def close(self) -> None:
         del self._model
@@ -124,10 +123,8 @@ class ModelReward:
         """Return prompt and completion as the model reads them; nothing of what is far too long."""
         if overlong(given.completion):
             return []
-        encoded = self._tokenizer.encode_batch(
-            [given.prompt, given.completion], add_special_tokens=False
-        )
-        return [token for part in encoded for token in part.ids]
+        said = self._tokenizer.encode(given.completion, add_special_tokens=False)
+        return [*prompt_tokens(self._tokenizer, given.prompt), *said.ids]
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         import torch

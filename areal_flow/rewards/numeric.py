@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+from areal_flow.rewards import math_text
+from areal_flow.rewards.math_text import BOX, MARK, marked_answer, tidied
 from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
-_ANSWER_MARK = "####"
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?", re.ASCII)
+_FRACTION = re.compile(r"(-?)\\[dtc]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
+_LAST_NUMBER = re.compile(f"{_FRACTION.pattern}|{_NUMBER.pattern}", re.ASCII)
+_SPACE = re.compile(r" *([-/]) *|(?<=\d) (?=\d{3}(?!\d))")
 _MAX_DIGITS = 400
+_TAIL_CHARS = 500
+"""Where the last number is looked for first."""
 
 
 @reads_completion
@@ -61,28 +67,44 @@ def number_of(answer: Any) -> Fraction | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the marked answer, else the last number, or None when there is neither."""
-    if (marked := marked_answer(text)) is not None:
+    """Return the marked answer, else the last number; None without one, or if the mark is empty.
+
+    A number within a longer term of LaTeX, such as `x^{2}`, is returned with what stands before it.
+    """
+    if (marked := marked_answer(text)) is not None or MARK in text or BOX in text:
         return marked
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
-def marked_answer(text: str) -> str | None:
-    """Return what stands in the last `\\boxed{}`, else after the last `####`, or None."""
-    if boxed := _BOXED.findall(text):
-        return str(boxed[-1]).strip()
-    if _ANSWER_MARK in text:
-        return text.rsplit(_ANSWER_MARK, 1)[1].strip()
-    return None
+    tail = max(0, len(text) - _TAIL_CHARS)
+    numbers = [*_LAST_NUMBER.finditer(text, tail)]
+    if tail and (not numbers or numbers[-1].start() == tail):
+        numbers = [*_LAST_NUMBER.finditer(text)]
+    if not numbers:
+        return None
+    last, begin = numbers[-1], numbers[-1].start()
+    return text[begin - 1 : last.end()] if text[begin - 1 : begin] in (*"{^_",) else last[0]
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return an exact number, or None; accepts `1,234`, `-2.50`, `$3`, `3/4`, `18%`, `18.`."""
-    cleaned = text.strip().strip("$").rstrip(".%").replace(",", "").replace(" ", "")
-    if not _NUMBER.fullmatch(cleaned) or len(cleaned) > _MAX_DIGITS:
+    r"""Return an exact number, or None.
+
+    Accepts `1,234`, `-2.50`, `$3`, `3/4`, `\frac{3}{4}`, `18%`, `18.`.
+    """
+    if len(text) > _MAX_DIGITS:
+        return None
+    cleaned = _without_signs(text)
+    if not _NUMBER.fullmatch(cleaned):
+        cleaned = _FRACTION.sub(r"\1\2/\3", _without_signs(tidied(text)))
+    if not _NUMBER.fullmatch(cleaned):
         return None
     try:
-        return Fraction(cleaned)
+        return Fraction(cleaned.replace(",", ""))
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def _without_signs(text: str) -> str:
+    """Return a number without the signs of dollars and percents, and without spaces."""
+    return _SPACE.sub(r"\1", text.strip().strip("$").rstrip(".%"))
+
+
+for _verify in (verify_numeric, verify_exact):
+    vars(_verify)["made_of"] = (Path(math_text.__file__),)

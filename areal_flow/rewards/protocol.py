@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Protocol
 
 from pydantic import Field
 
-from areal_flow.rewards.calls import FAILURES, call_in_thread, cause_of
+from areal_flow.failures import cause_of
+from areal_flow.rewards.calls import FAILURES, call_in_thread
 from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.settings import Settings
 from areal_flow.types import Score
@@ -37,6 +37,25 @@ class RewardSettings(Settings):
     that judges many at a time has this long for each."""
 
 
+def part_names(rewards: Sequence[RewardSettings]) -> list[str]:
+    """Return what each part of a sum is called: its verifier, numbered from a second one on."""
+    names: list[str] = []
+    for place, reward in enumerate(rewards):
+        number = 1 + sum(other.verifier == reward.verifier for other in rewards[:place])
+        names.append(reward.verifier if number == 1 else f"{reward.verifier}_{number}")
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """How far training is, by the names that transformers has for it."""
+
+    global_step: int = 0
+    """The newest policy version that sampled a token of the completion."""
+    max_steps: int = 1
+    """The recipe's `num_steps`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardInput:
     """One completion to be judged.
@@ -48,6 +67,8 @@ class RewardInput:
         metadata: the columns of the prompt's row: tests, an entry point, anything.
         completion_ids: the tokens of the completion, special ones included.
         prompt_source: the name of the prompt's source, where a run has several.
+        messages: the prompt as the messages of its row; none where the row has text.
+        trainer_state: how far training is.
     """
 
     prompt: str
@@ -56,6 +77,15 @@ class RewardInput:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: Sequence[int] = ()
     prompt_source: str = ""
+    messages: Sequence[Mapping[str, Any]] = ()
+    trainer_state: TrainerState = TrainerState()
+
+
+OF_COMPLETIONS = (
+    *("prompt", "completion", "answer", "metadata"),
+    *("completion_ids", "prompt_source", "trainer_state"),
+)
+"""What a function may name of a `RewardInput`, beside columns of the row and its own settings."""
 
 
 MAX_COMPLETION_CHARS = 2**22
@@ -79,8 +109,16 @@ def reads_completion(function: Callable[..., Score]) -> Callable[..., Score]:
     return verify
 
 
+NUM_AT_ONCE = 16
+"""Completions that an `async` function judges at the same time, and more where a group has more."""
+
+
 class Reward(Protocol):
-    """Judges completions, many at a time. Opened once on each reward worker, and closed there."""
+    """Judges completions, many at a time. Opened once on each reward worker, and closed there.
+
+    One that has `num_at_once`, and waits rather than computes, is asked for several groups at the
+    same time, for so many completions; any other for one group after the other.
+    """
 
     def open(self) -> None:
         """Acquire what scoring needs: a connection, a model, a sandbox."""
@@ -99,8 +137,19 @@ class Reward(Protocol):
 
 
 RewardFunction = Callable[..., "float | Score | Awaitable[float | Score]"]
-"""Takes what it names of `prompt`, `completion`, `answer`, `metadata` and the metadata's columns;
-one that takes `**columns` gets all columns."""
+"""Takes what it names of `OF_COMPLETIONS` and the metadata's columns; one that takes `**columns`
+gets all columns."""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object that is called like one, is to be awaited."""
+    called: Any = bare(function)
+    return any(map(inspect.iscoroutinefunction, (called, called.__call__)))
+
+
+def bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without the arguments that `functools.partial` has bound to it."""
+    return bare(function.func) if isinstance(function, partial) else function
 
 
 class FunctionReward:
@@ -114,27 +163,45 @@ class FunctionReward:
         self.function: Callable[..., Any] = function
         self.timeout_s = timeout_s
         parameters = inspect.signature(function).parameters.values()
-        self._names = {parameter.name for parameter in parameters}
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._names = {parameter.name for parameter in named}
+        self._needs = {
+            parameter.name for parameter in named if parameter.default is parameter.empty
+        }
         self._takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.num_at_once = NUM_AT_ONCE if is_async(function) else 1
 
     def open(self) -> None: ...
 
     def close(self) -> None: ...
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-        calls = [partial(self.function, **self._arguments(given)) for given in inputs]
-        if inspect.iscoroutinefunction(self.function):
+        calls = [partial(self._call, given) for given in inputs]
+        if is_async(self.function):
             awaited = (call_on_loop(call, limit_s=self.timeout_s) for call in calls)
             returned = await asyncio.gather(*awaited, return_exceptions=True)
         else:
             returned = await call_in_thread(calls, limit_s=self.timeout_s)
         return [judged(outcome) for outcome in returned]
 
-    def _arguments(self, given: RewardInput) -> dict[str, Any]:
-        own = {field.name: getattr(given, field.name) for field in fields(given)}
+    def _call(self, given: RewardInput) -> Any:
+        own = {name: getattr(given, name) for name in OF_COMPLETIONS}
         columns = {name: value for name, value in given.metadata.items() if name not in own}
-        named = {name: value for name, value in (columns | own).items() if name in self._names}
-        return columns | named if self._takes_columns else named
+        named = self._named(own | columns)
+        return self.function(**(columns | named if self._takes_columns else named))
+
+    def _named(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the function names.
+
+        Raises:
+            TypeError: it needs something that is not given.
+        """
+        if missing := sorted(self._needs - given.keys()):
+            raise TypeError(
+                f"the verifier asks for {', '.join(map(repr, missing))}; it may ask, by name, for "
+                f"{', '.join(given)}"
+            )
+        return {name: value for name, value in given.items() if name in self._names}
 
 
 class LimitedReward:
@@ -143,6 +210,7 @@ class LimitedReward:
     def __init__(self, reward: Reward, *, timeout_s: float) -> None:
         """Take what it does, but where and how long."""
         self.open, self.close = reward.open, reward.close
+        self.num_at_once = num_at_once(reward)
         self._reward, self._timeout_s = reward, timeout_s
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
@@ -151,6 +219,11 @@ class LimitedReward:
             partial(self._reward.score, inputs), limit_s=limit_s
         )
         return found
+
+
+def num_at_once(reward: Reward) -> int:
+    """Return how many completions a reward is asked for at the same time, of several groups."""
+    return int(getattr(reward, "num_at_once", 1))
 
 
 def judged(returned: Any) -> Score:
@@ -164,12 +237,7 @@ def judged(returned: Any) -> Score:
     try:
         if isinstance(returned, BaseException):
             raise returned
-        score = returned
-        if not isinstance(score, Score):
-            score = Score(_as_number(returned))
-        if score.reward is not None and not math.isfinite(score.reward):
-            raise ValueError(f"the verifier returned {score.reward}, expected a finite reward")
-        return score
+        return returned if isinstance(returned, Score) else Score(_as_number(returned))
     except Exception as error:  # noqa: BLE001 - counted, and stored with its completion
         FAILURES.note(error)
         return Score(None, "error", error=cause_of(error))

@@ -11,10 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards.numeric import marked_answer
+from areal_flow.rewards import math_text
+from areal_flow.rewards.math_text import marked_answer
 from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score
 
@@ -57,6 +59,9 @@ def final_answer(completion: str) -> str:
     if mark:
         return after.partition(end)[0].strip()
     return (marked_answer(completion) or completion).strip()
+
+
+vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__),)
 
 
 @cache

@@ -4,22 +4,22 @@ weighted sum of all that a recipe names."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
+from math import isfinite
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
+from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
-from areal_flow.import_path import import_function
-from areal_flow.pass_rates import PASS_THRESHOLD, passes
-from areal_flow.rewards.batched import BatchedFunctionReward, is_batched
+from areal_flow.import_path import code_hash, import_function, source_file, text_hash
+from areal_flow.pass_rates import PASS_THRESHOLD, verdict_of
+from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
@@ -27,6 +27,7 @@ from areal_flow.rewards.math_reward import MathReward
 from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
+    OF_COMPLETIONS,
     FunctionReward,
     LimitedReward,
     Reward,
@@ -34,11 +35,14 @@ from areal_flow.rewards.protocol import (
     RewardInput,
     RewardSettings,
     judged,
+    num_at_once,
+    part_names,
 )
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
-from areal_flow.types import RewardPart, Score, Verdict
+from areal_flow.types import RewardPart, Score
+from areal_flow.workflows.agent import Agent
 
 REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "numeric": verify_numeric,
@@ -53,10 +57,6 @@ REWARDS: dict[str, RewardFunction | type[Reward]] = {
     "reasoning_gym": verify_reasoning_gym,
 }
 """A function, or a class that is a `Reward`; each takes its recipe's settings by name."""
-
-
-OF_COMPLETIONS = ("prompt", "completion", "answer", "metadata", "completion_ids")
-"""What a function may name beside its settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def load_reward(
         identity = f"{name}@{code_hash(found)}"
     source = "" if name.startswith(SHIPPED) else source_file(found)
     if settings:
-        identity += f"-{_hash(json.dumps(settings, sort_keys=True, default=str))}"
+        identity += f"-{text_hash(json.dumps(settings, sort_keys=True, default=str))}"
     _check_settings(name, found, settings)
     reward: Any
     if inspect.isclass(found):
@@ -124,7 +124,7 @@ def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
     Raises:
         RewardError: with what it takes.
     """
-    given = {} if inspect.isclass(found) else dict.fromkeys(OF_COMPLETIONS)
+    given = {} if inspect.isclass(found) else {*OF_COMPLETIONS, *OF_BATCHES}
     parameters = inspect.signature(found).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
@@ -148,38 +148,15 @@ def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
     return made(function, timeout_s=timeout_s)
 
 
-def code_hash(code: Any) -> str:
-    """Return the hash of the module that defines a function or a class: alike in all processes.
-
-    A class says in `made_of` which other files of code decide what it says, and its instance may
-    have the `content_hash` of more than code. Without a source, as of a
-    module that was compiled, a function's byte code stands for it.
-    """
-    try:
-        text = inspect.getsource(inspect.getmodule(code) or code)
-    except (OSError, TypeError):
-        compiled = getattr(code, "__code__", None)
-        text = _compiled(compiled) if compiled else f"{code.__module__}:{code.__qualname__}"
-    others = (path.read_text() for path in getattr(code, "made_of", ()))
-    return _hash("\n".join((text, *others)))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def source_file(code: Any) -> str:
-    """Return the file that defines a function or a class; nothing if it was never in one."""
-    try:
-        return inspect.getsourcefile(code) or ""
-    except TypeError:
-        return ""
-
-
-def _compiled(code: CodeType) -> str:
-    """Return byte code, names and constants as text; no address stands in it."""
-    constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
+def recipe_rewards(recipe: Recipe, directory: Path) -> WeightedRewards:
+    """Return the rewards of a recipe; see `WeightedRewards`."""
+    workflow = recipe.workflow
+    return WeightedRewards(
+        recipe.rewards,
+        directory,
+        pass_threshold=recipe.pass_threshold,
+        agent=workflow.path if isinstance(workflow, Agent) else "",
+    )
 
 
 class WeightedRewards:
@@ -191,11 +168,14 @@ class WeightedRewards:
         directory: Path,
         *,
         pass_threshold: float = PASS_THRESHOLD,
+        agent: str = "",
     ) -> None:
         """Load each reward by its name; see `load_reward`.
 
         Args:
             pass_threshold: a completion passes if the sum is above it.
+            agent: the import path of the agent that rewards itself, if one does. Its code is part
+                of the identity.
 
         Raises:
             RewardError: one of them cannot be loaded.
@@ -205,14 +185,23 @@ class WeightedRewards:
                 load_reward(
                     chosen.verifier, directory, settings=chosen.settings, timeout_s=chosen.timeout_s
                 ),
+                name=name,
                 judges=chosen.sources,
             )
-            for chosen in settings
+            for chosen, name in zip(settings, part_names(settings), strict=True)
         ]
         self._weights = [chosen.weight for chosen in settings]
         self._pass_threshold = pass_threshold
+        at_once = [num_at_once(part.reward) for part in self._parts]
+        self.num_at_once = max(at_once, default=1)
+        """Completions of several groups that are best asked for at the same time."""
+        self._turns = [asyncio.Lock() if num == 1 else nullcontext() for num in at_once]
         self._opened = ExitStack()
-        self.identity = " + ".join(
+        scoring = (
+            import_function(agent, setting="workflow.path", error=RewardError) if agent else None
+        )
+        agents = [f"agent:{agent}@{code_hash(scoring)}"] if scoring else []
+        identities = (
             "".join(
                 (
                     f"{weight:g}*" if weight != 1 else "",
@@ -222,9 +211,11 @@ class WeightedRewards:
             )
             for part, weight in zip(self._parts, self._weights, strict=True)
         )
-        """Name and hash of the code of each reward, with its weight unless that is 1, and what it
-        judges unless that is all."""
-        self.files = tuple(dict.fromkeys(part.source for part in self._parts if part.source))
+        self.identity = " + ".join((*agents, *identities))
+        """Name and hash of the code of the agent and of each reward, with its weight unless that is
+        1, and what it judges unless that is all."""
+        sources = [source_file(scoring), *(part.source for part in self._parts)]
+        self.files = tuple(dict.fromkeys(filter(None, sources)))
         """The files that their code stands in."""
 
     def open(self) -> None:
@@ -240,7 +231,8 @@ class WeightedRewards:
         FAILURES.sum_up()
 
     async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
-        columns = await asyncio.gather(*(_scores(part, inputs) for part in self._parts))
+        asked = zip(self._parts, self._turns, strict=True)
+        columns = await asyncio.gather(*(_scores(part, inputs, turn) for part, turn in asked))
         return [self._sum(scores) for scores in zip(*columns, strict=True)]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
@@ -249,23 +241,30 @@ class WeightedRewards:
         Where that one gave a bare number, the verdict says whether the completion passes.
         """
         parts = tuple(
-            RewardPart(part.name, score.reward)
+            each
             for part, score in zip(self._parts, scores, strict=True)
+            for each in (RewardPart(part.name, score.reward), *score.parts)
         )
+        extra = {name: value for score in scores for name, value in score.extra.items()}
         given = [score for score in scores if score.verdict != "no_reward"]
         if failed := [score for score in given if score.reward is None]:
             verdict = failed[0].verdict or "error"
-            return Score(None, verdict, error=failed[0].error, parts=parts)
+            return Score(None, verdict, error=failed[0].error, parts=parts, extra=extra)
         if not given:
-            return Score(None, "no_reward", error="no verifier gave a reward", parts=parts)
+            error = "no verifier gave a reward"
+            return Score(None, "no_reward", error=error, parts=parts, extra=extra)
         total = sum(w * (s.reward or 0.0) for w, s in zip(self._weights, scores, strict=True))
+        if not isfinite(total):
+            return Score(None, "error", error=f"the sum of rewards is {total}", parts=parts)
         message = next((score.message for score in scores if score.message), "")
         first = given[0]
-        passed: Verdict = "right" if passes(total, threshold=self._pass_threshold) else "wrong"
-        return Score(total, first.verdict or passed, first.extracted, message=message, parts=parts)
+        verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
+        return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
 
 
-async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+async def _scores(
+    part: NamedReward, inputs: Sequence[RewardInput], turn: AbstractAsyncContextManager[Any]
+) -> Sequence[Score]:
     """Return one score an input, which is none where its source is judged by others.
 
     A reward that raises, or returns too few, scores none of them.
@@ -273,7 +272,8 @@ async def _scores(part: NamedReward, inputs: Sequence[RewardInput]) -> Sequence[
     judges = [not part.judges or given.prompt_source in part.judges for given in inputs]
     chosen = [*compress(inputs, judges)]
     try:
-        found = await part.reward.score(chosen) if chosen else []
+        async with turn:
+            found = await part.reward.score(chosen) if chosen else []
         if len(found) != len(chosen):
             raise ValueError(
                 f"reward {part.name!r} returned {len(found)} scores, expected {len(chosen)}"

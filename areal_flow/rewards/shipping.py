@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.errors import RewardError
+from areal_flow.rewards.protocol import bare
 
 SHIPPED = "shipped:"
 
@@ -33,8 +34,10 @@ def ship_function(function: Callable[..., Any], directory: Path) -> str:
     Raises:
         RewardError: it refers to something that cannot be pickled, such as an open file.
     """
-    pickled, source = _pickled_by_value(function), _source_of(function)
-    name = re.sub(r"\W+", "", getattr(function, "__name__", "")) or "function"
+    called: Any = bare(function)
+    code = called if inspect.isroutine(called) else type(called)  # of an object that is called
+    pickled, source = _pickled_by_value(function, code.__module__), _source_of(code)
+    name = re.sub(r"\W+", "", code.__name__) or "function"
     stem = f"{name}@{_hash(pickled, source)}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{stem}.py").write_text(source)
@@ -68,10 +71,11 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
         ) from error
 
 
-def _pickled_by_value(function: Callable[..., Any]) -> bytes:
+def _pickled_by_value(function: Callable[..., Any], home: str) -> bytes:
+    """Return a function and all that it refers to in its module."""
     import cloudpickle
 
-    module = sys.modules.get(function.__module__)
+    module = sys.modules.get(home)
     with ExitStack() as afterwards:
         if module is not None and module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)
@@ -84,9 +88,9 @@ def _pickled_by_value(function: Callable[..., Any]) -> bytes:
             ) from error
 
 
-def _source_of(function: Callable[..., Any]) -> str:
+def _source_of(code: Callable[..., Any]) -> str:
     try:
-        return textwrap.dedent(inspect.getsource(function))
+        return textwrap.dedent(inspect.getsource(code))
     except (OSError, TypeError):
         return "# The source is not known: the function was typed into an interpreter.\n"
 

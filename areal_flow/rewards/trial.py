@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import Any
 
 from areal_flow.config import load_recipe
+from areal_flow.failures import cause_of
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
-from areal_flow.rewards.calls import cause_of
-from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.protocol import RewardInput, RewardSettings, TrainerState, part_names
 from areal_flow.rewards.registry import REWARDS, WeightedRewards
 from areal_flow.types import answer_text
 
@@ -32,13 +32,16 @@ def main(run_directory: Path, output: Path) -> None:
     """Judge the right answer and an empty completion with each verifier that is not ours."""
     given: dict[str, dict[str, Any]] = json.load(sys.stdin)
     layout = RunLayout(run_directory)
-    chosen = [reward for reward in load_recipe(layout.config).rewards if is_foreign(reward)]
+    recipe = load_recipe(layout.config)
+    named = zip(recipe.rewards, part_names(recipe.rewards), strict=True)
+    chosen = {name: reward for reward, name in named if is_foreign(reward)}
     with output.open("w", buffering=1) as lines:
-        for settings in chosen:
-            found: dict[str, Any] = {"verifier": settings.verifier, "scores": None, "error": ""}
+        for name, settings in chosen.items():
+            found: dict[str, Any] = {"verifier": name, "scores": None, "error": ""}
             lines.write(json.dumps(found) + "\n")
             try:
                 row = given[settings.sources[0] if settings.sources else ANY_SOURCE]
+                row["trainer_state"] = TrainerState(0, recipe.num_steps)
                 found["scores"] = asyncio.run(_judge(settings, layout, row))
             except Exception as error:  # noqa: BLE001 - whatever keeps it from being opened
                 found["error"] = cause_of(error)

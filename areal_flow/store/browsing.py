@@ -113,7 +113,7 @@ class TrainedBatch:
     """What the step that trained a trajectory made of it."""
 
     advantage: float | None
-    """None of an algorithm with a critic, whose values only a replay finds again."""
+    """None where it is of a critic's values or of a KL divergence, which only a replay computes."""
     advantage_rule: str
     num_trajectories: int
     committed_at: datetime
@@ -218,7 +218,7 @@ def _batch(
         read(identifiers), policy_version=row["policy_version"], max_staleness=max_staleness
     )
     advantage = None
-    if not algorithm.needs_critic:  # whose values went with the step
+    if not (algorithm.needs_critic or algorithm.needs_kl):  # of models that went with the step
         advantages = compute_advantages(sequences, algorithm)
         advantage = advantages[identifiers.index(row["trajectory_id"])]
     return TrainedBatch(

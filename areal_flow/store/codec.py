@@ -134,8 +134,9 @@ def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> 
 
 
 def _detail(score: Score) -> str:
-    detail = {name: getattr(score, name) for name in ("verdict", "extracted", "error", "message")}
-    return json.dumps({name: text for name, text in detail.items() if text})
+    names = ("verdict", "extracted", "error", "message", "extra")
+    detail = {name: found for name in names if (found := getattr(score, name))}
+    return json.dumps(detail, default=str)
 
 
 def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:

@@ -21,10 +21,11 @@ pushed down, and a derived column costs only the queries that use it. The views 
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import resources
 from typing import Any
+from weakref import WeakSet
 
 import duckdb
 import pyarrow as pa
@@ -33,6 +34,8 @@ from areal_flow.pass_rates import PASS_THRESHOLD
 
 Decode = Callable[[pa.Array], pa.Array]
 """Turns a column of token ids into a column of texts."""
+
+_OPEN = WeakSet[duckdb.DuckDBPyConnection]()
 
 LEDGER_COLUMNS = ("step", "policy_version", "trajectory_ids", "discarded")
 """All of the ledger that `consumption_table` needs to be read."""
@@ -49,7 +52,9 @@ def read_sql(name: str, *, package: str = "areal_flow.store") -> str:
 def empty_database() -> duckdb.DuckDBPyConnection:
     """Return a database in memory that draws nothing on a terminal while it works."""
     connection = duckdb.connect()
-    connection.execute("SET enable_progress_bar = false")
+    # In a notebook without ipywidgets DuckDB has no bar, and refuses to hear of one.
+    with suppress(duckdb.InvalidInputException):
+        connection.execute("SET enable_progress_bar = false")
     return connection
 
 
@@ -92,8 +97,7 @@ def connect(
         pass_threshold: of the run.
     """
     connection = empty_database()
-    # An open connection with a Python function in it complains when the interpreter ends.
-    atexit.register(_close_if_open, weakref.ref(connection))
+    _OPEN.add(connection)
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins
     # stay as they are written, the small side on the right.
     connection.execute("SET TimeZone = 'UTC'")
@@ -109,6 +113,8 @@ def connect(
     return connection
 
 
-def _close_if_open(connection: weakref.ref[duckdb.DuckDBPyConnection]) -> None:
-    if (still_open := connection()) is not None:
-        still_open.close()
+@atexit.register
+def _close_all() -> None:
+    """Close what is open: a connection with a Python function complains when the program ends."""
+    for connection in list(_OPEN):
+        connection.close()

@@ -6,8 +6,10 @@ taken over from a driver that was alive has no fences and needs no condition.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,9 @@ import pyarrow as pa
 
 from areal_flow.errors import ArealFlowError, RunError, StorageError
 from areal_flow.recovery.lease import read_fences
+
+if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
+    warnings.filterwarnings("ignore", "lance is not fork-safe", UserWarning)
 
 FORMAT_VERSION = "2.2"
 COMMIT_ORDER = "_rowid"

@@ -8,6 +8,7 @@ from typing import Any
 
 import lance
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.recovery.lease import Writer
@@ -26,7 +27,10 @@ def create_ledger(path: Path) -> None:
 def read_steps(
     path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
-    """Return step rows with a column for each name in their `metrics` map, null where it lacks.
+    """Return step rows in order, with a column for each name in their `metrics` map.
+
+    A column is null where a row's map lacks its name; means, rates and durations are null at the
+    genesis, which has trained nothing.
 
     Args:
         columns: read only these; any of the schema, and any name of a metric.
@@ -35,10 +39,13 @@ def read_steps(
     Raises:
         RunError: no row has such a column.
     """
-    stored = None if columns is None else [name for name in columns if name in STEPS.names]
-    if columns is not None and len(stored or ()) < len(columns):
-        stored = [*(stored or ()), "metrics"]
-    steps = _flatten_metrics(read_rows(path, writers, stored, where))
+    wanted = {*STEPS.names} if columns is None else {*columns, "step"}
+    if wanted - {*STEPS.names}:
+        wanted.add("metrics")
+    stored = [name for name in STEPS.names if name in wanted]
+    # A compaction beside an append leaves its older rows behind the newer ones.
+    steps = flatten_metrics(read_rows(path, writers, stored, where).sort_by("step"))
+    steps = _without_means_of_nothing(steps)
     if missing := set(columns or ()).difference(steps.column_names):
         raise RunError(
             f"expected columns of the ledger or names of metrics that a step of {path} has, found "
@@ -47,7 +54,8 @@ def read_steps(
     return steps if columns is None else steps.select(columns)
 
 
-def _flatten_metrics(steps: pa.Table) -> pa.Table:
+def flatten_metrics(steps: pa.Table) -> pa.Table:
+    """Return step rows with a column for each name in their `metrics` map, if they have one."""
     if "metrics" not in steps.column_names:
         return steps
     maps = steps["metrics"].to_pylist(maps_as_pydicts="strict")
@@ -55,6 +63,15 @@ def _flatten_metrics(steps: pa.Table) -> pa.Table:
     for name in sorted({name for metrics in maps for name in metrics}):
         values = pa.array([metrics.get(name) for metrics in maps], pa.float64())
         steps = steps.append_column(name, values)
+    return steps
+
+
+def _without_means_of_nothing(steps: pa.Table) -> pa.Table:
+    is_trained = pc.greater(steps["step"], 0)
+    for place, field in enumerate(steps.schema):
+        if pa.types.is_floating(field.type) or field.name == "staleness_max":
+            values = pc.if_else(is_trained, steps[place], pa.scalar(None, field.type))
+            steps = steps.set_column(place, field.name, values)
     return steps
 
 

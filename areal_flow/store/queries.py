@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
@@ -28,6 +29,8 @@ from areal_flow.store.lineage import Lineage
 from areal_flow.types import as_tokens
 from schemas.content import row_arrays
 
+OF_ROW = "metadata."
+"""What stands before the name of a column of a prompt's row."""
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
 
@@ -58,7 +61,7 @@ class Run:
         Args:
             format: "pandas" (Arrow-backed), "polars", "arrow" (a `pyarrow.Table`) or "duckdb" (a
                 lazy relation that pushes filters and projections down into the dataset).
-            columns: read only these.
+            columns: read only these; "metadata.kind" is the column `kind` of the prompt's row.
             where: an SQL condition, evaluated by Lance: "reward = 1 AND difficulty > 4".
             at: time travel: only what was in the log when this step's row was written.
             text: with prompt and completion as text, what became of each trajectory (`status`,
@@ -68,6 +71,10 @@ class Run:
         Raises:
             RunError: there is no step `at`, or with `text` no such column.
         """
+        if of_rows := [name for name in columns or () if name.startswith(OF_ROW)]:
+            stored = {*(columns or ()), "prompt_id"} - {*of_rows}
+            found = self.trajectories("arrow", columns=[*stored], where=where, at=at, text=text)
+            return convert(self._with_row_columns(found, of_rows).select(columns), format)
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
@@ -211,6 +218,22 @@ class Run:
             relation = relation.filter(where) if where else relation
             return relation.select(*columns) if columns else relation
         return convert(read_rows(path, self.layout.writers, columns, where), format)
+
+    def _with_row_columns(self, table: pa.Table, names: Sequence[str]) -> pa.Table:
+        """Return trajectories with columns of their prompts' rows, null where a row lacks one."""
+        with pa.memory_map(str(self.layout.train_prompts)) as file:
+            prompts = pa.ipc.open_file(file).read_all().select(["prompt_id", "metadata"])
+            places = pc.index_in(table["prompt_id"], prompts["prompt_id"].combine_chunks())
+            rows = prompts["metadata"].take(places).to_pylist()
+        found = [json.loads(row or "{}") for row in rows]
+        for name in names:
+            values = [row.get(name.removeprefix(OF_ROW)) for row in found]
+            try:
+                column = pa.array(values)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):  # of several types
+                column = pa.array([None if value is None else str(value) for value in values])
+            table = table.append_column(name, column)
+        return table
 
     def _read_view(
         self,

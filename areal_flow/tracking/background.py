@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from areal_flow.command import command
 from areal_flow.durable import replace_file
 from areal_flow.layout import RunLayout
 from areal_flow.tracking.projection import Projection
@@ -129,8 +130,8 @@ class RunTracking:
     def _complain(self, error: Exception, *, at_once: bool) -> None:
         if at_once or monotonic() - self._complained_at > COMPLAIN_EVERY_S:
             logger.warning(
-                "the tracker is away; what it lacks is delivered when it is back, or by "
-                "areal-flow track: %s",
+                "the tracker is away; what it lacks is delivered when it is back, or by %s: %s",
+                command("track", self._layout.name, runs=self._layout.root.parent),
                 error,
             )
             self._complained_at = monotonic()

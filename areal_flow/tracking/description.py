@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_flow.command import command
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import read_inputs
 from areal_flow.recovery.lease import Lease, newest_lease
 from areal_flow.recovery.run_directory import recipe_name_of
+from areal_flow.rewards.protocol import part_names
 from areal_flow.settings import flatten
+from areal_flow.workflows.agent import Agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,12 @@ def _text(layout: RunLayout, recipe: Recipe) -> str:
             f"**{layout.name}** fine-tunes `{recipe.model}` (`{sft.objective}`): {sft.num_steps} "
             f"steps of {sft.batch_size} rows\n\n- run directory: `{layout.root}`"
         )
-    rewards = ", ".join(
-        f"`{reward.verifier}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
-        for reward in recipe.rewards
-    )
-    controller = recipe.controller
+    rewards = [f"`{recipe.workflow.path}`"] if isinstance(recipe.workflow, Agent) else []
+    rewards += [
+        f"`{name}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
+        for reward, name in zip(recipe.rewards, part_names(recipe.rewards), strict=True)
+    ]
+    controller, runs = recipe.controller, layout.root.parent
     return "\n".join(
         [
             f"**{layout.name}** trains `{recipe.model}` with `{recipe.algorithm.name}`, "
@@ -90,10 +94,10 @@ def _text(layout: RunLayout, recipe: Recipe) -> str:
             "",
             f"- {recipe.num_steps} steps of {controller.batch_size} completions, "
             f"{controller.group_size} a prompt; staleness up to {controller.max_staleness}",
-            f"- rewards: {rewards}; a completion passes above {recipe.pass_threshold:g}",
+            f"- rewards: {', '.join(rewards)}; a completion passes above {recipe.pass_threshold:g}",
             f"- run directory: `{layout.root}`",
             "",
-            f"`areal-flow report {layout.name}` draws it; `areal-flow trajectories {layout.name}` "
-            "shows what the policy wrote.",
+            f"`{command('report', layout.name, runs=runs)}` draws it; "
+            f"`{command('trajectories', layout.name, runs=runs)}` shows what the policy wrote.",
         ]
     )

@@ -39,6 +39,27 @@ _FAST_FAILURE = {
 """MLflow's own retries would hold a thread for four minutes."""
 
 
+class _FailingFast:
+    """A client that gives up soon; it reads how soon from the environment, which is the user's."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            added = _FAST_FAILURE.keys() - os.environ.keys()
+            os.environ.update({name: _FAST_FAILURE[name] for name in added})
+            try:
+                return method(*arguments, **options)
+            finally:
+                for name in added:
+                    os.environ.pop(name, None)
+
+        return call
+
+
 class MlflowTracker:
     """A `Tracker` over an MLflow server or database."""
 
@@ -156,13 +177,12 @@ class MlflowTracker:
 
     def _connect(self) -> Any:
         if self._client is None:
-            for name, value in _FAST_FAILURE.items():
-                os.environ.setdefault(name, value)
             logging.getLogger("alembic").setLevel(logging.WARNING)
             from mlflow import MlflowClient
 
             logging.getLogger("mlflow").setLevel(logging.WARNING)
-            self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            self._client = _FailingFast(client)
         return self._client
 
     def _known_run(self) -> Any | None:

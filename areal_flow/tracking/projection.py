@@ -56,10 +56,13 @@ _STEP_COLUMNS = [
 _CHECKPOINT_COLUMNS = [
     *("weights_hash", "lance_version", "trajectory_watermark", "committed_at", "metrics"),
 ]
-_EVALUATION_COLUMNS = [
+_SCORE_COLUMNS = [
+    *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
+    "reward_detail",
+]
+_SAMPLE_COLUMNS = [
     *("evaluation", "policy_version", "held_out", "prompt_id", "sample", "reward"),
-    *("num_output_tokens", "evaluated_at", "verifier", "difficulty", "prompt", "answer"),
-    *("completion", "reward_detail"),
+    *("evaluated_at", "verifier", "difficulty", "prompt", "answer", "completion"),
 ]
 
 
@@ -96,6 +99,8 @@ class Projection:
         self._sink = sink
         self._delivered: int | None = None
         self._evaluations = 0
+        self._num_answers: dict[tuple[str, int], int] = {}
+        """Of the evaluations that were delivered, by name and version."""
         self._pass_rates: dict[int, float] = {}
         self._checkpoints: Any = None
 
@@ -143,19 +148,30 @@ class Projection:
         if version_now == self._evaluations:
             return
         run = Run(self._layout.root)
-        answers = run.evaluations("polars", columns=_EVALUATION_COLUMNS)
-        made = answers.partition_by(["evaluation", "policy_version"], as_dict=True)
-        for (name, version), part in made.items():
-            found = tabulate(part.to_dicts(), threshold=run.pass_threshold)
-            self._pass_rates[version] = found.overall.passed.pass_rate
-            metrics = held_out_metrics(found)
-            at = _milliseconds(part["evaluated_at"].max())
-            log = self._sink.log_evaluation
-            self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
-        samples = compared_answers(answers.to_arrow(), pass_threshold=run.pass_threshold)
+        made = _evaluations_made(run)
+        for evaluation in made:
+            self._deliver_evaluation(run, evaluation)
+        last = made[-1]
+        first = next(each for each in made if each["verifier"] == last["verifier"])
+        where = f"{_answers_of(first)} OR {_answers_of(last)}"
+        answers = run.evaluations("arrow", columns=_SAMPLE_COLUMNS, where=where)
+        samples = compared_answers(answers, pass_threshold=run.pass_threshold)
         if samples:
             self._attempt("the sample answers", self._sink.show_samples, samples)
         self._evaluations = version_now
+
+    def _deliver_evaluation(self, run: Run, made: Mapping[str, Any]) -> None:
+        """Deliver an evaluation, unless all its answers are in what was delivered."""
+        name, version = made["evaluation"], made["policy_version"]
+        if self._num_answers.get((name, version)) == made["count_all"]:
+            return
+        answers = run.evaluations("arrow", columns=_SCORE_COLUMNS, where=_answers_of(made))
+        found = tabulate(answers.to_pylist(), threshold=run.pass_threshold)
+        self._pass_rates[version] = found.overall.passed.pass_rate
+        at, log = _milliseconds(made["evaluated_at_max"]), self._sink.log_evaluation
+        metrics = held_out_metrics(found)
+        self._attempt(f"evaluation {name}", log, version, metrics, timestamp_ms=at)
+        self._num_answers[name, version] = made["count_all"]
 
     def _deliver_checkpoints(self) -> None:
         hashes = checkpoint_hashes(self._layout.checkpoints)
@@ -182,6 +198,19 @@ class Projection:
 
     def _ledger(self) -> LedgerReader:
         return LedgerReader(self._layout.steps, self._layout.writers)
+
+
+def _evaluations_made(run: Run) -> list[dict[str, Any]]:
+    """Return what tells evaluations apart, their numbers of answers and times, in their order."""
+    keys = ["evaluation", "policy_version", "verifier"]
+    answers = run.evaluations("arrow", columns=[*keys, "evaluated_at"])
+    made = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])
+    return made.sort_by("evaluated_at_max").to_pylist()  # type: ignore[no-any-return]
+
+
+def _answers_of(made: Mapping[str, Any]) -> str:
+    """Return the condition on the rows of an evaluation."""
+    return f"evaluation = '{made['evaluation']}' AND policy_version = {made['policy_version']}"
 
 
 def _rate_tag(name: str, rate: float | None) -> dict[str, str]:

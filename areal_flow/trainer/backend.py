@@ -80,8 +80,8 @@ class UpdateNumbers:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
-    advantages: list[Advantage] = field(default_factory=list)
-    """Of a step, one a trajectory."""
+    advantages: list[Advantage] = field(default_factory=list, compare=False)
+    """Of a step, one a trajectory; arrays cannot be compared as the rest is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,9 @@ class TrainerBackend(Protocol):
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""
+
+    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
+        """Return the same of one micro-batch under the reference policy."""
 
     def update(
         self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup

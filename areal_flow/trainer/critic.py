@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import AdvantageInputs, LossInputs, Metric, PolicyLoss
@@ -26,9 +27,9 @@ from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.gradients import update_whole
-from areal_flow.trainer.passes import Passes, run_on
+from areal_flow.trainer.passes import Passes, by_trajectory, run_on
 from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
 from areal_flow.types import CRITIC_SKIPPED_UPDATES
 
 PREFIX = "critic."
@@ -68,25 +69,9 @@ class Critic:
             planned: the indices of the sequences of each rank's micro-batches.
         """
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
-        lengths = [len(s.output_tokens) for s in whole]
-        num_values = [
-            sum(lengths[index] for micro in of_rank for index in micro) for of_rank in planned
-        ]
-        sent = {}
-        for rank in replicas.mine:
-            sent[rank] = torch.zeros(max(num_values), dtype=torch.float64)
-            found = [
-                self._values_of(micro)
-                for micro in MicroBatches(whole, planned[rank], self._settings.device)
-            ]
-            sent[rank][: num_values[rank]] = torch.cat(found).double().cpu()
-        values_BL = torch.zeros((len(whole), max(lengths)), dtype=torch.float64)
-        for of_rank, values_N in zip(planned, replicas.gather(sent), strict=True):
-            at = 0
-            for index in (index for micro in of_rank for index in micro):
-                values_BL[index, : lengths[index]] = values_N[at : at + lengths[index]]
-                at += lengths[index]
-        return values_BL
+        device = self._settings.device
+        found = by_trajectory(self._values_of, whole, planned, replicas, device=device)
+        return pad_sequence(found, batch_first=True)
 
     @torch.no_grad()
     def _values_of(self, micro: MicroBatch) -> Tensor:
@@ -134,10 +119,9 @@ class Critic:
     def explained_variance(self, inputs: AdvantageInputs) -> dict[str, Metric]:
         """Return 1 - Var(R - V) / Var(R) over the trained tokens: 1 if all is predicted."""
         assert inputs.values_BL is not None
-        assert inputs.trained_BL is not None
-        targets_BL = self._algorithm.targets(inputs)
-        targets_N = targets_BL[inputs.trained_BL]
-        rest_N = (targets_BL - inputs.values_BL)[inputs.trained_BL]
+        targets_BL, trained_BL = self._algorithm.targets(inputs), inputs.padded_trained
+        targets_N = targets_BL[trained_BL]
+        rest_N = (targets_BL - inputs.values_BL)[trained_BL]
         variance = float(targets_N.var(correction=0)) if len(targets_N) else 0.0
         if variance == 0:
             return {}

@@ -3,8 +3,8 @@
 (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). Counted is what the formula asks for, and
 not what is computed twice to save memory.
 
-Letters: N numbers in the matrices of the layers, T tokens of a sequence, M trained ones of it, H
-hidden size, V vocabulary, A width of attention over all layers.
+Letters: N numbers in the matrices of the layers, T tokens of a row, L tokens of a sequence, M
+trained ones of it, H hidden size, V vocabulary, A width of attention over all layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import nn
 from areal_flow.algorithms.protocol import Algorithm
 from areal_flow.models.linear import linear
 from areal_flow.models.policy import DTYPES
-from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.trainer.sequences import TrainingSequence, row_tokens
+from areal_flow.trainer.step import MinibatchPlan
 
 WIDTHS = {"cpu": 768, "cuda": 8192}
 """Of the square matrices that are multiplied to measure a rate."""
@@ -60,15 +62,24 @@ class PolicyShape:
             trains_weights=all(matrix.requires_grad for matrix in matrices),
         )
 
-    def forward_flops(self, sequences: Sequence[TrainingSequence]) -> float:
-        """Return the operations of a pass: the sum over sequences of 2 N T + 2 A T^2 + 2 H V M."""
-        num_tokens = sum(s.num_tokens for s in sequences)
+    def forward_flops(self, rows: Sequence[Sequence[TrainingSequence]]) -> float:
+        """Return the operations of a pass over rows: the sum of 2 N T + 2 A L^2 + 2 H V M.
+
+        Sequences of a row share the tokens of a common prompt, and attend each for itself.
+        """
+        sequences = [*chain.from_iterable(rows)]
+        num_tokens = sum(map(row_tokens, rows))
         num_pairs = sum(s.num_tokens**2 for s in sequences)
         num_trained = sum(s.num_trained for s in sequences)
         numbers = self.num_weights * num_tokens + self.attention * num_pairs
         return 2.0 * (numbers + self.head * num_trained)
 
-    def step_flops(self, sequences: Sequence[TrainingSequence], algorithm: Algorithm) -> float:
+    def step_flops(
+        self,
+        sequences: Sequence[TrainingSequence],
+        plan: Sequence[MinibatchPlan],
+        algorithm: Algorithm,
+    ) -> float:
         """Return the operations of a step: each pass forward, and twice as much backward.
 
         The backward pass of an adapter is once as much.
@@ -77,8 +88,11 @@ class PolicyShape:
         if algorithm.needs_proximal:
             passes += 1 - 1 / algorithm.num_minibatches
         passes += algorithm.needs_reference + algorithm.needs_minibatch_bound
+        passes += algorithm.needs_kl and algorithm.needs_proximal
         passes += 4 * algorithm.needs_critic  # its values, and its update
-        return passes * self.forward_flops(sequences)
+        micro_batches = chain.from_iterable(chain.from_iterable(plan))
+        rows = [[sequences[index] for index in micro] for micro in micro_batches]
+        return passes * self.forward_flops(rows)
 
 
 def matrix_rate(device: str, dtype: str) -> float:

@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
@@ -26,10 +27,10 @@ class TrajectoryOutcome:
     """What one way to compute a step did to a trajectory; one entry a completion token."""
 
     advantage: float
-    """Of its tokens on average, where each has its own."""
+    """Of its trained tokens on average, where each has its own."""
     trained: tuple[bool, ...]
     clipped: tuple[bool, ...]
-    """Where the clip had ended the gradient by the time of the token's update."""
+    """Where a clip or a rule of weights had ended the gradient by the time of the update."""
     logprobs: tuple[float, ...]
     """After the step."""
 
@@ -74,7 +75,7 @@ class InspectedTrajectory:
 
 
 class ClipWatch:
-    """A loss that also keeps which tokens the clip had stopped, in the order of their updates."""
+    """A loss that also keeps which tokens had no gradient, in the order of their updates."""
 
     def __init__(self, loss: TokenLoss) -> None:
         self._loss = loss
@@ -134,7 +135,7 @@ def trajectory_outcomes(
     }
     return [
         TrajectoryOutcome(
-            float(np.mean(advantages[index])),
+            _mean_advantage(advantages[index], s.trained),
             tuple(s.trained.tolist()),
             clipped[index],
             logprobs[index],
@@ -179,3 +180,9 @@ def inspect_trajectories(
         )
         for identifier, sequence, proximal, outcome, change in together
     )
+
+
+def _mean_advantage(advantage: Advantage, trained: NDArray[np.bool_]) -> float:
+    if isinstance(advantage, float):
+        return advantage
+    return float(np.asarray(advantage)[trained].mean()) if trained.any() else 0.0

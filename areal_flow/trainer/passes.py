@@ -5,13 +5,14 @@ It refuses to know what holds the policy, how gradients of ranks are added, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
 from areal_flow.config import TrainerSettings
@@ -20,7 +21,7 @@ from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.mesh import losses_noticed
 from areal_flow.trainer.replicas import ReplicaGroup
-from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
 
 
 class RunOn(Protocol):
@@ -54,6 +55,10 @@ class Passes:
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
         """Return the log-probabilities `[M]` of a micro-batch's trained tokens."""
         return self._logprobs_under(self._policy, micro, temperature)
+
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Return the same under the reference policy."""
+        return self._logprobs_under(self.reference, micro, temperature)
 
     @torch.no_grad()
     def _logprobs_under(self, policy: RunOn, micro: MicroBatch, temperature: float) -> Tensor:
@@ -121,8 +126,8 @@ class Passes:
     ) -> LossInputs:
         temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         reference_M = None
-        if settings.algorithm.needs_reference:
-            reference_M = self._logprobs_under(self.reference, micro, temperature)
+        if settings.algorithm.needs_reference and not settings.algorithm.needs_kl:
+            reference_M = self.reference_logprobs(micro, temperature)
         with self.autocast():
             logprobs_M, entropy_M = self._policy(
                 token_logprobs_and_entropies,
@@ -153,6 +158,36 @@ class Passes:
             return nullcontext()
         on_gpu = torch.device(self._settings.device).type == "cuda"
         return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+def by_trajectory(
+    compute: Callable[[MicroBatch], Tensor],
+    sequences: Sequence[TrainingSequence],
+    planned: Sequence[Sequence[Sequence[int]]],
+    replicas: ReplicaGroup,
+    *,
+    context_ranks: int = 1,
+    device: torch.device | str,
+) -> list[Tensor]:
+    """Return numbers of each sequence's trained tokens, float64, on every rank.
+
+    Args:
+        compute: returns a number for each trained token of a micro-batch.
+        planned: the indices of the sequences of each rank's micro-batches.
+    """
+    order = [[index for micro in of_rank for index in micro] for of_rank in planned]
+    lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
+    longest = max(map(sum, lengths))
+    sent = {}
+    for rank in replicas.mine:
+        batches = MicroBatches(sequences, planned[rank // context_ranks], device)
+        values_N = torch.cat([compute(micro) for micro in batches]).double().cpu()
+        sent[rank] = pad(values_N, (0, longest - len(values_N)))  # ranks exchange one shape
+    found: dict[int, Tensor] = {}
+    gathered = replicas.gather(sent)[::context_ranks]
+    for values_N, of_rank, counts in zip(gathered, order, lengths, strict=True):
+        found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
+    return [found[index] for index in range(len(sequences))]
 
 
 def repeats_another(rank: int, settings: StepSettings) -> bool:

@@ -59,7 +59,7 @@ from areal_flow.trainer.sequences import (
     masked_fractions,
     sequences_from_rows,
 )
-from areal_flow.trainer.step import learning_rate, train_step
+from areal_flow.trainer.step import learning_rate, plan_micro_batches, train_step
 from areal_flow.trainer.tensor_rows import rows_of
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
@@ -125,7 +125,7 @@ class TrainerRank:
         if (lora := self.recipe.trainer.lora).rank:
             add_adapter(policy, lora, seed=self.recipe.seed)
         self._shape = PolicyShape.of(policy)
-        self._backend = make_backend(policy.train(), self.recipe.trainer, self.replicas)
+        self._backend = make_backend(policy, self.recipe.trainer, self.replicas)
         if isinstance(algorithm := self.recipe.algorithm, ActorCriticPPO):
             assert isinstance(self._backend, ReplicatedBackend), "a recipe allows no other"
             self._backend.add_critic(algorithm)
@@ -339,25 +339,29 @@ class TrainerRank:
             num_masked_tokens=num_tokens - num_trained,
             staleness_mean=staleness.staleness_mean,
             staleness_max=staleness.staleness_max,
-            masked_fraction_by_tenth=masked_fraction_by_tenth([s.trained for s in sequences]),
+            masked_fraction_by_tenth=masked_fraction_by_tenth(
+                [s.trained[row["loss_mask"]] for s, row in zip(sequences, rows, strict=True)]
+            ),
             metrics={
                 **masked_fractions(rows, sequences),
                 **{name: metric.value for name, metric in numbers.metrics.items()},
                 **batch_metrics(rows, pass_threshold=self.recipe.pass_threshold),
-                **self._utilization(sequences, seconds=seconds["seconds_train"]),
+                **self._utilization(request.step, sequences, seconds=seconds["seconds_train"]),
             },
             **seconds,
         )
 
     def _utilization(
-        self, sequences: Sequence[TrainingSequence], *, seconds: float
+        self, step: int, sequences: Sequence[TrainingSequence], *, seconds: float
     ) -> dict[str, float]:
         """Return which part of this process's matrix rate its share of a step had."""
         if self._shape is None:
             return {}
         settings, trainer = self.settings, self.recipe.trainer
         share = len(self.replicas.mine) / (settings.num_ranks * settings.context_ranks)
-        flops = share * self._shape.step_flops(sequences, settings.algorithm)
+        max_tokens = trainer.tokens_per_micro_batch
+        plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
+        flops = share * self._shape.step_flops(sequences, plan, settings.algorithm)
         rate = matrix_rate(trainer.device, trainer.dtype)
         return {f"{SPEED}model_flops_utilization": flops / seconds / rate}
 

@@ -59,6 +59,9 @@ class ReplicatedBackend:
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
 
+    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
+        return self.passes.reference_logprobs(micro, temperature)
+
     @property
     def has_reference(self) -> bool:
         return self._has_reference

@@ -153,6 +153,12 @@ def pack_sequences(
     )
 
 
+def row_tokens(sequences: Sequence[TrainingSequence]) -> int:
+    """Return how many tokens a row of sequences has, without padding: a common prompt's once."""
+    prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in sequences}
+    return sum(prompts.values()) + sum(len(s.output_tokens) for s in sequences)
+
+
 def padded(num_rows: int) -> int:
     """Return a number of rows for matrices of so many or a little less, a thirty-second at most.
 
@@ -220,7 +226,7 @@ def sequences_from_rows(
 
 
 def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
-    """Return the share of masked tokens in each tenth of the completions, by relative position."""
+    """Return the share of masked tokens in each tenth of the policy's own, by relative position."""
     lengths = np.array([len(mask) for mask in masks], np.int64)
     total = np.diff(-(-np.arange(11)[:, None] * lengths // 10), axis=0).sum(axis=1)
     trained = np.zeros(10, np.int64)

@@ -116,7 +116,7 @@ class SftTrainer:
     """What was found at each step, from the first on."""
 
     def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
-        self.backend = make_backend(policy.train(), trainer)
+        self.backend = make_backend(policy, trainer)
         self._skipped = SkippedSteps(trainer.adamw.max_skipped_steps)
         self.objective = OBJECTIVES[self.settings.objective]
         self._of_step = StepSettings(

@@ -63,6 +63,10 @@ class ShardedBackend:
         with losses_noticed():
             return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
 
+    def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
+        with losses_noticed():
+            return self.passes.reference_logprobs(micro, temperature)
+
     @property
     def has_reference(self) -> bool:
         return self._has_reference

@@ -24,11 +24,13 @@ from areal_flow.algorithms.protocol import (
     Metric,
     MinibatchSize,
     add_metrics,
+    mean,
 )
 from areal_flow.config import TrainerSettings
 from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
+from areal_flow.trainer.passes import by_trajectory
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
-from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
+from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
 from areal_flow.types import SKIPPED_UPDATES
 
 EVEN_TOKENS = 4096
@@ -66,6 +68,8 @@ def train_step(
     plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
     inputs = advantage_inputs(sequences)
     critic = backend.critic if settings.algorithm.needs_critic else None
+    if settings.algorithm.needs_kl:
+        inputs = replace(inputs, kl_N=divergences(backend, sequences, settings, replicas))
     if critic:
         values_BL = critic.values(sequences, plan_passes(sequences, settings, max_tokens), replicas)
         inputs = replace(inputs, values_BL=values_BL)
@@ -78,6 +82,8 @@ def train_step(
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
         minibatches.append(Minibatch(batches, _size(sequences, planned), rate, step - 1))
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages)
+    if inputs.kl_N is not None:
+        numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
     minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
         found = backend.update(minibatch, settings, replicas)
@@ -135,20 +141,41 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
 def compute_advantages(
     sequences: Sequence[TrainingSequence], algorithm: Algorithm
 ) -> list[Advantage]:
-    """Return each trajectory's advantage, from the whole batch; of algorithms without a critic."""
+    """Return each trajectory's advantage, where it follows from the whole batch alone."""
     return list(algorithm.advantages(advantage_inputs(sequences)))
 
 
 def advantage_inputs(sequences: Sequence[TrainingSequence]) -> AdvantageInputs:
-    """Return what the advantages of a whole batch follow from, but for a critic's values."""
-    longest = max((len(s.trained) for s in sequences), default=0)
-    trained = [np.pad(s.trained, (0, longest - len(s.trained))) for s in sequences]
+    """Return what the advantages of a batch follow from, but for what passes must compute."""
     return AdvantageInputs(
         rewards_B=torch.tensor([s.reward for s in sequences], dtype=torch.float64),
         num_trained_B=torch.tensor([s.num_trained for s in sequences], dtype=torch.float64),
         groups_B=torch.tensor([s.group for s in sequences]),
         num_tokens_B=torch.tensor([len(s.output_tokens) for s in sequences], dtype=torch.float64),
-        trained_BL=torch.from_numpy(np.array(trained)),
+        trained=[s.trained for s in sequences],
+    )
+
+
+def divergences(
+    backend: TrainerBackend,
+    sequences: Sequence[TrainingSequence],
+    settings: StepSettings,
+    replicas: ReplicaGroup,
+) -> torch.Tensor:
+    """Return `AdvantageInputs.kl_N`: of the policy before the step, if it is computed at all."""
+    algorithm, temperature = settings.algorithm, settings.temperature
+
+    def compute(micro: MicroBatch) -> torch.Tensor:
+        logprobs_M = micro.behavior_logprobs_M
+        if algorithm.needs_proximal:
+            (logprobs_M,) = backend.logprobs([micro], temperature=temperature)
+        reference_M = backend.reference_logprobs(micro, temperature=temperature)
+        return algorithm.kl(logprobs_M, reference_M)
+
+    planned = plan_passes(sequences, settings, backend.settings.tokens_per_micro_batch)
+    context, device = settings.context_ranks, backend.settings.device
+    return torch.cat(
+        by_trajectory(compute, sequences, planned, replicas, context_ranks=context, device=device)
     )
 
 
@@ -261,9 +288,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:
 
 def _work(sequences: Sequence[TrainingSequence]) -> int:
     """Return a row's work: of its tokens' layers, and of each sequence's attention."""
-    prompts = {s.prompt_tokens.tobytes(): len(s.prompt_tokens) for s in sequences}
-    num_tokens = sum(prompts.values()) + sum(len(s.output_tokens) for s in sequences)
-    return num_tokens * EVEN_TOKENS + sum(s.num_tokens**2 for s in sequences)
+    return row_tokens(sequences) * EVEN_TOKENS + sum(s.num_tokens**2 for s in sequences)
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:

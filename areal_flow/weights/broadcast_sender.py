@@ -79,13 +79,14 @@ class Sender:
 
     def run(self, ended: threading.Event) -> None:
         """Answer questions as they come."""
-        num_answered = 0
+        num_finished = num_answered = 0
         while not ended.wait(POLL_S):
             if self.store.add("num_questions", 0) > num_answered:
                 sleep(GATHER_S)
                 num_questions = self.store.add("num_questions", 0)
                 self._answer(range(num_answered, num_questions))
-                num_answered = num_questions
+                self._forget(num_finished)
+                num_finished, num_answered = num_answered, num_questions
 
     def _answer(self, asked: Iterable[int]) -> None:
         groups: dict[Question, list[int]] = {}
@@ -99,6 +100,13 @@ class Sender:
             groups.setdefault(question._replace(held=-1), []).extend(numbers)
         for question, numbers in groups.items():
             self._answer_group(question, numbers)
+
+    def _forget(self, num_finished: int) -> None:
+        """Delete what the first questions left in the store, their groups' addresses too."""
+        for key in self.store.list_keys():
+            number = key.partition("-")[2].partition("/")[0]
+            if number.isdigit() and int(number) < num_finished:
+                self.store.delete_key(key)
 
     def _answer_group(self, question: Question, numbers: list[int]) -> None:
         version = self.staged.get(question.version)

@@ -155,8 +155,8 @@ def hash_of(directory: Path) -> str | None:
     return file.read_text() if file.is_file() else None
 
 
-def publish_model_directory(source: Path, root: Path) -> None:
-    """Publish a model directory's weights as version 0, for programs that only generate.
+def publish_model_directory(source: Path, root: Path, *, version: int = 0) -> None:
+    """Publish a model directory's weights as a version, for programs that only generate.
 
     Raises:
         ModelError: the directory cannot be loaded, or its policy would not be served as it is.
@@ -166,5 +166,5 @@ def publish_model_directory(source: Path, root: Path) -> None:
 
     probe_policy(source)
     writer = DirectoryWriter(root)
-    writer.stage(0, policy_tensors(load_policy(source)))
-    writer.publish(0)
+    writer.stage(version, policy_tensors(load_policy(source)))
+    writer.publish(version)

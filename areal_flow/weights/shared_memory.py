@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from areal_flow.errors import StorageError
 from areal_flow.weights.directory import HASH_FILE, MODEL_FILE, DirectoryReader, DirectoryWriter
 from areal_flow.weights.tensor_file import DTYPES, write_tensors
 
@@ -46,6 +48,23 @@ def create_segments(root: Path) -> None:
     segments = segments_of(root)
     shutil.rmtree(segments, ignore_errors=True)  # of a directory that was removed by hand
     root.symlink_to(segments)
+
+
+def _require_own(segments: Path) -> None:
+    """Make the directory of segments, if there is none; everybody may write around it.
+
+    Raises:
+        StorageError: somebody else has made it, or a link in its place.
+    """
+    with suppress(FileExistsError):
+        segments.mkdir(mode=0o700)
+    found = segments.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise StorageError(
+            f"{segments}: expected a directory of user {os.geteuid()}, found a link or one of user "
+            f"{found.st_uid}: weights would go there. Have it removed, or set weights.medium to "
+            "'directory'"
+        )
 
 
 def free_segments(root: Path) -> None:
@@ -81,12 +100,13 @@ class SharedMemoryWriter(DirectoryWriter):
         super().__init__(segments_of(root))
 
     def _prepare(self, staged: Path) -> None:
+        _require_own(self.root)
         for reusable in [*self.root.glob(".staged-*"), *self.root.glob(".spare-*")]:
             if reusable != staged and staged.exists():
                 shutil.rmtree(reusable)
             else:
                 reusable.rename(staged)
-        staged.mkdir(mode=0o700, parents=True, exist_ok=True)
+        staged.mkdir(mode=0o700, exist_ok=True)
         (staged / HASH_FILE).unlink(missing_ok=True)  # first: from here on it is not whole
 
     def _write(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
@@ -16,7 +19,7 @@ from pydantic import Field, FiniteFloat
 from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.import_path import import_function
 from areal_flow.types import Prompt, Score
-from areal_flow.workflows.agent_session import Session, reward_score
+from areal_flow.workflows.agent_session import Session
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.limits import TimedWorkflow
 from areal_flow.workflows.protocol import TrajectoryDraft
@@ -40,6 +43,9 @@ class Agent(TimedWorkflow):
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent's.
 
+        An agent that ends over a refused answer, since its calls, its seconds or its context are
+        used up, has not failed: its conversations are cut, and say by what.
+
         Raises:
             ArealFlowError: the agent asked nothing.
             Exception: the agent's own.
@@ -47,20 +53,23 @@ class Agent(TimedWorkflow):
         from areal_flow.workflows.agent_endpoint import serving  # a server: only where one is
 
         agent = import_function(self.path, setting="workflow.path", error=ConfigError)
-        session, is_late = Session(context, max_calls=self.max_calls), False
+        session = Session(context, max_calls=self.max_calls)
         limit = asyncio.timeout(self.max_seconds)
         try:
             async with serving(session) as (base_url, api_key), limit:
                 reward = await _call(agent, prompt, base_url=base_url, api_key=api_key)
                 if reward is not None and session.reward is None:
-                    session.rewarded(float(reward))
+                    session.rewarded(reward)
         except Exception as error:
-            is_late = isinstance(error, TimeoutError) and limit.expired()
             if session.failure is not None:
                 raise session.failure from error
-            if not is_late:
+            if isinstance(error, TimeoutError) and limit.expired():
+                session.ended_by = f"workflow.max_seconds ({self.max_seconds:g})"
+            if not session.ended_by:
                 raise
-        drafts = [self._rewarded(draft) for draft in session.drafts(is_truncated=is_late)]
+        drafts = [self._rewarded(draft) for draft in session.drafts()]
+        if session.ended_by:
+            drafts = [draft.cut_by(session.ended_by) for draft in drafts]
         if not drafts:
             raise ArealFlowError(f"the agent {self.path} had no answer from its base_url")
         return drafts
@@ -71,16 +80,39 @@ class Agent(TimedWorkflow):
         if self.missing_reward == "discard":
             missing = "the agent gave no reward: return or post one, or set workflow.missing_reward"
             return draft.scored(Score(None, "no_reward", error=missing))
-        return draft.scored(reward_score(self.missing_reward))
+        return draft.scored(Score(self.missing_reward))
 
 
 async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:
-    """Call an agent with what it names; one that is not `async` runs in a thread."""
+    """Call an agent with what it names; one that is not `async` runs in a thread of its own."""
     given = {**prompt.metadata, **served, "prompt": prompt.text, "answer": prompt.answer}
-    given["metadata"] = prompt.metadata
+    given["metadata"] = dict(prompt.metadata)
     parameters = inspect.signature(agent).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         given = {p.name: given[p.name] for p in parameters if p.name in given}
-    if inspect.iscoroutinefunction(agent):
-        return await agent(**given)
-    return await asyncio.to_thread(agent, **given)
+    try:
+        if inspect.iscoroutinefunction(agent):
+            return await agent(**given)
+        return await _in_own_thread(partial(agent, **given))
+    except SystemExit as exit_:  # which would end the generator
+        raise ArealFlowError(
+            f"the agent called sys.exit({exit_.code!r}): it must return a reward"
+        ) from exit_
+
+
+async def _in_own_thread(call: Callable[[], Any]) -> Any:
+    """Return what a call returns; one that hangs ends with the process, and blocks no other.
+
+    The event loop's own threads are few, and load weights.
+    """
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()  # nothing cancels a thread
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            outcome.set_exception(error)
+
+    Thread(target=run, name="agent", daemon=True).start()
+    return await asyncio.wrap_future(outcome)

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
 from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -119,10 +118,7 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         try:
             session = self._session(request)
-            reward = (await _body(request)).get("reward")
-            if not isinstance(reward, int | float) or not isfinite(reward):
-                raise CallRefused(f'expected {{"reward": x}} with a number, found {reward!r:.80}')
-            session.rewarded(float(reward))
+            session.rewarded((await _body(request)).get("reward"))
         except CallRefused as refused:
             return _refusal(refused)
         return web.json_response({"reward": session.reward})

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import isfinite, nan
 from typing import Any
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError
-from areal_flow.pass_rates import PASS_THRESHOLD, passes
 from areal_flow.types import Score
 from areal_flow.workflows.agent_stream import CALL_START, ContentStream
 from areal_flow.workflows.context import EpisodeContext, Message
@@ -66,25 +66,28 @@ class Session:
         self.reward: float | None = None
         self.failure: Exception | None = None
         """Why the generator cannot serve: the group will be tried again."""
+        self.ended_by = ""
+        """The limit at which an answer was refused."""
 
-    @property
-    def is_truncated(self) -> bool:
-        """Whether the agent asked more often than it may."""
-        return self._num_calls > self._max_calls
-
-    def rewarded(self, reward: float) -> None:
+    def rewarded(self, reward: Any) -> None:
         """Take the agent's reward.
 
         Raises:
-            CallRefused: it has one already; the first counts.
+            CallRefused: it is no finite number, or there is one already; the first counts.
         """
+        try:
+            number = nan if isinstance(reward, str) else float(reward)
+        except (TypeError, ValueError):
+            number = nan
+        if not isfinite(number):
+            raise CallRefused(f"expected a finite number as the reward, found {reward!r:.80}")
         if self.reward is not None:
             raise CallRefused(
                 f"this session has its reward already ({self.reward:g}); the first one counts",
                 status=409,
                 code="reward_exists",
             )
-        self.reward = reward
+        self.reward = number
 
     async def complete(
         self,
@@ -104,12 +107,9 @@ class Session:
                 refuses the messages.
         """
         self._num_calls += 1
-        if self.is_truncated:
-            raise CallRefused(
-                f"workflow.max_calls ({self._max_calls}) calls were made",
-                status=429,
-                code="max_calls",
-            )
+        if self._num_calls > self._max_calls:
+            self.ended_by = f"workflow.max_calls ({self._max_calls})"
+            raise CallRefused(f"{self.ended_by} calls were made", status=429, code="max_calls")
         messages = [_normal(message) for message in messages]
         conversation, asked = self._asked(messages, tools)
         conversation.is_asked = True
@@ -125,6 +125,7 @@ class Session:
             self.failure = error
             raise
         except ArealFlowError as error:
+            self.ended_by = f"the context: {error}"
             raise CallRefused(str(error), code="context_length_exceeded") from error
         finally:
             conversation.is_asked = False
@@ -137,15 +138,12 @@ class Session:
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         return Answer(message, reason, len(asked.tokens), len(completion.tokens))
 
-    def drafts(self, *, is_truncated: bool = False) -> list[TrajectoryDraft]:
+    def drafts(self) -> list[TrajectoryDraft]:
         """Return the conversations that have an answer, with the agent's reward if it gave one."""
         drafts = [c.draft for c in self._conversations if c.num_answers]
-        if is_truncated or self.is_truncated:
-            drafts = [replace(draft, finish_reason="length") for draft in drafts]
         if self.reward is None:
             return drafts
-        score = reward_score(self.reward)
-        return [draft.scored(score) for draft in drafts]
+        return [draft.scored(Score(self.reward)) for draft in drafts]
 
     def _asked(
         self, messages: Sequence[Message], tools: Sequence[Message]
@@ -184,11 +182,6 @@ class Session:
             return tuple(self._context.chat(messages, tools, after=(num_known - 1, last)).tolist())
         except ValueError:
             return None
-
-
-def reward_score(reward: float) -> Score:
-    """Return an agent's reward as a score."""
-    return Score(reward, "right" if passes(reward, threshold=PASS_THRESHOLD) else "wrong")
 
 
 def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> dict[str, Any]:

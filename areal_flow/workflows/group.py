@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_flow.errors import ArealFlowError, EngineError, WeightsError, root_cause
+from areal_flow.errors import ArealFlowError, EngineError, WeightsError
+from areal_flow.failures import FailureCounts, cause_of
 from areal_flow.types import Episode
 from areal_flow.workflows.context import EpisodeContext, EpisodeServices, contexts_of
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
 
-logger = logging.getLogger(__name__)
+FAILURES = FailureCounts("an episode")
+"""Of the workflows of this process."""
 
 Result = TypeVar("Result")
 
@@ -73,6 +74,6 @@ async def _run_member(
         return drafts
     except (EngineError, WeightsError):
         raise
-    except Exception as error:
-        logger.exception("a member of group %s failed", episode.group_id)
-        return root_cause(error)
+    except Exception as error:  # noqa: BLE001 - counted, and stored with its group
+        FAILURES.note(error)
+        return cause_of(error)

@@ -1,7 +1,9 @@
-"""The default job's policy: configuration and fast tokenizer of a small Qwen2, made from rules.
+"""The default job's policy: configuration and fast tokenizer of a small model, made from rules.
 
-Byte-level, so any text can be encoded; what sums are made of (a signed term, a running sum, the
-answer mark) is one token each, so that a completion is short. No torch, no training, no download.
+Its layers are Qwen2's. It is called Seed-OSS, which has the same layers, since `AutoTokenizer`
+gives any model that is called Qwen2 that model's own rules of how text is cut. Byte-level, so any
+text can be encoded; what sums are made of (a signed term, a running sum, the answer mark) is one
+token each, so that a completion is short. No torch, no training, no download.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 PAD, END = "<pad>", "<eos>"
 LARGEST_TERM = 10
@@ -19,8 +21,11 @@ _PIECES = Regex(r" [+-] \d+| -?\d+|\d| ####| =|[^\d ]+| ")
 
 
 _ARCHITECTURE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
+    "architectures": ["SeedOssForCausalLM"],
+    "model_type": "seed_oss",
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "head_dim": None,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -30,7 +35,7 @@ _ARCHITECTURE = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
-    "use_sliding_window": False,
+    "residual_dropout": 0.0,
     "bos_token_id": None,
     "dtype": "float32",
 }
@@ -87,6 +92,8 @@ def tokenizer_of_words(words: Sequence[str], *, pieces: Regex) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    # Which adds nothing: AutoTokenizer writes it, and a file that it would change is not as it is.
+    tokenizer.post_processor = processors.TemplateProcessing("$A:0", "$A:0 $B:1", [])
     tokenizer.add_special_tokens([PAD, END])
     return tokenizer
 

@@ -9,8 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from areal_flow.errors import ConfigError
-from areal_flow.recovery.run_directory import existing_run, find_run
-from pipelines.cli.settings import Flag, Given
+from pipelines.cli.settings import AnswerSettings, Flag, Given
 from pipelines.cli.tables import Report
 
 DEFAULT_LIMIT = 20
@@ -27,29 +26,32 @@ def evaluate(
     num_prompts: int | None = None,
     against: str | None = None,
     to: Path | None = None,
+    settings: AnswerSettings | None = None,
     folders: Given,
 ) -> Report:
     """Answer held-out prompts with a policy.
 
     Args:
-        model: A run's name, NAME@VERSION of it, models:/NAME@ALIAS, or a model directory.
+        model: A run, RUN@STEP, models:/NAME@ALIAS, or a model directory.
         data: JSONL or Parquet, instead of the run's own; may be given again for another set.
         num_prompts: Answer only the first ones of each set.
-        against: Another model, compared on the same prompts.
+        against: Another model, compared on the same prompts by the same verifier and sampling.
         to: A new .lance, .parquet or .jsonl with every answer and its verdict.
     """
+    from pipelines.api import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
     from pipelines.cli.table_file import write_table_file
-    from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_model
-    from pipelines.models import find_model, title_of
+    from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
-    names = [model] if against is None else [against, model]
-    found = []
-    for name in names:
-        directory = find_model(folders.runs, name, registry=folders.registry)
-        title = title_of(name, directory)
-        found.append(evaluate_model(directory, data=data or (), limit=num_prompts, title=title))
-    report = report_evaluation(found[-1].table, found[-1].title)
+    named = [folders.find(name) for name in ([model] if against is None else [against, model])]
+    found = evaluate_all(
+        [each.model() for each in named],
+        [each.title for each in named],
+        data=data or (),
+        limit=num_prompts,
+        settings=placed(settings or {}, section="evaluation"),
+    )
+    report = report_evaluation(found[-1])
     if against is not None:
         report = report_comparison(compare_models(*found), compare_by_set(*found), *found)
     if to is not None:
@@ -62,14 +64,14 @@ def export(model: str, directory: Path, /, *, adapter: bool = False, folders: Gi
     """Write a plain Hugging Face directory.
 
     Args:
-        model: A run's name, RUN@VERSION, models:/NAME@ALIAS, or a checkpoint directory.
+        model: A run, RUN@STEP, models:/NAME@ALIAS, or a checkpoint directory.
         directory: A new one.
         adapter: Write the adapter of a run with trainer.lora.rank alone, for `peft`.
     """
     from pipelines import models
 
     write = models.export_adapter if adapter else models.export
-    write(models.find_model(folders.runs, model, registry=folders.registry), directory)
+    write(folders.find(model).model(), directory)
 
 
 def trajectories(
@@ -93,7 +95,7 @@ def trajectories(
     num_masked_tokens, staleness, token_versions.
 
     Args:
-        run: A run's name, or its directory.
+        run: A run; RUN@STEP as it stood after that step.
         where: SQL: "reward = 1 AND completion LIKE '%9%'".
         sort: By a column; nulls come last.
         descending: The largest first.
@@ -112,8 +114,10 @@ def trajectories(
     from areal_flow.store.browsing import Selection, show_trajectory
     from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report
+    from pipelines.references import chosen_step
 
-    found = Run(find_run(folders.runs, run).root)
+    named = folders.find(run)
+    found, at = Run(named.run.root), chosen_step(named, at, option="--at")
     everything = limit is None and (show or to)
     count = None if everything else DEFAULT_LIMIT if limit is None else limit or None
     selection = Selection(where, sort, descending, count)
@@ -131,17 +135,15 @@ def lineage(
     """Show what a model version, or a step of a run, was made from.
 
     Args:
-        model: models:/NAME@ALIAS, models:/NAME/VERSION, a run's name or its directory.
+        model: A run, RUN@STEP, models:/NAME@ALIAS, models:/NAME/VERSION or a checkpoint directory.
         step: Of a run; the last by default.
         to: A new .parquet or .jsonl of its trajectories.
     """
-    if step is not None and model.startswith("models:/"):
-        raise ConfigError("--step goes with a run: a registered version is one step already")
     from pipelines.cli.reports import report_lineage
     from pipelines.cli.table_file import write_table_file
     from pipelines.models import trace_model
 
-    traced = trace_model(folders.runs, model, step=step, registry=folders.registry)
+    traced = trace_model(folders.find(model), step=step)
     report = report_lineage(traced)
     if to:
         table = traced.lineage.trajectories("arrow")
@@ -155,7 +157,7 @@ def replay(
     run: str,
     /,
     *,
-    step: int,
+    step: int | None = None,
     from_: Annotated[int | None, Parameter(name="--from", metavar="CHECKPOINT_STEP")] = None,
     set_: Annotated[
         list[str] | None, Parameter(name="--set", metavar="SECTION.KEY=VALUE", negative="")
@@ -170,7 +172,7 @@ def replay(
     The exit code is 1 if the step differs from the ledger where it must not.
 
     Args:
-        run: A run's name.
+        run: A run, or RUN@STEP.
         step: 1 to the ledger's newest.
         from_: Start from this checkpoint; the newest usable one below the step by default.
         set_: Compute the step a second time with this setting; may be given again.
@@ -180,8 +182,12 @@ def replay(
     """
     from areal_flow.import_path import import_function
     from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
+    from pipelines.references import chosen_step
 
-    layout, changes = existing_run(folders.runs, run), parse_changes(set_ or [])
+    named, changes = folders.find(run), parse_changes(set_ or [])
+    layout, step = named.run, chosen_step(named, step, option="--step")
+    if step is None:
+        raise ConfigError(f"expected a step to compute again: {run}@STEP, or --step N")
     changed_recipe(layout.config, changes)  # refuses a wrong one before anything heavy is imported
     from areal_flow.recovery.replay import replay_step
     from pipelines.cli.replay_report import report_replay
@@ -200,35 +206,35 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
     """Show how many of a run's prompts passed how often, for `prompts.difficulty` of the next one.
 
     Args:
-        run: A run's name, or its directory.
+        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
     """
     from areal_flow.store.queries import Run
     from pipelines.cli.prompt_report import report_difficulty
 
-    return report_difficulty(Run(find_run(folders.runs, run).root))
+    return report_difficulty(Run(folders.find(run).run.root))
 
 
 def check(run: str, /, *, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
 
     Args:
-        run: A run's name, or its directory.
+        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
     """
     from pipelines.cli.reports import report_check
 
-    return report_check(find_run(folders.runs, run))
+    return report_check(folders.find(run).run)
 
 
 def report(run: str, /, *, to: Path | None = None, folders: Given) -> Report:
     """Draw a run on one page of HTML, which needs no network; also while the run goes on.
 
     Args:
-        run: A run's name, or its directory.
+        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
         to: A file, instead of report.html in the run.
     """
     from pipelines.report.page import write_report
 
-    layout = find_run(folders.runs, run)
+    layout = folders.find(run).run
     if to and (to.is_dir() or not to.parent.is_dir()):
         raise ConfigError(f"--to {to}: expected a file in a folder that exists")
     path = write_report(layout, to)

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from errno import EACCES, EPERM, EROFS
 from pathlib import Path
 from time import monotonic
 from typing import Annotated
@@ -32,6 +33,7 @@ app = App(
     exit_on_error=False,
     print_error=False,
 )
+app.meta.suppress_keyboard_interrupt = False  # `main` ends with the code of the signal
 app.register_install_completion_command()
 for command in (
     *training.COMMANDS,
@@ -86,6 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArealFlowError as error:
         print(f"areal-flow: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if error.errno not in (EACCES, EPERM, EROFS):
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        advice = "change its permissions, or choose another place"
+        print(f"areal-flow: {what}; {advice}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
         print("areal-flow: stopped", file=sys.stderr)
         return EXIT_CODES.get(str(stop), EXIT_CODES["SIGINT"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from textwrap import indent
 
 from areal_flow.layout import RunLayout
@@ -19,9 +20,14 @@ _SHOWN_CHARACTERS = 1000
 """Of the beginning and of the end of the first prompt."""
 
 
-def describe_prompts(prepared: Prepared, layout: RunLayout) -> str:
+def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str] = ()) -> str:
     """Return how many prompts there are, which rows were left out, and the first prompt."""
-    lines = [f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"]
+    counts = f"{prepared.num_train} prompts to train on, {prepared.num_held_out} held out"
+    lines = [counts, *notes]
+    lines += [
+        f"  {num_rows} of {path} may be held out, fewer than num_held_out: a fifth of its rows"
+        for path, num_rows in prepared.cut_to.items()
+    ]
     if prepared.num_repeated:
         lines.append(f"  {prepared.num_repeated} rows that repeat a held-out prompt are left out")
     if prepared.chosen:

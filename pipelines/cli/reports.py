@@ -19,7 +19,7 @@ from areal_flow.recovery.lease import newest_lease
 from areal_flow.recovery.run_directory import list_runs, observed_state
 from areal_flow.store.lineage import HashCheck, Lineage
 from areal_flow.store.queries import open_run
-from areal_flow.types import EvaluationScores, EvaluationTable
+from areal_flow.types import EvaluationScores
 from pipelines.cli.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -43,22 +43,29 @@ def report_check(layout: RunLayout) -> Report:
     return Report(found, [*([table] if audit.findings else []), last], code=int(not audit.clean))
 
 
-def report_evaluation(found: EvaluationTable, model: str) -> Report:
-    """Report pass rates and mean rewards, the overall ones as a line of JSON.
+def report_evaluation(result: EvaluationResult) -> Report:
+    """Report pass rates and mean rewards.
 
     A line is a held-out set or, of one set, a difficulty.
     """
-    overall = found.overall.as_json()
+    found = result.table
     rows = [
         {"difficulty": difficulty, **scores.as_json()}
         for difficulty, scores in found.by_difficulty.items()
     ]
     label, parts = found.parts
     shown = [{label: part, **_scores(scores)} for part, scores in parts.items()]
-    table = Table(shown, f"{model}: held-out prompts, {samples_text(found.overall)}")
-    by_set = {name: scores.as_json() for name, scores in found.by_set.items()}
-    data = {"model": model, "overall": overall, "by_set": by_set, "by_difficulty": rows}
-    return Report(data, [table, json.dumps(overall)])
+    if len(shown) > 1:
+        shown.append({label: "all", **_scores(found.overall)})
+    table = Table(shown, f"{result.title}: held-out prompts, {samples_text(found.overall)}")
+    data = {
+        "model": result.title,
+        "policy_version": result.policy_version,
+        "overall": found.overall.as_json(),
+        "by_set": {name: scores.as_json() for name, scores in found.by_set.items()},
+        "by_difficulty": rows,
+    }
+    return Report(data, [table])
 
 
 def _scores(scores: EvaluationScores) -> dict[str, Any]:
@@ -99,7 +106,8 @@ def report_comparison(
 
 def _of_model(result: EvaluationResult) -> dict[str, Any]:
     by_set = {name: scores.as_json() for name, scores in result.table.by_set.items()}
-    return {"model": result.title, **result.table.overall.as_json(), "by_set": by_set}
+    model = {"model": result.title, "policy_version": result.policy_version}
+    return {**model, **result.table.overall.as_json(), "by_set": by_set}
 
 
 def _compared(compared: PairedComparison) -> str:

@@ -46,7 +46,14 @@ def say(*parts: RenderableType) -> None:
 
 def log(*parts: RenderableType) -> None:
     """Log lines, facts and tables without printing them; nothing where no log is kept."""
-    plain = Console(width=PIPE_WIDTH, file=StringIO(), color_system=None, markup=False, emoji=False)
+    plain = Console(
+        width=PIPE_WIDTH,
+        file=StringIO(),
+        color_system=None,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+    )
     for line in rendered(plain, *parts).removesuffix("\n").split("\n"):
         _said.info("%s", line)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from areal_flow.errors import ConfigError
-from areal_flow.recovery.run_directory import existing_run, observed_state
+from areal_flow.recovery.run_directory import find_run, observed_state
 from pipelines.cli.settings import Flag, Given
 from pipelines.cli.tables import Report
 
@@ -34,11 +34,11 @@ def remove(
     """Delete a run with its model versions, their aliases and its MLflow run.
 
     Args:
-        run: A run's name.
+        run: A run's name, or its directory.
     """
     from pipelines.remove import check_unheld, remove_run
 
-    layout = existing_run(folders.runs, run)
+    layout = find_run(folders.runs, run)
     check_unheld(layout)
     if not yes:
         if not sys.stdin.isatty():

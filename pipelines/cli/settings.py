@@ -19,6 +19,9 @@ from cyclopts import Group, Parameter
 from areal_flow.config import Recipe
 from areal_flow.settings import parse_value
 
+if TYPE_CHECKING:
+    from pipelines.references import Reference
+
 _KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
 _SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -31,6 +34,11 @@ class Folders:
     registry: str | None
     began: float
     """`monotonic()` when the program began."""
+
+    def find(self, reference: str) -> Reference:
+        from pipelines.references import find_reference
+
+        return find_reference(self.runs, reference, registry=self.registry)
 
 
 Given = Annotated[Folders, Parameter(parse=False)]
@@ -131,6 +139,28 @@ if TYPE_CHECKING:
 else:
     Overrides = Annotated[_overrides_type(), Parameter(name="*")]
 """Settings given on the command line, by their dotted names: only those that were given."""
+
+
+def _answers_type() -> Any:
+    """Return the settings of held-out answers, by their last names."""
+    make: Any = TypedDict
+    group = Group.create_ordered("How prompts are answered, instead of the run's settings")
+    others = ("every_steps", "stop_after_plateau", "held_out")
+    options = {
+        setting.name.rpartition(".")[2]: _option(replace(setting, default="the run's"), group)
+        for section, _, settings in all_settings()
+        for setting in settings
+        if setting.name == "generation.max_new_tokens"
+        or (section == "evaluation" and not setting.name.endswith(others))
+    }
+    return make("AnswerSettings", options, total=False)
+
+
+if TYPE_CHECKING:
+    AnswerSettings = dict[str, Any]
+else:
+    AnswerSettings = Annotated[_answers_type(), Parameter(name="*")]
+"""Settings that `evaluate` takes without their section: only those that were given."""
 
 
 def settings_page() -> str:

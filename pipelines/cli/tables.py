@@ -140,7 +140,7 @@ def rendered(console: Console, *parts: RenderableType) -> str:
 def make_console() -> Console:
     """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+    return Console(width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
 
 
 def with_interval(scores: EvaluationScores, name: str) -> str:

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from areal_flow.command import command
+from areal_flow.config import load_recipe
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.recovery.run_directory import find_run
 from pipelines.cli.settings import Given
 
 
-def track(run: str, /, *, to: Annotated[str, Parameter(metavar="URI")], folders: Given) -> None:
+def track(
+    run: str, /, *, to: Annotated[str | None, Parameter(metavar="URI")] = None, folders: Given
+) -> None:
     """Fill an MLflow server with a run's metrics and models, again from step 0.
 
     Args:
         run: A run's name, or its directory.
-        to: The server's address.
+        to: The server's address; that of the run's recipe by default.
     """
     from areal_flow.tracking.registry import track
 
-    num_steps = track(find_run(folders.runs, run).root, to)
-    print(f"{to} has all of {run} now; it lacked {num_steps} steps")
+    layout = folders.find(run).run
+    uri = to or load_recipe(layout.config).tracking.uri
+    num_steps = track(layout.root, uri)
+    print(
+        f"{uri or 'the database beside the runs'} has all of {run} now; it lacked {num_steps} steps"
+    )
 
 
 def ui(*, port: int = 5000, folders: Given) -> None:
-    """Serve the MLflow UI over the runs, on 127.0.0.1.
+    """Serve the MLflow UI on 127.0.0.1, opened where the newest run is.
 
     Args:
         port: To listen on.
     """
     from areal_flow.tracking.mlflow import default_tracking_uri
+    from areal_flow.tracking.mlflow_pages import serve
 
     if not (database := folders.runs / "mlflow.db").is_file():
-        raise RunError(f"expected {database}, found none: train first with `areal-flow train`")
+        raise RunError(
+            f"expected {database}, found none: train first with "
+            f"`{command('train', runs=folders.runs)}`"
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise ConfigError(f"port {port} is taken: choose another with --port N")
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
-    print(f"MLflow: http://127.0.0.1:{port} (ready in about 20 s; Ctrl-C ends it)", flush=True)
-    where = ("--backend-store-uri", default_tracking_uri(folders.runs), "--host", "127.0.0.1")
-    few = ("--port", str(port), "--workers", "1")  # a worker of its own for each core otherwise
-    os.execv(sys.executable, (sys.executable, "-m", "mlflow", "server", *where, *few))
+    print("MLflow is starting, which takes about 10 s", flush=True)
+    serve(default_tracking_uri(folders.runs), port=port)
 
 
 COMMANDS = (track, ui)

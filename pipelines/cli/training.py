@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from areal_flow.config import build_recipe, load_recipe
+from areal_flow.config import load_recipe
 from areal_flow.config_errors import OPTION
 from areal_flow.errors import ConfigError
 from areal_flow.layout import run_layout
-from areal_flow.recovery.run_directory import existing_run
+from areal_flow.recovery.run_directory import find_run
 from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from areal_flow.config import SupervisedObjective
     from pipelines.forking import Fork
     from pipelines.jobs import Job
-
-MAY_CHANGE = {"num_steps", "max_minutes"}
 
 
 @Parameter(name="*")
@@ -53,7 +51,7 @@ def train(
     which: WhichTraining | None = None,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
-    prompts: Path | None = None,
+    data: Annotated[Path | None, Parameter(name=("--data", "--prompts"))] = None,
     skip_bad_rows: Flag = False,
     settings: Overrides | None = None,
     folders: Given,
@@ -65,7 +63,7 @@ def train(
         from_: Begin with the policy of another run, and its recipe with any setting over it; of
             its newest checkpoint, or of a step.
         reset_optimizer: With --from: without that run's optimizer state.
-        prompts: JSONL or Parquet, instead of the recipe's.
+        data: Prompts as JSONL or Parquet, instead of the recipe's.
         skip_bad_rows: Leave out and list rows that are wrong.
     """
     if reset_optimizer and from_ is None:
@@ -73,8 +71,8 @@ def train(
     from pipelines.jobs import TRAINING
 
     given = dict(settings or {})
-    if prompts is not None:
-        given |= {"prompts.source": "file", "prompts.path": str(prompts), "sources": []}
+    if data is not None:
+        given |= {"prompts.source": "file", "prompts.path": str(data), "sources": []}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
     if from_ is None:
@@ -84,9 +82,9 @@ def train(
             "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
             "with the settings given"
         )
-    from pipelines.forking import find_fork
+    from pipelines.forking import fork_of
 
-    fork = find_fork(folders.runs, from_, reset_optimizer=reset_optimizer)
+    fork = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
     return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
 
 
@@ -94,6 +92,7 @@ def sft(
     recipe: Path | None = None,
     /,
     *,
+    data: Path | None = None,
     which: Which | None = None,
     settings: Overrides | None = None,
     folders: Given,
@@ -102,10 +101,12 @@ def sft(
 
     Args:
         recipe: A TOML recipe with [sft], or the name of a shipped one; `arithmetic` by default.
+        data: JSONL with prompt and completion, texts or messages, instead of the recipe's.
     """
     from pipelines.jobs import SFT
 
-    return _drive(SFT, recipe, which or Which(), settings or {}, folders)
+    which = which or Which()
+    return _drive(SFT, recipe, which, _with_rows(data, which, settings), folders)
 
 
 def dpo(
@@ -124,7 +125,7 @@ def dpo(
         data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
             recipe's.
     """
-    return _learn_pairs("dpo", recipe, data, which, settings or {}, folders)
+    return _learn_pairs("dpo", recipe, data, which, settings, folders)
 
 
 def reward_model(
@@ -143,7 +144,7 @@ def reward_model(
         data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
             recipe's.
     """
-    return _learn_pairs("reward_model", recipe, data, which, settings or {}, folders)
+    return _learn_pairs("reward_model", recipe, data, which, settings, folders)
 
 
 def _learn_pairs(
@@ -151,19 +152,23 @@ def _learn_pairs(
     recipe: Path | None,
     data: Path | None,
     which: Which | None,
-    settings: dict[str, Any],
+    settings: dict[str, Any] | None,
     folders: Given,
 ) -> int:
     from pipelines.jobs import supervised
 
     which = which or Which()
+    settings = _with_rows(data, which, settings)
     if which.resume is None:
-        given = {} if data is None else {"sft.path": str(data)}
-        settings = {**settings, **given, "sft.objective": objective}
+        settings["sft.objective"] = objective
         recipe = recipe or Path(objective)
-    elif data is not None:
-        raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
     return _drive(supervised(objective), recipe, which, settings, folders)
+
+
+def _with_rows(data: Path | None, which: Which, settings: dict[str, Any] | None) -> dict[str, Any]:
+    if data is not None and which.resume is not None:
+        raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
+    return {**(settings or {}), **({} if data is None else {"sft.path": str(data)})}
 
 
 def _drive(
@@ -190,13 +195,10 @@ def _drive(
         began = folders.began
         outcome = jobs.start(job, layout, recipe, began=began, recipe_name=stem, fork=fork)
     else:
-        layout = existing_run(folders.runs, which.resume)
-        if path or which.name or set(overrides) - MAY_CHANGE:
-            raise ConfigError(
-                "a resumed run keeps its recipe; only --num-steps and --max-minutes may change"
-            )
-        table = load_recipe(layout.config).model_dump(mode="json")
-        recipe = build_recipe(table, overrides, source=str(layout.config), spelling=OPTION)
+        layout = find_run(folders.runs, which.resume)
+        if path or which.name:
+            raise ConfigError("a resumed run keeps its recipe and its name: leave them out")
+        recipe = jobs.recipe_to_resume(layout, overrides, spelling=OPTION)
         outcome = jobs.resume(
             job,
             layout,

@@ -43,8 +43,8 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
         identifiers, num_matching = browsing.select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
         rows = browsing.read_rows(database, identifiers, [*_LISTED, *extra]).to_pylist()
-    more = "" if len(rows) == num_matching else "; --limit K for more"
-    last = f"{len(rows)} of {num_matching} that match{more}; --show # or ID for one in full"
+    more = "" if len(rows) == num_matching else "; --limit K lists more"
+    last = f"{len(rows)} of {num_matching} that match{more}; --show # shows one in full"
     found = {"run": run.layout.name, "num_matching": num_matching, "trajectories": rows}
     if not rows:
         return Report(found, [f"no trajectory of {run.layout.name} matches"])
@@ -149,14 +149,14 @@ def _token_style(token: ShownToken) -> str:
 def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
     row, batch = shown.row, shown.batch
     advantage = batch and (
-        "of a critic's values: replay the step to see it"
+        "of what a critic or a reference said: replay the step to see it"
         if batch.advantage is None
         else f"{batch.advantage:+.6g} on each trained token ({batch.advantage_rule}, over the "
         f"{batch.num_trajectories} trajectories of the step)"
     )
     generator = (
         f"{row['generator']}, attempt {row['attempt']}, seed {row['seed']}, "
-        f"driver's writer epoch {row['writer_epoch']}"
+        f"driver {row['writer_epoch']} of the run"
     )
     return [
         ("reward", _reward(shown)),
@@ -182,6 +182,8 @@ def _reward(shown: ShownTrajectory) -> Text:
     if len(parts := shown.row["reward_parts"]) > 1:
         listed = (f"{part['name']} {_short(part['reward'])}" for part in parts)
         text.append(f"\nbefore weights: {', '.join(listed)}")
+    for name, value in detail.get("extra", {}).items():
+        text.append(f"\n{printable(name)}: {printable(str(value))}")
     if error := detail.get("error"):
         text.append(f"\n{printable(error)}", style="red")
     return text.append(f"  ({shown.row['verifier']})", style="dim")
@@ -205,8 +207,8 @@ def _status(shown: ShownTrajectory) -> str:
     staleness = "-" if row["staleness"] is None else f"{row['staleness']:.2f}"
     return (
         f"trained in step {row['step']}, which started from version {row['policy_version']}: "
-        f"{_count(row['num_trained_tokens'], 'token')} trained, {row['num_masked_tokens']} masked "
-        f"(max staleness {shown.max_staleness}), mean staleness {staleness}"
+        f"{_count(row['num_trained_tokens'], 'token')} trained, {row['num_masked_tokens']} masked; "
+        f"mean staleness {staleness} of at most {shown.max_staleness}"
     )
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from areal_flow.config import load_recipe
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
 from areal_flow.generation.vllm_support import BUILDS, installed_vllm
@@ -54,8 +53,7 @@ def add(
     from areal_flow.cluster.control import add_workers
     from pipelines.workers import scheduler_of
 
-    layout, scheduler = scheduler_of(folders.runs, run)
-    network = load_recipe(layout.config).cluster.network
+    _, scheduler, network = scheduler_of(folders.runs, run)
     names = asyncio.run(add_workers(scheduler, role, count, network))
     print(f"{', '.join(names)} joined {run}")
 
@@ -66,8 +64,8 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     from areal_flow.cluster.control import remove_worker
     from pipelines.workers import scheduler_of
 
-    layout, scheduler = scheduler_of(folders.runs, run)
-    asyncio.run(remove_worker(scheduler, worker, load_recipe(layout.config).cluster.network))
+    _, scheduler, network = scheduler_of(folders.runs, run)
+    asyncio.run(remove_worker(scheduler, worker, network))
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 

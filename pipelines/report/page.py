@@ -1,4 +1,4 @@
-"""One HTML page about a run: what it did, how fast, what the policy wrote, what went wrong.
+"""One HTML page about a run: whether it is healthy, what the policy wrote, how it went.
 
 The page is made from the run's directory, also while the run goes on, and loads nothing from
 anywhere: charts are SVG within it. Completions are escaped, since a policy may write anything.
@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from areal_flow.config import load_recipe
@@ -21,11 +22,13 @@ from areal_flow.errors import RunError
 from areal_flow.layout import RunLayout
 from areal_flow.pass_rates import tabulate
 from areal_flow.recovery.run_directory import observed_state
+from areal_flow.rewards.protocol import part_names
 from areal_flow.store.queries import Run
 from areal_flow.store.samples import compared_answers
 from pipelines.cli.tables import with_interval
-from pipelines.report.charts import HeldOut, make_charts
+from pipelines.report.charts import Evaluation, make_charts
 from pipelines.report.events import find_events
+from pipelines.report.verdicts import judge_run
 from pipelines.summary import summarise
 
 _TRAINED_SAMPLES = """
@@ -64,19 +67,28 @@ def report_page(run: Run) -> str:
     recipe = load_recipe(layout.config)
     table = run.steps("arrow").drop_columns(["trajectory_ids", "discarded"]).sort_by("step")
     steps = [row for row in table.to_pylist() if row["step"] > 0]
-    evaluations = _evaluations(run)
+    answers = run.evaluations("arrow") if layout.evaluations.is_dir() else None
+    evaluations = _evaluations(answers, run) if answers else []
+    totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
+    passed = [found.overall.passed for _, found in evaluations]
+    first_charts, other_charts = make_charts(recipe, steps, evaluations) if steps else ([], [])
     with closing(run.database()) as database:
         return render(
             run=layout.name,
             state=observed_state(layout),
-            model=recipe.model,
-            verifiers=[reward.verifier for reward in recipe.rewards],
-            recipe=layout.config.read_text(),
-            figures=_figures(table, evaluations, num_generators=recipe.cluster.num_generators),
-            charts=make_charts(recipe, database, steps, evaluations) if steps else [],
+            recipe=recipe,
+            rewards=part_names(recipe.rewards) or ["the agent's"],
+            recipe_text=layout.config.read_text(),
+            totals=totals,
+            verdicts=judge_run(recipe, steps, totals, passed) if steps else [],
+            samples=compared_answers(answers, pass_threshold=run.pass_threshold) if answers else [],
             evaluations=evaluations,
-            samples=_samples(run),
-            trained_samples=_rows(database, _TRAINED_SAMPLES, newest=len(steps)),
+            scores=_scores(evaluations),
+            first_charts=first_charts,
+            other_charts=other_charts,
+            trained_samples=database.sql(_TRAINED_SAMPLES, params={"newest": len(steps)})
+            .to_arrow_table()
+            .to_pylist(),
             events=find_events(layout, steps, database),
         )
 
@@ -94,55 +106,30 @@ def render(**content: Any) -> str:
     return environment.get_template("page.html").render(made_at=made_at, **content)
 
 
-def _rows(database: Any, query: str, **values: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = database.sql(query, params=values).to_arrow_table().to_pylist()
-    return found
-
-
-def _samples(run: Run) -> list[dict[str, Any]]:
-    """Return held-out answers before and after, if there are both."""
-    if not run.layout.evaluations.is_dir():
-        return []
-    return compared_answers(run.evaluations("arrow"), pass_threshold=run.pass_threshold)
-
-
-def _evaluations(run: Run) -> list[HeldOut]:
+def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
     """Return the held-out evaluations in their order: those of the verifier that scored last."""
-    if not run.layout.evaluations.is_dir():
-        return []
-    rows = sorted(run.evaluations("arrow").to_pylist(), key=itemgetter("evaluated_at"))
+    rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
         if row["verifier"] == rows[-1]["verifier"]:
             made.setdefault((row["evaluation"], row["policy_version"]), []).append(row)
     return [
-        HeldOut(name, version, tabulate(answers, threshold=run.pass_threshold))
-        for (name, version), answers in made.items()
+        (version, tabulate(answers, threshold=run.pass_threshold))
+        for (_, version), answers in made.items()
     ]
 
 
-def _figures(ledger: Any, evaluations: Sequence[HeldOut], *, num_generators: int) -> dict[str, str]:
-    """Return the numbers that stand first, by what they are called."""
-    found = summarise({}, ledger, num_generators=num_generators)
-    held_out = {
-        f"{held_out} {label}, version {each.version}": with_interval(scores, name)
-        for label, name in (("pass rate", "pass_rate"), ("mean reward", "reward_mean"))
-        for each in _ends(evaluations)
-        for held_out, scores in {"Held-out": each.found.overall, **each.found.several_sets}.items()
-    }
-    return {
-        **held_out,
-        "Training steps": "{num_steps:,} in {seconds_training:,.0f} s".format_map(found),
-        "First policy": "{seconds_first_policy:,.0f} s".format_map(found),
-        "Tokens a second": (
-            "{tokens_per_second_generated:,.0f} generated, {tokens_per_second_trained:,.0f} trained"
-        ).format_map(found),
-        "Staleness": "mean {staleness_mean:.2f}, max {staleness_max}".format_map(found),
-        "Masked tokens": "{masked_fraction:.2%}".format_map(found),
-        "Overlap efficiency": "{overlap_efficiency:.2f}".format_map(found),
-    }
-
-
-def _ends(evaluations: Sequence[HeldOut]) -> list[HeldOut]:
-    """Return the first and the last; one that is both, once."""
-    return [*evaluations[:1], *evaluations[1:][-1:]]
+def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Return a row for each evaluation, and one for each held-out set of several."""
+    return [
+        {
+            "version": version,
+            "set": name,
+            "prompts": scores.passed.n,
+            "pass rate": with_interval(scores, "pass_rate"),
+            "mean reward": with_interval(scores, "reward_mean"),
+            "mean tokens": f"{scores.mean_tokens:.1f}",
+        }
+        for version, found in evaluations
+        for name, scores in {"all": found.overall, **found.several_sets}.items()
+    ]

@@ -133,6 +133,17 @@ def test_readers_that_ask_together_come_late_or_want_another_version_are_answere
     assert hash_tensors(reader_of(tmp_path).load(2)) == hash_tensors(weights(2))
 
 
+def test_what_was_answered_does_not_stay_in_the_store(
+    writer: BroadcastWriter, tmp_path: Path
+) -> None:
+    publish(writer, 0)
+    for _ in range(8):
+        reader_of(tmp_path).load(0)
+    assert writer.sender is not None
+    keys = writer.sender.store.list_keys()
+    assert len(keys) <= 1 + 3 * (1 + 1 + 2), "the count, and of three broadcasts: question, place"
+
+
 @pytest.mark.parametrize(
     ("end", "held"),
     [(signal.SIGKILL, True), (None, False)],

@@ -22,11 +22,12 @@ from areal_flow.recovery.bootstrap import take_over
 from areal_flow.recovery.lease import hold_lease
 from areal_flow.store.ledger import create_ledger
 from areal_flow.store.trajectories import create_trajectories
-from areal_flow.weights import media
+from areal_flow.weights import media, shared_memory
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader
 from areal_flow.weights.media import ChosenChannel, check_medium
 from areal_flow.weights.shared_memory import (
     SHARED_MEMORY,
+    create_segments,
     free_segments,
     map_tensors,
     segments_of,
@@ -168,6 +169,31 @@ def test_successor_frees_what_a_killed_run_left_and_nothing_else(tmp_path: Path)
     with hold_lease(moved.writers) as writer:
         take_over(moved, writer)
     assert not segments.exists()
+
+
+def test_weights_do_not_go_where_somebody_else_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their place in shared memory can be foreseen, and everybody may write there."""
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    root, theirs = tmp_path / "weights" / "1", tmp_path / "theirs"
+    theirs.mkdir()
+    channel = ChosenChannel(root, "shared_memory")
+    create_segments(root)
+    segments_of(root).symlink_to(theirs)
+    with pytest.raises(StorageError, match=r"found a link.*weights\.medium to 'directory'"):
+        channel.stage(0, {"a": torch.ones(3)})
+    assert not [*theirs.iterdir()]
+    segments_of(root).unlink()
+    segments_of(root).mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(StorageError, match="expected a directory of user 12345"):
+        channel.stage(0, {"a": torch.ones(3)})
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    segments_of(root).rmdir()
+    channel.stage(0, {"a": torch.ones(3)})
+    assert segments_of(root).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_life_keeps_the_medium_that_its_first_version_went_through(

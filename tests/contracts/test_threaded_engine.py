@@ -50,7 +50,10 @@ async def test_loop_serves_many_callers_and_counts(subject: Subject) -> None:
         assert [len(group) for group in groups] == [4] * 8
         stats = engine.stats()
         assert stats.num_tokens == 8 * 4 * 10
-        assert stats.busy_s > 0
+        assert 0 < stats.busy_s <= stats.elapsed_s
+        await engine.generate(request_of("later", length=10))
+        later = engine.stats()
+        assert 0 < later.busy_s - stats.busy_s <= later.elapsed_s - stats.elapsed_s
     finally:
         engine.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tomllib
@@ -24,6 +25,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.inputs import Verifier, accept
 from areal_flow.recovery.lease import hold_lease
 from areal_flow.store.ledger import STEPS
+from areal_flow.store.queries import Run
 from areal_flow.testing import MemoryTracker
 from areal_flow.tracking import track
 from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
@@ -201,6 +203,37 @@ def test_sink_shows_answers_before_and_after_and_replaces_them(
         first, second = second, first
     assert of_first.items() <= first.items()
     assert (second["passed_before"], second["passed_after"]) == (True, False)
+
+
+def test_evaluations_are_read_and_delivered_once_each(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions: list[int] = []
+    num_texts: list[int] = []
+
+    class Counting(MemoryTracker):
+        def log_step(self, step: int, *metrics: Any, **at: Any) -> None:
+            self.delivered = step
+
+        def log_evaluation(self, policy_version: int, *metrics: Any, **at: Any) -> None:
+            versions.append(policy_version)
+
+    def evaluations(run: Run, *arguments: Any, **options: Any) -> Any:
+        found = read(run, *arguments, **options)
+        num_texts.append(len(found) if "completion" in options["columns"] else 0)
+        return found
+
+    read = Run.evaluations
+    monkeypatch.setattr(Run, "evaluations", evaluations)
+    projection = Projection(layout, Counting())
+    for version in range(5):
+        append_evaluation(layout, version, [1.0, 0.0])
+        projection.deliver()
+    assert versions == [0, 1, 2, 3, 4]
+    assert max(num_texts) == 4, "texts of the first and of the last"
+    append_evaluation(layout, 4, [1.0])  # as a driver that resumes may
+    projection.deliver()
+    assert versions == [0, 1, 2, 3, 4, 4]
 
 
 def test_experiment_opens_in_the_view_of_model_training(layout: RunLayout, tmp_path: Path) -> None:
@@ -421,6 +454,28 @@ def test_run_that_was_never_tracked_makes_no_database(layout: RunLayout, tmp_pat
     away = Recipe(tracking=replace_settings(uri="http://127.0.0.1:9"))
     with pytest.raises(StorageError, match="Nothing was removed"):
         untrack(layout, away)
+
+
+def test_short_timeouts_are_in_the_environment_only_while_mlflow_is_asked(
+    layout: RunLayout, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout, retries = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    monkeypatch.delenv(timeout, raising=False)
+    monkeypatch.setenv(retries, "7")
+    seen: list[tuple[str | None, str | None]] = []
+    from mlflow import MlflowClient
+
+    search = MlflowClient.search_experiments
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append((os.environ.get(timeout), os.environ.get(retries)))
+        return search(*arguments, **options)
+
+    monkeypatch.setattr(MlflowClient, "search_experiments", watched)
+    before = dict(os.environ)
+    assert MlflowTracker(layout, TrackingSettings(), database).is_reachable()
+    assert seen == [("5", "7")], "a value of the user's own is kept"
+    assert dict(os.environ) == before
 
 
 def test_run_of_a_name_that_another_folder_has_gets_another_alias(tmp_path: Path) -> None:

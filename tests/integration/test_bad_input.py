@@ -51,7 +51,8 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
             1,
             "a prompt file at absent.jsonl, found none",
         ),
-        (["--prompts", "absent.jsonl"], 2, "see the gsm8k recipe"),
+        (["--prompts", "absent.jsonl"], 1, "a prompt file at absent.jsonl, found none"),
+        (["--prompts", "mine.jsonl"], 2, "see the gsm8k recipe"),
         (["--controller.max-staleness", "-1"], 2, "--controller.max-staleness = -1"),
         (["--trainer.lr", "1"], 2, "Unknown option: --trainer.lr"),
         (["--name", "../outside"], 1, "run name '../outside'"),
@@ -67,6 +68,7 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     ],
 )
 def test_wrong_argument(tmp_path: Path, arguments: list[str], code: int, expected: str) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
     done = cli("train", *arguments, cwd=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert expected in done.stderr
@@ -101,6 +103,7 @@ def test_busy_port(tmp_path: Path) -> None:
         done = cli("train", *small_arguments(), "--cluster.dashboard-port", str(port), cwd=tmp_path)
     assert done.returncode == 2
     assert f"cluster.dashboard_port = {port}: the port cannot be used" in done.stderr
+    assert not list((tmp_path / "runs").glob("*")), "nothing was started"
 
 
 def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:

@@ -70,6 +70,16 @@ def test_damage_is_found(
     assert not report["clean"]
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_damaged_model_file_is_no_fault_of_the_checkpoints(
+    file: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (layout.model / file).write_text("{")
+    _, report = check(layout, capsys)
+    assert "input-changed" in rules(report, "error")
+    assert not [f for f in report["findings"] if "remove" in f["advice"]], report["findings"]
+
+
 def test_sound_run_is_clean_and_counted(
     trained: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import areal_flow
 from areal_flow.cluster.control import WorkerStatus, list_workers, remove_worker
+from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
 from areal_flow.layout import RunLayout
@@ -46,15 +47,16 @@ class Observed:
         self.layout = layout
 
     @property
-    def scheduler(self) -> str:
-        return scheduler_of(self.layout.root.parent, self.layout.name)[1]
+    def scheduler(self) -> tuple[str, NetworkSettings]:
+        return scheduler_of(self.layout.root.parent, self.layout.name)[1:]
 
     async def worker(self, name: str) -> WorkerStatus | None:
-        found = [status for status in await list_workers(self.scheduler) if status.name == name]
+        found = [status for status in await list_workers(*self.scheduler) if status.name == name]
         return found[0] if found else None
 
     async def remove(self, name: str) -> None:
-        await remove_worker(self.scheduler, name)
+        address, network = self.scheduler
+        await remove_worker(address, name, network)
 
     async def process(self, name: str, *, other_than: int = 0) -> int:
         """Return the worker's process once it is registered and is not that one."""

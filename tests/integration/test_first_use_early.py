@@ -82,7 +82,7 @@ def test_verifier_that_raises_is_refused_before_the_cluster_starts(tmp_path: Pat
 @pytest.mark.parametrize(
     ("verifier", "said"),
     [
-        ("needs_tests", "missing 1 required positional argument: 'tests'. It is given, by name,"),
+        ("needs_tests", "asks for 'tests'; it may ask, by name, for prompt, completion, answer,"),
         ("exits", "exits (status 3) on the first prompt row, instead of returning a reward"),
         ("exits_by_sys", "called sys.exit(3): it must return a reward (at exits_by_sys, own.py"),
         ("hangs", "no verdict on a completion within 0.5 s, it stands in hangs, own.py, line 20"),

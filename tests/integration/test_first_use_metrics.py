@@ -129,5 +129,5 @@ def test_each_reward_is_shown_with_its_trajectory_and_in_the_report(
     shown = cli("trajectories", "two", "--show", "1", cwd=workspace).stdout
     assert "before weights: tests.integration.verifiers:reward_length " in shown
     page = run.layout.report.read_text()
-    for title in ("Rewards before their weights", "Pass rate by difficulty", "Entropy mean"):
+    for title in ("Rewards before their weights", "Pass rate by difficulty", "Entropy"):
         assert f"<h3>{title}" in page

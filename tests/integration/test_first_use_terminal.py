@@ -69,11 +69,11 @@ def test_each_phase_says_how_far_it_is(killed_and_resumed: Path) -> None:
 def test_page_of_a_killed_run_says_crashed_and_the_final_one_finished(
     killed_and_resumed: Path, layout: RunLayout
 ) -> None:
-    assert "<p>crashed" in (killed_and_resumed / "killed.html").read_text()
+    assert ">crashed</span>" in (killed_and_resumed / "killed.html").read_text()
     after = (killed_and_resumed / "after.txt").read_text()
     assert after.splitlines()[-1] == f"The run on one page: {layout.report.resolve()}"
     page = layout.report.read_text()
-    assert "<p>finished" in page
+    assert ">finished</span>" in page
     assert "driver 2 began" in page
     assert all(what in page for _, what in logged_warnings(layout.log)[:3])
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import areal_flow
+from areal_flow.config import load_recipe
 from areal_flow.layout import RunLayout
 from pipelines.cli.main import main
 from tests.cookbook import Question, questions, setup_block
@@ -142,6 +143,10 @@ def test_shown_trajectory_has_everything(ask: Ask, run: areal_flow.Run) -> None:
     assert f"version {trajectory['token_versions'][0]}: " in page
     assert page.count(f"{row['behavior_logprobs'][0]:.3f}") >= 1
     assert "trained +" in page
+    said = " ".join(page.split())
+    limit = load_recipe(run.layout.config).controller.max_staleness
+    assert f"mean staleness {row['staleness']:.2f} of at most {limit}" in said
+    assert "driver 1 of the run" in said
 
 
 def test_shown_trajectory_can_be_a_line_of_the_listing(ask: Ask) -> None:
@@ -267,7 +272,7 @@ def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> 
     assert [check["holds"] for check in found["checks"]] == [True, True]
     second = json.loads(ask("lineage", "models:/areal-flow/2", "--json"))
     assert second["version"] == 2
-    assert "is one step already" in ask("lineage", "models:/areal-flow/2", "--step", "1", code=2)
+    assert "is step 2 already" in ask("lineage", "models:/areal-flow/2", "--step", "1", code=2)
     assert "found 'models:/areal-flow/99'" in ask("lineage", "models:/areal-flow/99", code=1)
 
 

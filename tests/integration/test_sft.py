@@ -17,7 +17,7 @@ from tests.integration.runs import check_accounting, cli, small_arguments, start
 NUM_STEPS = 600
 ROWS = [{"prompt": f"{n} + {n} =", "completion": f" #### {2 * n}"} for n in range(50)]
 ARGUMENTS = [
-    *("--sft.path", "rows.jsonl", "--sft.num-steps", str(NUM_STEPS), "--sft.batch-size", "16"),
+    *("--data", "rows.jsonl", "--sft.num-steps", str(NUM_STEPS), "--sft.batch-size", "16"),
     *("--sft.learning-rate", "1e-3", "--sft.checkpoint-every-steps", "100"),
     *("--tracking.enabled", "false"),
 ]
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = cli("sft", "--name", "straight", *ARGUMENTS, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"supervised fine-tuning {NUM_STEPS}/{NUM_STEPS}" in done.stdout
-    assert "areal-flow train --model" in done.stdout
+    assert "areal-flow train runs/straight/config.toml --model runs/straight/sft" in done.stdout
     return cwd
 
 

@@ -11,6 +11,7 @@ from time import sleep
 import pytest
 
 import areal_flow
+from areal_flow.import_path import code_hash
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.recovery.replay import replay_step
@@ -25,6 +26,7 @@ from tests.integration.runs import (
     step_reached,
     worker_pid,
 )
+from tests.integration.workflows import asks_twice
 from tests.policies import write_model_directory
 
 VERIFIERS = "tests.integration.verifiers"
@@ -142,6 +144,7 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
         generation={"max_new_tokens": 12, "max_model_len": 256, "max_num_seqs": 16},
         trainer={"tokens_per_micro_batch": 1024},
         workflow={"name": "agent", "path": "tests.integration.workflows:asks_twice"},
+        rewards=[],
     )
     layout = RunLayout((tmp_path / "agent").resolve())
 
@@ -153,6 +156,8 @@ def test_agent_of_an_sdk_whose_generator_is_killed_is_trained_audited_and_replay
     check_accounting(layout)
     rows = areal_flow.open_run(layout.root).trajectories("arrow").to_pylist()
     assert {row["branch"] for row in rows} == {0}
+    scored_by = f"agent:tests.integration.workflows:asks_twice@{code_hash(asks_twice)}"
+    assert {row["verifier"] for row in rows} == {scored_by}
     members = {(row["submission_index"], row["member"]) for row in rows}
     assert len(members) == len(rows), "what was rolled out again is stored once"
     assert len(rows) == 4 * len({index for index, _ in members}), "nothing else was lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from areal_flow.rewards.sandbox import run
+from areal_flow.rewards.sandbox.grading import RIGHT, CodeTask, Judgement, grade
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import SandboxError
 from areal_flow.rewards.sandbox.pool import MAX_ATTEMPTS, SandboxPool
@@ -117,3 +119,23 @@ def test_without_a_tier_nothing_runs() -> None:
 def test_corpus_is_large_and_its_names_are_distinct() -> None:
     assert len(CORPUS) - len(HONEST) >= MIN_PROGRAMS
     assert len({case.name for case in CORPUS}) == len(CORPUS)
+
+
+SLOW = """
+import time
+def add(a, b):
+    began = time.process_time()
+    while time.process_time() - began < (60 if a == 7 else 0.15): pass
+    return a + b
+"""
+
+
+def test_each_call_has_the_time_of_a_test_and_no_more(pool: SandboxPool) -> None:
+    def graded(num_tests: int) -> Judgement:
+        tests = [([number, 1], number + 1) for number in range(num_tests)]
+        return grade(pool, CodeTask(SLOW, "call", tests, entry_point="add"))
+
+    assert graded(6) == RIGHT, "0.9 s of processor time, with a limit of 0.4 s a test"
+    began = time.monotonic()
+    assert graded(40).verdict == "timeout"
+    assert time.monotonic() - began < 10

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dask.utils import key_split
 
+from areal_flow.cluster import adapters, reward_tasks
 from areal_flow.cluster.adapters import (
     ACKNOWLEDGE_TIMEOUT_S,
     LINGER_S,
+    DaskRollouts,
     DaskTrainer,
     DaskWeights,
     ReadyGroups,
     Scoring,
 )
 from areal_flow.cluster.registry import SILENT_S
+from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import (
     InfrastructureError,
@@ -29,7 +34,8 @@ from areal_flow.errors import (
     WeightsError,
 )
 from areal_flow.testing import MemoryWriter
-from areal_flow.types import GroupReceipt, ServedWeights
+from areal_flow.types import GroupReceipt, Score, ServedWeights
+from tests.episodes import episode_of
 from tests.unit.virtual_time import run_in_virtual_time
 
 
@@ -192,6 +198,7 @@ def test_generator_that_speaks_and_does_not_load_is_replaced() -> None:
             "expected weights recorded of version 1, as the ledger has them, found it serving "
             "another",
         ),
+        (ServedWeights(0, "older", 0.2, 0.1), "it serves version 0, expected 1"),
         (WeightsError("no room"), "version 1 was not loaded (no room)"),
         (OSError("its process is gone"), ""),
         (None, ""),
@@ -210,11 +217,28 @@ def test_generator_that_serves_other_weights_than_the_ledger_has_is_replaced(
     assert len(served) == 1 + (isinstance(found, ServedWeights) and not why)
 
 
+def test_weights_are_published_beside_the_event_loop() -> None:
+    threads: list[int] = []
+
+    class SlowWriter(MemoryWriter):
+        def publish(self, version: int) -> None:
+            threads.append(threading.get_ident())
+
+    asyncio.run(DaskWeights(FakeClient(), SlowWriter(), FakeGenerators()).publish(1))
+    (thread,) = threads
+    assert thread != threading.get_ident()
+
+
 class FakeRewardWorkers:
     """A client whose tasks take some seconds, a group and a trip, and refuse broken groups."""
 
     def __init__(
-        self, num_workers: int, *, seconds_a_group: float, seconds_a_trip: float = 0.0
+        self,
+        num_workers: int,
+        *,
+        seconds_a_group: float,
+        seconds_a_trip: float = 0.0,
+        num_at_once: int = 1,
     ) -> None:
         self.sizes: list[int] = []
         self.registry = self
@@ -222,6 +246,7 @@ class FakeRewardWorkers:
         self._num_workers = num_workers
         self._seconds = seconds_a_group
         self._seconds_a_trip = seconds_a_trip
+        self._num_at_once = num_at_once
 
     def present(self, role: str) -> Sequence[str]:
         return [role] * self._num_workers
@@ -230,13 +255,13 @@ class FakeRewardWorkers:
         self.sizes.append(len(tables))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        seconds = self._seconds * len(tables)
+        seconds = self._seconds * -(-len(tables) // self._num_at_once)
         await asyncio.sleep(self._seconds_a_trip + seconds)
         self.num_running -= 1
         if "broken" in tables:
             raise RewardError("a verifier cannot be reached")
         found = [SchemaError(table) if table == "invalid" else f"{table}!" for table in tables]
-        return found, seconds
+        return found, seconds, self._num_at_once
 
 
 def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[Any]:
@@ -288,6 +313,12 @@ def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
     assert workers.sizes == [1] * 5
 
 
+def test_groups_of_a_judge_that_waits_are_scored_as_many_together_as_it_is_asked_at_once() -> None:
+    workers = FakeRewardWorkers(1, seconds_a_group=3.0, num_at_once=4)
+    receipts_of(workers, "abcdefghijklmnop")
+    assert workers.sizes == [1, 4, 4, 4, 3]
+
+
 def test_slow_cluster_makes_no_task_smaller() -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=0.001, seconds_a_trip=1.0)
     receipts_of(workers, "a", "bcdefg")
@@ -324,11 +355,74 @@ def test_task_that_fails_costs_only_the_group_that_makes_it_fail() -> None:
     assert workers.sizes == [1, 3, 1, 1, 1, 1]
 
 
+class Poisoned:
+    """A client whose reward workers die over the rows of these numbers, two of each task."""
+
+    def __init__(self, *rows: int, num_rows: int = 4) -> None:
+        self.registry = self
+        self.num_deaths = 0
+        self._poisoned, self._num_rows = rows, num_rows
+
+    def present(self, role: str) -> Sequence[str]:
+        return [role]
+
+    async def submit(self, function: Any, table: Any, *arguments: Any, **options: Any) -> Any:
+        if function is len:
+            return self._num_rows
+        if function is reward_tasks.score_row:
+            self._die_over(arguments[0])
+            return Score(float(arguments[0]))
+        known = getattr(function, "keywords", {}).get("known")
+        if known is None and "poisoned" in table:
+            self._die_over(*range(self._num_rows))
+        return [known[0] if known else f"{name}!" for name in table], 0.001, 1
+
+    def _die_over(self, *rows: int) -> None:
+        if set(rows) & set(self._poisoned):
+            self.num_deaths += 2
+            raise KillsWorkers("each worker died")
+
+
+def scores_of(cluster: Poisoned) -> list[float | None]:
+    """Return the rewards of a group over rows of which workers die, between two others."""
+
+    async def heard() -> list[Any]:
+        ready = ReadyGroups(cluster, cluster)  # type: ignore[arg-type]
+        episode: Any = SimpleNamespace(group_id="g")
+        groups = [ready.receipt(name, episode) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
+        return await asyncio.gather(*groups)
+
+    before, poisoned, after = run_in_virtual_time(heard())
+    assert (before, after) == ("a!", "b!")
+    assert {score.error for score in poisoned} <= {"", reward_tasks.SCORING_KILLS.error}
+    return [score.reward for score in poisoned]
+
+
+def test_completion_over_which_workers_die_has_no_reward_and_all_others_have_theirs() -> None:
+    assert scores_of(Poisoned(2)) == [0.0, 1.0, None, 3.0]
+    assert scores_of(Poisoned(0, 1, 3)) == [None, None, 2.0, None]
+
+
+def test_group_whose_first_completions_all_kill_workers_costs_a_bounded_number_of_them() -> None:
+    cluster = Poisoned(*range(16), num_rows=16)
+    assert scores_of(cluster) == [None] * 16
+    assert cluster.num_deaths == 2 * (2 + 3), "with the others, alone, and three rows"
+
+
+def test_error_that_nobody_expected_reaches_every_group_that_waits_for_it() -> None:
+    class Closed(FakeRewardWorkers):
+        def submit(self, *arguments: Any, **options: Any) -> Any:
+            raise AttributeError("the client is closed")
+
+    heard = receipts_of(Closed(1, seconds_a_group=0.001), "ab", "c")
+    assert heard == ["the client is closed"] * 3
+
+
 def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
     class Workers(FakeRewardWorkers):
         async def submit(self, *arguments: Any, **options: Any) -> Any:
-            tables, seconds = await super().submit(*arguments, **options)
-            return [GroupReceipt(0, (), ()) for _ in tables], seconds
+            tables, *others = await super().submit(*arguments, **options)
+            return [GroupReceipt(0, (), ()) for _ in tables], *others
 
     async def waits() -> list[float]:
         workers = Workers(1, seconds_a_group=0.5, seconds_a_trip=0.25)
@@ -337,6 +431,51 @@ def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
         return [receipt.reward_queue_s for receipt in await asyncio.gather(*groups)]
 
     assert run_in_virtual_time(waits()) == pytest.approx([0.25, 1.0])
+
+
+def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys: list[str] = []
+
+    async def wait(future: Any) -> None: ...
+
+    monkeypatch.setattr(adapters, "wait", wait)
+
+    class Rollout:
+        """A rollout that is finished."""
+
+        def __init__(self, key: str) -> None:
+            keys.append(key)
+            self.status = "finished"
+
+    class Naming(FakeRewardWorkers):
+        def submit(self, *arguments: Any, key: str, **options: Any) -> Any:
+            keys.append(key)
+            return asyncio.sleep(0, (["receipt"], 0.1, 1))
+
+        def map(self, *arguments: Any, key: list[str], **options: Any) -> list[Rollout]:
+            return [*map(Rollout, key)]
+
+    async def ask_for_everything() -> None:
+        client: Any = Naming(1, seconds_a_group=0.0)
+        rollouts = DaskRollouts(client, SimpleNamespace(newest=lambda: 0), client)  # type: ignore[arg-type]
+        await rollouts.write(await rollouts.roll_out(episode_of()))
+        await rollouts.answer([episode_of()], name="before")
+        replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
+        await replicas.require_policy()
+        await replicas.require_policy()
+
+    run_in_virtual_time(ask_for_everything())
+    assert [key_split(key) for key in keys] == [
+        "generator/rollout",
+        "reward/score_and_write",
+        "generator/held_out-before",
+        "reward/held_out",
+        "trainer/require_policy",
+        "trainer/require_policy",
+    ]
+    assert len(set(keys)) == len(keys)
 
 
 class BrokenSandboxes:

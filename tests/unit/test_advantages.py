@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,7 @@ from areal_flow.algorithms.advantages import (
     reinforce_baseline_advantages,
     rloo_advantages,
 )
-from areal_flow.algorithms.clipped import PPO
+from areal_flow.algorithms.clipped import PPO, ReinforcePlusPlus
 from areal_flow.algorithms.protocol import AdvantageInputs
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=24)
@@ -29,7 +32,8 @@ def tensor(values: list[float]) -> torch.Tensor:
 
 
 def test_paper_golden() -> None:
-    found = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]), bias=-0.5, scale=10)
+    """Of rewards 10 (r - 0.5) with an epsilon of 1e-5: bias and scale change nothing else."""
+    found = batch_norm_advantages(tensor([1, 0]), tensor([4, 4]))
     assert found.tolist() == pytest.approx([0.9354126, -0.9354126], abs=1e-7)
 
 
@@ -90,6 +94,54 @@ def test_overlong_completions_lose_reward_by_a_line() -> None:
     )
     assert PPO(overlong_tokens=(80, 100)).advantages(rows) == [-0.25, 0.25]
     assert PPO().advantages(rows) == [0.0, 0.0]
+
+
+def with_divergence() -> AdvantageInputs:
+    """Completions of 3, 2 and 1 tokens, of which the first and the last of the first is context."""
+    trained = [np.array([False, True, False]), np.array([True, True]), np.array([True])]
+    return AdvantageInputs(
+        rewards_B=tensor([1, 0, 2]),
+        num_trained_B=tensor([1, 2, 1]),
+        groups_B=torch.tensor([0, 0, 1]),
+        num_tokens_B=tensor([3, 2, 1]),
+        trained=trained,
+        kl_N=tensor([0.3, -0.2, 0.6, 0.1]),
+    )
+
+
+IN_REWARD: dict[str, Any] = {"kl_coefficient": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
+
+
+def test_divergence_is_in_the_returns_that_the_batch_normalises() -> None:
+    """REINFORCE++, eqs. 8 to 10: token t has r - beta sum_{s >= t} K_s; context has none."""
+    returns = np.array([1 - 0.15, 0 - 0.5 * (-0.2 + 0.6), 0 - 0.3, 2 - 0.05])
+    expected = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+    found = ReinforcePlusPlus(advantage="batch_norm", **IN_REWARD).advantages(with_divergence())
+    assert [np.shape(each) for each in found] == [(3,), (2,), (1,)]
+    np.testing.assert_allclose(found[0], [0.0, expected[0], 0.0])
+    np.testing.assert_allclose(np.concatenate(found[1:]), expected[1:])
+
+
+def test_divergence_is_in_the_return_of_a_completion_that_its_group_compares() -> None:
+    returns = [1 - 0.15, 0 - 0.5 * 0.4, 2 - 0.05]
+    centre = (returns[0] + returns[1]) / 2
+    for name, scale in (("dr_grpo", 1.0), ("rloo", 2.0)):
+        found = PPO(advantage=name, **IN_REWARD).advantages(with_divergence())
+        expected = [scale * (returns[0] - centre), scale * (returns[1] - centre), 0.0]
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rule", ["batch_norm", "grpo"])
+def test_advantages_are_not_computed_without_the_divergence_in_their_rewards(rule: Any) -> None:
+    """As a page of a trajectory might, which has the batch and no policy."""
+    with pytest.raises(AssertionError, match="a training step computes it"):
+        PPO(advantage=rule, **IN_REWARD).advantages(replace(with_divergence(), kl_N=None))
+
+
+def test_divergence_alone_is_the_advantage_where_rewards_train_nothing() -> None:
+    algorithm = PPO(advantage="none", reference="teacher", **IN_REWARD)
+    found = np.concatenate(algorithm.advantages(with_divergence()))
+    np.testing.assert_allclose(found, [0.0, -0.15, 0.0, -0.2, -0.3, -0.05])
 
 
 def slow_gae(

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +24,7 @@ from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.agent_session import answer_message
 from areal_flow.workflows.agent_stream import ContentStream
 from areal_flow.workflows.context import EpisodeContext, contexts_of
+from areal_flow.workflows.group import FAILURES, run_group
 from areal_flow.workflows.protocol import TrajectoryDraft
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
 from tests.plain import plain
@@ -92,7 +99,7 @@ def test_calls_that_go_on_are_one_trajectory_of_what_was_sampled() -> None:
     assert draft.loss_mask.sum() == len(draft.loss_mask) - 3
     assert sum(span.length for span in draft.version_spans) == len(draft.output_tokens)
     assert draft.score is not None
-    assert (draft.score.reward, draft.score.verdict) == (0.75, "right")
+    assert (draft.score.reward, draft.score.verdict) == (0.75, None)
 
 
 def test_rewritten_history_begins_another_trajectory() -> None:
@@ -143,11 +150,87 @@ def test_calls_from_one_answer_at_a_time_do_not_share_it() -> None:
             await asyncio.gather(*together)
         return 0.0
 
-    services = FakeServices()
+    class Slow(FakeServices):
+        async def generate(self, request: GroupRequest) -> Any:
+            await asyncio.sleep(0.2)  # both calls come while neither is answered
+            return await super().generate(request)
+
+    services = Slow()
     drafts = run(agent, services)
     assert sorted(draft.branch for draft in drafts) == [0, 1]
     seeds = [seed for request in services.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 3
+
+
+def test_call_goes_on_only_with_the_same_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    async def agent(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            ask = client.chat.completions.create
+            found = await ask(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump(), *asked("more")]
+            await ask(model="m", messages=history, tools=tools)
+        return 0.0
+
+    drafts = run(agent)
+    assert [draft.branch for draft in drafts] == [0, 1]
+    assert all(draft.loss_mask.all() for draft in drafts), "each is a conversation of its own"
+
+
+def test_agents_without_async_wait_for_no_thread_and_keep_weights_waiting_for_none() -> None:
+    """As many as there are, more than the event loop has threads, wait for each other here."""
+    num_agents = 24
+    together = threading.Barrier(num_agents, timeout=20)
+
+    def agent(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            client.chat.completions.create(model="m", messages=asked("hi"))
+        together.wait()
+        return 1.0
+
+    async def go() -> list[Any]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        contexts = contexts_of(episode_of(num_agents), FakeServices())
+        busy = [asyncio.ensure_future(running(agent, c, max_seconds=20)) for c in contexts[1:]]
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(asyncio.to_thread(list), 5)  # as an engine loads weights
+        return await asyncio.gather(*busy, running(agent, contexts[0], max_seconds=20))
+
+    drafts = [draft for drafts in asyncio.run(go()) for draft in drafts]
+    assert len(drafts) == num_agents
+    assert {draft.score and draft.score.reward for draft in drafts} == {1.0}
+
+
+def test_agent_that_hangs_or_exits_ends_no_other() -> None:
+    def hangs(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            client.chat.completions.create(model="m", messages=asked("hi"))
+        threading.Event().wait(30)
+        return 1.0
+
+    def exits() -> float:
+        sys.exit("enough")
+
+    async def exits_too() -> float:
+        sys.exit(3)
+
+    (late,) = run(hangs, max_seconds=0.5)
+    assert late.finish_reason == "length"
+    for agent in (exits, exits_too):
+        with pytest.raises(agent_module.ArealFlowError, match=r"the agent called sys\.exit"):
+            run(agent)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", [1.0]])
+def test_reward_that_is_no_finite_number_is_refused_where_it_is_returned(reward: Any) -> None:
+    async def agent(base_url: str, api_key: str) -> Any:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=asked("hi"))
+        return reward
+
+    with pytest.raises(agent_module.ArealFlowError, match="expected a finite number as the reward"):
+        run(agent)
 
 
 def test_agent_without_async_streams_in_a_thread() -> None:
@@ -378,16 +461,38 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
     assert late.score.reward is None
 
 
+@pytest.mark.parametrize("handles_it", [True, False])
+def test_agent_whose_context_is_full_is_cut_with_the_reason(handles_it: bool) -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        history = asked("hi")
+        async with client_of(base_url, api_key) as client:
+            for _ in range(20):
+                try:
+                    found = await client.chat.completions.create(model="m", messages=history)
+                except openai.BadRequestError as error:
+                    if handles_it and error.code == "context_length_exceeded":
+                        return 0.25
+                    raise
+                history += [found.choices[0].message.model_dump(), *asked("more")]
+        raise AssertionError("the context was never full")
+
+    (draft,) = run(agent, missing_reward=0.0)
+    assert draft.finish_reason == "length"
+    assert draft.score is not None
+    assert draft.score.reward == (0.25 if handles_it else 0.0)
+    assert "generation.max_model_len (64)" in draft.score.message
+
+
 @pytest.mark.parametrize(
     ("settings", "reward", "verdict"),
     [
         ({}, None, "no_reward"),
-        ({"missing_reward": 0.0}, 0.0, "wrong"),
-        ({"missing_reward": 1}, 1.0, "right"),
+        ({"missing_reward": 0.0}, 0.0, None),
+        ({"missing_reward": 1}, 1.0, None),
     ],
 )
 def test_agent_that_gives_no_reward_has_what_the_recipe_says(
-    settings: dict[str, Any], reward: float | None, verdict: str
+    settings: dict[str, Any], reward: float | None, verdict: str | None
 ) -> None:
     async def forgets(base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
@@ -438,3 +543,53 @@ def test_calls_of_tools_are_read_from_the_answer() -> None:
     assert answer_message(text, [], call_number=3)["content"] == text
     broken = "<tool_call>{not json}</tool_call>"
     assert answer_message(broken, tools, call_number=3)["content"] == broken
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_failure_of_an_agent_is_logged_once_with_its_own_frames_and_then_counted(
+    is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def inner(base_url: str) -> float:
+        return float(base_url)
+
+    def outer(base_url: str) -> float:
+        return inner(base_url)
+
+    async def outer_async(base_url: str) -> float:
+        return inner(base_url)
+
+    globals()["the_agent"] = outer_async if is_async else outer
+    agent = Agent(path=f"{__name__}:the_agent")
+    FAILURES.sum_up()
+    caplog.clear()
+    group = asyncio.run(run_group(agent, episode_of(12), FakeServices()))
+    once, tenth = (record.getMessage() for record in caplog.records)
+    frames = [line.rpartition(" in ")[2] for line in once.splitlines() if 'File "' in line]
+    assert frames == ["outer_async" if is_async else "outer", "inner"]
+    assert tenth.startswith("an episode failed 10 times so far: ValueError in inner, test_agent.py")
+    assert len(group.errors) == 12
+    assert "(at inner, test_agent.py, line" in group.errors[0]
+
+
+def test_agent_of_the_page_is_trained_by_its_two_calls() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (code,) = re.findall(r"^```python\n# my_agents.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    example: dict[str, Any] = {}
+    exec(compile(code, "my_agents.py", "exec"), example)
+    question = replace(PROMPT, metadata={"question": "How much?"})
+    services = FakeServices()
+    globals()["the_agent"] = example["solve"]
+    agent = Agent(path=f"{__name__}:the_agent", max_calls=2)
+
+    async def go() -> list[TrajectoryDraft]:
+        (context,) = contexts_of(episode_of(1), services)
+        return list(await agent.run(question, context))
+
+    (draft,) = asyncio.run(go())
+    first, second = services.requests
+    assert plain(first.prompt_tokens) == plain(services.encode("uHo"))
+    assert plain(second.prompt_tokens[-3:]) == plain(services.encode("uAr"))
+    assert plain(draft.tokens[: len(second.prompt_tokens)]) == plain(second.prompt_tokens)
+    last = draft.output_tokens[len(second.prompt_tokens) - len(draft.prompt_tokens) :]
+    assert draft.score is not None
+    assert draft.score.reward == float(PROMPT.answer in services.decode(last))

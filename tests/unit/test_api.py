@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 import areal_flow
 import pipelines.api
 from areal_flow.config import Recipe
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import write_identity
 from pipelines.api import rows_of
@@ -138,6 +141,79 @@ def test_wrong_setting_is_named(started: list[Any]) -> None:
     assert not started
 
 
+def test_setting_that_one_section_has_needs_no_section(started: list[Any]) -> None:
+    areal_flow.train(prompts=ROWS, chat_template=True, max_new_tokens=20, max_staleness=1)
+    ((_, _, recipe),) = started
+    assert (recipe.prompts.chat_template, recipe.generation.max_new_tokens) == (True, 20)
+    assert recipe.controller.max_staleness == 1
+
+
+def test_settings_of_training_are_meant_and_not_those_of_fine_tuning(started: list[Any]) -> None:
+    areal_flow.train(prompts=ROWS, batch_size=64, learning_rate=1e-5, num_held_out=3)
+    with suppress(ArealFlowError):  # it made no checkpoint
+        areal_flow.sft(rows=ROWS, batch_size=4, name="taught")
+    (_, _, trained), (_, _, taught) = started
+    assert (trained.controller.batch_size, trained.trainer.learning_rate) == (64, 1e-5)
+    assert trained.prompts.num_held_out == 3
+    assert taught.sft.batch_size == 4
+
+
+def test_setting_that_several_sections_have_is_refused_with_all_of_them(
+    started: list[Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"expected one of generation\.temperature, eval"):
+        areal_flow.train(prompts=ROWS, temperature=0.9)
+    assert not started
+
+
+@pytest.fixture
+def resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[tuple[RunLayout, Recipe, dict[str, Any]]]:
+    """Collects what would have been resumed; the run `r` in `runs` was made for it."""
+    found: list[tuple[RunLayout, Recipe, dict[str, Any]]] = []
+
+    def resume(job: Job, layout: RunLayout, recipe: Recipe, **given: Any) -> Outcome:
+        del given["began"]
+        found.append((layout, recipe, given))
+        return Outcome(True)
+
+    monkeypatch.setattr(pipelines.api, "resume_run", resume)
+    monkeypatch.chdir(tmp_path)
+    layout = RunLayout((tmp_path / "runs" / "r").resolve())
+    layout.root.mkdir(parents=True)
+    write_identity(layout)
+    layout.config.write_text("num_steps = 3\nseed = 4\n")
+    return found
+
+
+def test_run_is_resumed_by_name_or_as_it_is_with_more_steps(resumed: list[Any]) -> None:
+    run = areal_flow.train(resume="r", num_steps=9)
+    again = areal_flow.train(resume=run, accept_verifier=True)
+    (layout, recipe, given), (_, unchanged, accepted) = resumed
+    assert layout == run.layout == again.layout
+    assert (recipe.num_steps, recipe.seed) == (9, 4)
+    assert unchanged.num_steps == 3
+    assert (given, accepted) == ({"accept_verifier": False}, {"accept_verifier": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 1}, "only num_steps and max_minutes may change"),
+        ({"prompts": ROWS, "name": "n"}, "resume without prompts, name"),
+        ({"rewards": [len]}, "resume without rewards"),
+        ({"resume": "gone"}, "gone"),
+    ],
+)
+def test_resumed_run_keeps_its_recipe(
+    resumed: list[Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArealFlowError, match=message):
+        areal_flow.train(**{"resume": "r", **given})
+    assert not resumed
+
+
 async def test_work_is_waited_for_on_a_running_event_loop() -> None:
     async def work() -> tuple[bool, int]:
         with StopSignals():  # Python would refuse to handle signals in this thread
@@ -145,3 +221,38 @@ async def test_work_is_waited_for_on_a_running_event_loop() -> None:
         return threading.current_thread() is threading.main_thread(), 7
 
     assert wait_for(work) == (False, 7)
+
+
+async def test_interrupts_beside_a_running_loop_ask_for_a_stop_and_then_end_the_work() -> None:
+    """`import polars` sets a handler that restarts waits which a signal would end."""
+    before = signal.getsignal(signal.SIGINT)
+
+    async def work() -> None:
+        asked = asyncio.Event()
+        with StopSignals() as signals, signals.finishing_steps(asked.set):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(asked.wait(), timeout=5)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT") as caught:
+        wait_for(work)
+    assert caught.value.__context__ is None, "a notebook would print it"
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+async def test_interrupt_of_work_that_handles_none_ends_it() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        wait_for(work)
+
+
+async def test_interrupt_that_comes_after_the_work_is_ignored() -> None:
+    async def work() -> int:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        return 7
+
+    assert wait_for(work) == 7

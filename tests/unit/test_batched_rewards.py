@@ -1,21 +1,34 @@
-"""Functions with TRL's signature, as they are."""
+"""Functions with TRL's signature, as they are: what TRL 1.16 gives them, they are given."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from areal_flow.rewards.batched import BatchedFunctionReward, is_batched
-from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
+from areal_flow.rewards.protocol import (
+    OF_COMPLETIONS,
+    FunctionReward,
+    RewardInput,
+    RewardSettings,
+    TrainerState,
+)
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shipping import ship_function
+from areal_flow.store.codec import scored_table
 from areal_flow.types import Score
+from tests.rows import group_table
+
+SCORED = [*("reward", "reward_detail", "reward_parts"), *("verifier", "scored_at", "content_hash")]
 
 INPUTS = [
     RewardInput("1 + 1 =", "2", "2", {"tag": "a", "level": 1}, (7, 8)),
@@ -35,6 +48,8 @@ def test_function_is_given_prompts_completions_and_columns_as_lists() -> None:
         return [1, 0.5]
 
     assert [score.reward for score in scored(reward)] == [1.0, 0.5]
+    state, log_extra, log_metric = (given.pop(name) for name in OF_BATCHES[-3:])
+    assert (state, callable(log_extra), callable(log_metric)) == (TrainerState(), True, True)
     assert given == {
         "prompts": ["1 + 1 =", "1 + 2 ="],
         "completions": ["2", "44"],
@@ -43,6 +58,108 @@ def test_function_is_given_prompts_completions_and_columns_as_lists() -> None:
         "tag": ["a", "b"],
         "level": [1, None],
     }
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
+
+
+def first_character(prompts: Any, completions: Any, ground_truth: Any, **kwargs: Any) -> Any:
+    contents = [completion[0]["content"] for completion in completions]
+    assert [prompt[-1]["content"] for prompt in prompts] == ["1 + 1 ="] * len(prompts)
+    assert [completion[0]["role"] for completion in completions] == ["assistant"] * len(prompts)
+    return [float(content[0] == t) for content, t in zip(contents, ground_truth, strict=True)]
+
+
+def test_prompts_of_messages_come_as_messages_and_so_do_completions() -> None:
+    row = {"prompt": ASKED, "ground_truth": "2"}
+    inputs = [
+        RewardInput("<chat>", text, "2", row, (1,), messages=ASKED) for text in ("2", "so 2", "")
+    ]
+    scores = asyncio.run(BatchedFunctionReward(first_character).score(inputs[:2]))
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    single = FunctionReward(lambda *, prompt, completion, **columns: float(prompt == "<chat>"))
+    (score,) = asyncio.run(single.score(inputs[:1]))
+    assert score.reward == 1.0, "a function of one completion is given texts"
+
+
+def ramped(completions: list[str], trainer_state: TrainerState, **kwargs: Any) -> list[float]:
+    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
+
+
+def test_trainer_state_says_how_far_training_is() -> None:
+    inputs = [replace(given, trainer_state=TrainerState(n, 20)) for n, given in enumerate(INPUTS)]
+    scores = asyncio.run(BatchedFunctionReward(ramped).score(inputs))
+    assert [score.reward for score in scores] == [0.05, 0.05], "the newest version of the call"
+
+
+def logs(completions: list[str], log_extra: Any = None, log_metric: Any = None) -> list[float]:
+    log_extra("parsed", [text[:1] for text in completions])
+    log_metric("format share", 0.25)
+    log_metric("format share", 0.75)
+    log_metric("undefined", float("nan"))
+    return [0.0, 1.0]
+
+
+def test_what_a_function_logs_is_kept_with_each_completion(tmp_path: Path) -> None:
+    two = [RewardSettings(verifier=ship_function(logs, tmp_path)), RewardSettings(weight=0.5)]
+    scores = asyncio.run(WeightedRewards(two, tmp_path).score(INPUTS))
+    assert [score.reward for score in scores] == [0.5, 1.0], "what is logged is no reward"
+    assert [score.extra for score in scores] == [{"parsed": "2"}, {"parsed": "4"}]
+    for score, numeric in zip(scores, (1.0, 0.0), strict=True):
+        _, share, undefined, last = score.parts
+        assert (share, undefined) == (("format-share", 0.5), ("undefined", None))
+        assert last == ("numeric", numeric)
+    table = scored_table(group_table(0, rewards=(0, 0)).drop_columns(SCORED), scores, verifier="v")
+    details = [json.loads(text) for text in table["reward_detail"].to_pylist()]
+    assert [detail["extra"] for detail in details] == [{"parsed": "2"}, {"parsed": "4"}]
+
+
+def test_extra_values_are_one_a_completion() -> None:
+    def reward(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("parsed", ["only one"])
+        return [1.0, 1.0]
+
+    for score in scored(reward):
+        assert "log_extra('parsed'): expected 2 values, one a completion, found 1" in score.error
+
+
+class CallableReward:
+    """TRL takes objects that are called, too, and awaits those that are `async`."""
+
+    async def __call__(self, completions: list[str], scale: float = 1.0, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return [scale * len(text) for text in completions]
+
+
+def test_objects_and_partial_functions_are_called_and_awaited(tmp_path: Path) -> None:
+    for function, rewards in (
+        (CallableReward(), [1, 2]),
+        (partial(CallableReward(), scale=2), [2, 4]),
+    ):
+        name = ship_function(function, tmp_path)
+        assert name.startswith("shipped:CallableReward@")
+        found = asyncio.run(load_reward(name, tmp_path).reward.score(INPUTS))
+        assert [score.reward for score in found] == rewards, [score.error for score in found]
+
+
+def test_a_refusal_names_what_can_be_asked_for_each_once() -> None:
+    def batched(completions: list[str], tests: list[str]) -> list[float]:
+        return []
+
+    def single(completion: str, tests: list[str], prompt: str = "", level: int = 0) -> float:
+        return 0.0
+
+    row = {"answer": "2", "level": 1, "prompt": "1 + 1 ="}
+    given = [RewardInput("1 + 1 =", "2", "2", row)]
+    for reward, own in (
+        (BatchedFunctionReward(batched), OF_BATCHES),
+        (FunctionReward(single), OF_COMPLETIONS),
+    ):
+        (score,) = asyncio.run(reward.score(given))
+        said, _, listed = score.error.partition("; it may ask, by name, for ")
+        listed, _, _ = listed.partition(" (at ")
+        assert said == "TypeError: the verifier asks for 'tests'"
+        assert sorted(listed.split(", ")) == sorted({*own, *row})
 
 
 def lengths(completions: list[str], completion_ids: list[list[int]], tag: list[str]) -> Any:
@@ -96,7 +213,7 @@ async def waits(completions: list[str]) -> list[float]:
         (raises, "ValueError: no such thing (at raises, "),
         (lambda completions: [1.0], "must return a list of 2 rewards, found 1 of them"),
         (lambda completions: None, "must return a list of 2 rewards, found None"),
-        (lambda completions, level, missing: [1.0, 1.0], "missing"),
+        (lambda completions, level, missing: [1.0, 1.0], "asks for 'missing'; it may ask"),
         (lambda completions: time.sleep(60), "within 0.02 s"),
         (waits, "within 0.02 s"),
     ],

@@ -13,16 +13,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_flow.audit.files import changed_chat_template
-from areal_flow.config import Recipe, build_recipe
+from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
+from areal_flow.prompts.rendering import leaves_messages_open
 from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.run_directory import create_run
 from areal_flow.store.lineage import Lineage
 from areal_flow.types import Prompt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.built_in import MODELS
 from pipelines.cli.prompt_report import describe_prompts
+from pipelines.train import prepare_run
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,
@@ -111,6 +115,65 @@ def test_template_in_use_is_stored_shown_and_audited(layout: RunLayout) -> None:
     assert finding.expected == digest
     layout.chat_template.write_text("{")
     assert [finding.rule for finding in changed_chat_template(layout)] == ["unreadable"]
+
+
+TEXT = {"question": "1 + 1 =", "answer": 2}
+MESSAGES = {"question": CHAT, "answer": 2}
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "chat_template", "recognised"),
+    [
+        ([MESSAGES, TEXT], [], None, True),
+        ([TEXT, MESSAGES], [], None, False),
+        (["no row", MESSAGES], [], None, True),
+        ([TEXT], [MESSAGES], None, True),
+        ([MESSAGES], [], False, False),
+        ([MESSAGES], [], True, False),
+        ([{"question": [1, 2], "answer": 2}], [], None, False),
+        ([{"question": [], "answer": 2}], [], None, False),
+    ],
+)
+def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
+    tmp_path: Path, rows: Any, held_out: Any, chat_template: bool | None, recognised: bool
+) -> None:
+    table: dict[str, Any] = {"prompts": {"source": "file", "path": str(tmp_path / "rows.jsonl")}}
+    if held_out:
+        path = str(tmp_path / "set.jsonl")
+        table["evaluation"] = {"held_out": [{"name": "set", "path": path}]}
+    if chat_template is not None:
+        table["prompts"]["chat_template"] = chat_template
+    for name, found in (("rows", rows), ("set", held_out)):
+        lines = (json.dumps(row) if isinstance(row, dict) else row for row in found)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert leaves_messages_open(build_recipe(table, source="test")) == recognised
+
+
+def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chatty(directory: Path, *, max_model_len: int) -> None:
+        write_tiny_model(directory, max_model_len=max_model_len)
+        give_chat_template(directory, CHATML)
+
+    monkeypatch.setitem(MODELS, "chatty", chatty)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(MESSAGES) + "\n")
+    table = {
+        "model": "chatty",
+        "prompts": {"source": "file", "path": str(path), "num_held_out": 0},
+        "generation": {"max_model_len": 256, "max_new_tokens": 32},
+    }
+    found = build_recipe(table, source="test")
+    layout = RunLayout(tmp_path / "run")
+    create_run(layout, found)
+    said = prepare_run(layout, found).splitlines()
+    assert said[:2] == [
+        "1 prompts to train on, 0 held out",
+        "  Their rows have messages: prompts.chat_template = true",
+    ]
+    assert load_recipe(layout.config).prompts.chat_template is True
+    assert "<|im_start|>" in PromptTable(layout.train_prompts, seed=0).row(0).text
 
 
 def test_first_prompt_is_shown_without_its_middle_and_cannot_move_the_cursor(

@@ -111,17 +111,28 @@ def test_default_recipe_and_name(started: list[tuple[str, RunLayout, Recipe]]) -
 
 
 @pytest.mark.parametrize(
+    ("command", "section"),
+    [("train", "prompts"), ("sft", "sft"), ("dpo", "sft"), ("reward-model", "sft")],
+)
+def test_data_names_the_input_of_every_command_that_trains(
+    started: list[tuple[str, RunLayout, Recipe]], command: str, section: str
+) -> None:
+    assert main([command, "--data", "mine.jsonl"]) == 143
+    ((_, _, recipe),) = started
+    assert getattr(recipe, section).path == Path("mine.jsonl")
+
+
+@pytest.mark.parametrize(
     ("command", "objective"), [("dpo", "dpo"), ("reward-model", "reward_model")]
 )
 def test_commands_of_pairs_are_fine_tuning_with_their_objective(
     started: list[tuple[str, RunLayout, Recipe]], command: str, objective: str
 ) -> None:
-    assert main([command, "--data", "mine.jsonl", "--sft.num-steps", "3"]) == 143
+    assert main([command, "--sft.num-steps", "3"]) == 143
     ((name, layout, recipe),) = started
     assert name == command
     assert layout.name.startswith(f"{objective}-")
-    assert (recipe.sft.objective, recipe.sft.path) == (objective, Path("mine.jsonl"))
-    assert recipe.sft.num_steps == 3
+    assert (recipe.sft.objective, recipe.sft.num_steps) == (objective, 3)
 
 
 @pytest.mark.parametrize(
@@ -141,16 +152,14 @@ def test_commands_of_pairs_are_fine_tuning_with_their_objective(
         (["train", "--num-steps"], "--num-steps"),
         (["train", "--take-over"], "--accept-verifier go with --resume"),
         (["dpo", "--resume", "run", "--data", "p.jsonl"], "--data goes with a new run"),
+        (["sft", "--resume", "run", "--data", "p.jsonl"], "--data goes with a new run"),
         (["sft", "--resume", "run", "--accept-verifier"], "Unknown option: --accept-verifier"),
-        (["replay", "run"], "--step requires an argument"),
         (["replay", "run", "--step", "one"], '"one"'),
         (["runs", "--trainer.learning-rate", "1"], "Unknown option"),
         (["trajectories", "run", "--limit", "-2"], "expected 0 (all) or more"),
         (["trajectories", "run", "--tokens"], "--tokens goes with --show"),
         (["trajectories", "run", "--show", "1", "--to", "f.jsonl"], "one of --show and --to"),
-        (["lineage", "models:/m/1", "--step", "2"], "--step goes with a run"),
         (["workers", "add", "run"], "--role requires an argument"),
-        (["track", "run"], "--to requires an argument"),
         (["--json", "train"], "`train` prints no report"),
     ],
 )
@@ -180,7 +189,9 @@ def test_ui_and_track_find_what_they_show(
     write_identity(RunLayout(tmp_path / "r"))
     (tmp_path / "r" / "config.toml").write_text("")
     assert main(["--runs", str(tmp_path), "track", "r", "--to", "http://there"]) == 0
-    assert tracked == [((tmp_path / "r").resolve(), "http://there")]
+    assert main(["--runs", str(tmp_path), "track", "r"]) == 0
+    root = (tmp_path / "r").resolve()
+    assert tracked == [(root, "http://there"), (root, "")]
     assert "it lacked 3 steps" in capsys.readouterr().out
 
 
@@ -234,3 +245,11 @@ def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
     assert said in done.stderr
+
+
+def test_path_that_cannot_be_read_or_written_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--runs", "/sys/runs", "train", "--prompts.num-prompts", "8"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("areal-flow: /sys/runs")

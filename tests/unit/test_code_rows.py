@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
+from areal_flow.rewards import code_rows
 from areal_flow.rewards.code_rows import NoTests, code_task, extract_code
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
@@ -302,3 +303,31 @@ def test_completions_without_code_have_no_task(completion: str) -> None:
 def test_rows_without_readable_tests_say_so(row: dict[str, Any]) -> None:
     with pytest.raises(NoTests, match="tests"):
         code_task(row, ADD)
+
+
+@pytest.mark.parametrize("tests", [[{"input": "1", "output": "2"}], {"inputs": [], "outputs": []}])
+def test_tests_that_are_no_text_without_a_mode_are_named(tests: Any) -> None:
+    found = f"found a {type(tests).__name__} and no 'mode'"
+    with pytest.raises(NoTests, match=f"field 'tests': expected JSON as text, .*{found}"):
+        code_task({"prompt": "", "tests": tests}, "pass")
+
+
+def test_unpacked_tests_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    unpacked = code_rows._unpacked
+    monkeypatch.setattr(code_rows, "_unpacked", lambda text: read.append(text) or unpacked(text))
+    monkeypatch.setattr(code_rows, "MAX_KEPT_BYTES", 2500)
+    rows = {n: hidden([{"input": f"{n}" * 1000, "output": ""}]) for n in range(3)}
+
+    def inputs_of(n: int) -> str:
+        task = code_task({"prompt": "", "tests": rows[n]}, "pass")
+        assert task is not None
+        return str(task.tests[0][0])
+
+    for n in (0, 0, 1, 0, 2, 0, 1):
+        assert inputs_of(n) == f"{n}" * 1000
+    assert read == [rows[n] for n in (0, 1, 2, 1)], "the one that was not asked for longest goes"
+    monkeypatch.setattr(code_rows, "MAX_KEPT_BYTES", 1)
+    assert inputs_of(2) == inputs_of(2) == "2" * 1000
+    assert read[4:] == [rows[2]], "one row is kept, however large it is"
+    assert list(code_rows._kept) == [rows[2]]

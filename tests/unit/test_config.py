@@ -41,7 +41,7 @@ def error_of(table: dict[str, object]) -> str:
         ({"generation": {"stop": {"token_ids": [-1]}}}, "token_ids ([-1]) must be tokens"),
         ({"evaluation": {"min_new_tokens": 65}}, "must not exceed generation.max_new_tokens (64)"),
         ({"generation": {"max_new_tokens": 128}}, "must leave room for a prompt"),
-        ({"prompts": {"source": "file"}}, "--prompts FILE"),
+        ({"prompts": {"source": "file"}}, "--data FILE"),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
@@ -194,3 +194,25 @@ def test_mistake_in_what_was_given_over_a_recipe_is_not_blamed_on_the_recipe(
         load_recipe(tmp_path / "r.toml", {"trainer": {"adamw": {"beta1": 2.0}}}, spelling=OPTION)
     assert "  num_steps = -7: " in str(raised.value)
     assert "  --trainer.adamw.beta1 = 2.0: " in str(raised.value)
+
+
+AGENT = {"prompts": {"chat_template": True}, "workflow": {"name": "agent", "path": "my:agent"}}
+
+
+def test_recipe_has_no_reward_by_default_where_an_agent_gives_the_rewards() -> None:
+    recipe = build_recipe(AGENT, source="test")
+    assert recipe.rewards == ()
+    again = build_recipe(tomllib.loads(dump_recipe(recipe)), source="test")
+    assert (again.rewards, again.digest()) == ((), recipe.digest())
+    scored = {**AGENT, "workflow": {**AGENT["workflow"], "missing_reward": "score"}}
+    named = {**AGENT, "rewards": [{"verifier": "exact"}]}
+    for table, verifier in ((scored, "numeric"), (named, "exact"), ({}, "numeric")):
+        assert [r.verifier for r in build_recipe(table, source="test").rewards] == [verifier]
+    for table in ({}, scored):
+        with pytest.raises(ConfigError, match="rewards: expected at least one, found none"):
+            build_recipe({**table, "rewards": []}, source="test")
+
+
+def test_sources_of_an_agent_need_no_reward() -> None:
+    sources = [{"name": name, "path": f"{name}.jsonl"} for name in ("easy", "hard")]
+    assert build_recipe({**AGENT, "sources": sources}, source="test").rewards == ()

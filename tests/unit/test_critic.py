@@ -68,27 +68,35 @@ def test_values_are_those_before_each_completion_token(num_ranks: int) -> None:
 def inputs_with_values(values: list[list[float]], rewards: list[float]) -> AdvantageInputs:
     longest = max(map(len, values))
     padded = [row + [9.0] * (longest - len(row)) for row in values]
-    trained = [[True] * len(row) + [False] * (longest - len(row)) for row in values]
+    trained = [np.ones(len(row), np.bool_) for row in values]
     trained[0][0] = False
     return AdvantageInputs(
         rewards_B=torch.tensor(rewards, dtype=torch.float64),
         num_trained_B=torch.tensor([sum(row) for row in trained], dtype=torch.float64),
         groups_B=torch.arange(len(values)),
         num_tokens_B=torch.tensor([len(row) for row in values], dtype=torch.float64),
-        trained_BL=torch.tensor(trained),
+        trained=trained,
         values_BL=torch.tensor(padded, dtype=torch.float64),
     )
 
 
-def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones() -> None:
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
+    coefficient: float,
+) -> None:
+    """KL divergence of trained tokens is in the rewards, and so in estimates and targets."""
     values, rewards = [[0.1, 0.4, 0.2], [0.5, 0.3]], [1.0, 0.0]
+    divergences = [[0.0, -0.3, 0.2], [0.7, 0.1]]
     inputs = inputs_with_values(values, rewards)
-    algorithm = ActorCriticPPO(critic=CriticSettings(discount=0.9, trace=0.8))
+    trace = CriticSettings(discount=0.9, trace=0.8)
+    algorithm = ActorCriticPPO(critic=trace, kl_coefficient=coefficient, kl_in="reward")
+    if algorithm.needs_kl:
+        inputs = replace(inputs, kl_N=torch.tensor([-0.3, 0.2, 0.7, 0.1], dtype=torch.float64))
     estimates = []
-    for of, reward in zip(values, rewards, strict=True):
-        by_token = torch.tensor([0.0] * (len(of) - 1) + [reward], dtype=torch.float64)
-        known = torch.tensor(of, dtype=torch.float64)
-        estimates.append(slow_gae(by_token, known, discount=0.9, trace=0.8))
+    for of, reward, kl in zip(values, rewards, divergences, strict=True):
+        by_token = [0.0] * (len(of) - 1) + [reward]
+        by_token = [r - coefficient * k for r, k in zip(by_token, kl, strict=True)]
+        estimates.append(slow_gae(by_token, of, discount=0.9, trace=0.8))
     trained = np.concatenate([np.asarray(estimates[0])[1:], np.asarray(estimates[1])])
     for found, expected in zip(algorithm.advantages(inputs), estimates, strict=True):
         normal = (np.asarray(expected) - trained.mean()) / (trained.std(ddof=1) + 1e-8)
@@ -182,7 +190,8 @@ def test_architecture_that_nobody_can_score_with_is_refused() -> None:
 def test_batch_without_trained_tokens_has_finite_advantages() -> None:
     sequences = [replace(s, trained=np.zeros_like(s.trained)) for s in make_sequences(3)]
     inputs = advantage_inputs(sequences)
-    inputs = replace(inputs, values_BL=torch.zeros(inputs.trained_BL.shape, dtype=torch.float64))
+    values_BL = torch.zeros(inputs.padded_trained.shape, dtype=torch.float64)
+    inputs = replace(inputs, values_BL=values_BL)
     for advantages in ALGORITHM.advantages(inputs):
         assert np.isfinite(advantages).all()
     train_step(with_critic(), sequences, step=1, settings=settings())

@@ -6,28 +6,46 @@ import asyncio
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import openai
+import pyarrow as pa
 import pytest
 
 from areal_flow.cluster import generator_tasks, reward_tasks
+from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.controller.records import group_seeds
-from areal_flow.errors import ArealFlowError, InfrastructureError
+from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
+from areal_flow.import_path import code_hash
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
-from areal_flow.store.codec import receipts
-from areal_flow.store.trajectories import validate_groups
-from areal_flow.types import Episode, Prompt, Score, as_tokens
+from areal_flow.store.codec import receipts, rollout_table
+from areal_flow.store.trajectories import create_trajectories, validate_groups
+from areal_flow.types import (
+    Completion,
+    EngineStats,
+    Episode,
+    Prompt,
+    Score,
+    VersionSpan,
+    as_tokens,
+)
 from areal_flow.weights.directory import publish_model_directory
+from areal_flow.workflows.group import RolledOutGroup
+from areal_flow.workflows.protocol import TrajectoryDraft
+from pipelines.preflight import found_verifier
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import small_recipe
 from tests.plain import plain
@@ -124,6 +142,30 @@ def test_groups_are_rolled_out_scored_and_valid(
     assert len(receipts(scored)) == len(rows) >= 24
 
 
+@pytest.mark.parametrize(("threshold", "verdict"), [(0.5, "right"), (0.9, "wrong")])
+def test_reward_of_a_workflow_has_the_verdict_of_the_recipes_threshold(
+    layout: RunLayout,
+    worker: WorkerContext,
+    monkeypatch: pytest.MonkeyPatch,
+    threshold: float,
+    verdict: str,
+) -> None:
+    layout.config.write_text(dump_recipe(small_recipe(pass_threshold=threshold)))
+    group = (group_of(layout, 0, group_size=1),)
+    draft = TrajectoryDraft(group[0].prompt.tokens).with_completion(
+        Completion(as_tokens([1]), np.zeros(1, np.float32), (VersionSpan(0, 1),), "stop")
+    )
+    rolled_out = rollout_table(
+        [(group[0], RolledOutGroup(((0, draft.scored(Score(0.7))),), ()))],
+        generator="g",
+        started_at=datetime.now(UTC),
+        engine_stats=EngineStats(),
+    )
+    scored = asyncio.run(reward_tasks.score(rolled_out, group, is_last_try=True))
+    (row,) = scored.to_pylist()
+    assert (row["reward"], json.loads(row["reward_detail"])["verdict"]) == (0.7, verdict)
+
+
 def test_next_turn_of_a_chat_is_appended_and_nothing_before_it_is_tokenised_again(
     layout: RunLayout, worker: WorkerContext
 ) -> None:
@@ -157,7 +199,10 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
             **{"chat_template": True, "question_field": "messages"},
         },
         generation={"max_new_tokens": 12, "max_model_len": 128},
-        rewards=[{"verifier": "tests.integration.verifiers:show_columns"}],
+        rewards=[
+            {"verifier": "tests.integration.verifiers:show_columns"},
+            {"verifier": f"{__name__}:logs_prompts"},
+        ],
     )
     layout.config.write_text(dump_recipe(recipe))
     prepare_prompts(recipe, layout)
@@ -166,10 +211,23 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
 
     async def graph() -> Any:
         rolled_out = await generator_tasks.rollout([episode], 0)
+        (spans,) = rolled_out["version_spans"].to_pylist()
+        place = rolled_out.schema.get_field_index("version_spans")
+        field = rolled_out.schema[place]
+        newer = pa.array([[{**span, "version": 3} for span in spans]], field.type)
+        rolled_out = rolled_out.set_column(place, field, newer)
         return await reward_tasks.score(rolled_out, [episode], is_last_try=True)
 
     (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
     assert json.loads(json.loads(detail)["extracted"]) == row
+    assert json.loads(detail)["extra"] == {"asked": messages, "step": [3, recipe.num_steps]}
+
+
+def logs_prompts(prompts: Any, completions: Any, trainer_state: Any, log_extra: Any) -> Any:
+    assert [[said["role"] for said in completion] for completion in completions] == [["assistant"]]
+    log_extra("asked", prompts)
+    log_extra("step", [[trainer_state.global_step, trainer_state.max_steps]])
+    return [0.0]
 
 
 def test_group_without_a_trajectory_fails_with_the_cause(
@@ -179,6 +237,44 @@ def test_group_without_a_trajectory_fails_with_the_cause(
     settings(layout, {"name": "imported", "path": path, "settings": {"least": 999}})
     with pytest.raises(ArealFlowError, match="ValueError: expected 999 characters"):
         asyncio.run(generator_tasks.rollout((group_of(layout, 0),), 0))
+
+
+async def one_for_any_answer(base_url: str, api_key: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+
+
+def test_rows_of_an_agent_name_its_code_and_another_code_is_refused(
+    layout: RunLayout, worker: WorkerContext
+) -> None:
+    give_chat_template(layout.model, CHATML)
+    path = f"{__name__}:one_for_any_answer"
+    recipe = small_recipe(
+        workflow={"name": "agent", "path": path},
+        prompts={"chat_template": True},
+        generation={"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16},
+        rewards=[],
+    )
+    layout.config.write_text(dump_recipe(recipe))
+    create_trajectories(layout.trajectories)
+    group = group_of(layout, 0)
+
+    async def graph() -> Any:
+        rolled_out = await generator_tasks.rollout((group,), 0)
+        return await reward_tasks.score(rolled_out, (group,), is_last_try=True)
+
+    rows = asyncio.run(graph()).to_pylist()
+    assert [row["reward"] for row in rows] == [1.0] * 4
+    identity = found_verifier(layout, recipe).identity
+    assert {row["verifier"] for row in rows} == {identity}
+    assert identity == f"agent:{path}@{code_hash(one_for_any_answer)}"
+    worker.drop(GeneratorRole)
+    layout.inputs.write_text(
+        json.dumps({"verifiers": [[1, "agent:else@0"]], "files": {}, "model": {}, "sources": {}})
+    )
+    with pytest.raises(RewardError, match="resume it with --accept-verifier"):
+        asyncio.run(graph())
 
 
 def without_service(*, completion: str) -> Score:
@@ -200,3 +296,60 @@ def test_rows_without_a_verdict_are_kept_by_the_last_try_only(
     assert {json.loads(d)["verdict"] for d in scored["reward_detail"].to_pylist()} == {
         "infrastructure_error"
     }
+
+
+running: list[int] = [0, 0]
+"""Verdicts that are being made, and the most that were at the same time."""
+
+
+async def judge_that_waits(*, completion: str) -> float:
+    running[0] += 1
+    running[1] = max(running)
+    await asyncio.sleep(0.05)
+    running[0] -= 1
+    return 1.0
+
+
+def verifier_that_computes(*, completion: str) -> float:
+    running[0] += 1
+    running[1] = max(running)
+    time.sleep(0.002)
+    running[0] -= 1
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "most", "num_groups"),
+    [("judge_that_waits", 16, 4), ("verifier_that_computes", 1, 1)],
+)
+def test_several_groups_are_judged_at_once_where_the_verifier_waits(
+    layout: RunLayout, worker: WorkerContext, verifier: str, most: int, num_groups: int
+) -> None:
+    running[:] = [0, 0]
+    create_trajectories(layout.trajectories)
+    recipe = small_recipe(rewards=[{"verifier": f"{__name__}:{verifier}"}])
+    layout.config.write_text(dump_recipe(recipe))
+    groups = [group_of(layout, index) for index in range(8)]
+
+    async def graph() -> Any:
+        tables = [await generator_tasks.rollout((group,), 0) for group in groups]
+        return await reward_tasks.score_and_write(tables, groups, is_last_try=True)
+
+    receipts, _, num_at_once = asyncio.run(graph())
+    assert [len(receipt.trajectories) for receipt in receipts] == [4] * 8
+    assert (running[1], num_at_once) == (most, num_groups)
+
+
+def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run_task(client: Any, function: Any, what: Any, items: Any, **_: Any) -> Any:
+        if "poisoned" in items:
+            raise KillsWorkers("each worker died")
+        return [f"{item}!" for item in items]
+
+    monkeypatch.setattr(reward_tasks, "run_task", run_task)
+    monkeypatch.setattr(reward_tasks, "get_client", lambda: None)
+    for function, failed in reward_tasks.IF_IT_KILLS.items():
+        found = reward_tasks.on_reward_worker(function, "of", ["a", "poisoned", "b"])
+        assert asyncio.run(found) == ["a!", failed, "b!"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from areal_flow.config import EvaluationSettings, build_recipe
 from areal_flow.controller.records import member_seed
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.evaluation import answer_held_out
 from areal_flow.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
@@ -119,6 +120,51 @@ def test_prompt_that_could_not_be_answered_counts_as_not_passed() -> None:
     assert table.overall.passed.n == 150
     assert table.by_difficulty[2].passed.pass_rate == 0.0
     assert table.by_difficulty[1].passed.pass_rate > 0.0
+
+
+class FailsAlone(SingleTurn):
+    async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
+        if prompt.prompt_id == "p64":
+            raise ValueError("no tool for this")
+        return await super().run(prompt, context)
+
+
+class AnsweringAsTasksDo(Answering):
+    """Raises where no group of a task has a trajectory, as a rollout does."""
+
+    async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+        if all(episode.prompt.prompt_id == "p64" for episode in episodes):
+            raise ArealFlowError("ValueError: no tool for this")
+        return await super().answer(episodes, name=name)
+
+
+def test_answer_that_failed_in_a_task_of_its_own_counts_as_not_passed_and_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = answers_of(AnsweringAsTasksDo(FailsAlone()), prompts=PROMPTS[:65])
+    assert [row["prompt_id"] for row in rows if row["reward"] is None] == ["p64"]
+    assert "no tool for this" in json.loads(rows[64]["reward_detail"])["error"]
+    validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
+    assert "before: 1 of 65 answers have no reward" in caplog.text
+    assert "no tool for this" in caplog.text
+    with pytest.raises(ArealFlowError, match="no tool for this"):
+        answers_of(AnsweringAsTasksDo(FailsAlone()), prompts=PROMPTS[64:65])
+
+
+def test_answers_are_decoded_beside_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def decode(lists: Sequence[Any]) -> list[str]:
+        threads.append(threading.get_ident())
+        return [""] * len(lists)
+
+    answering = Answering(SingleTurn())
+    made = {"name": "before", "seed": 0, "writer_epoch": 3, "decode": decode}
+    asyncio.run(
+        answer_held_out(answering.answer, PROMPTS[:2], settings=EvaluationSettings(), **made)
+    )
+    (thread,) = threads
+    assert thread != threading.get_ident()
 
 
 def test_evaluation_beside_training_says_which_versions_answered() -> None:

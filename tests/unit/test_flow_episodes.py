@@ -9,14 +9,20 @@ import pytest
 from areal_flow.controller.flow import RETRY_DELAY_S, Flow
 from areal_flow.controller.flow_setup import InitialState
 from areal_flow.controller.records import group_seeds
-from areal_flow.errors import ArealFlowError, EngineError
+from areal_flow.errors import (
+    ArealFlowError,
+    EngineError,
+    RewardError,
+    SchemaError,
+    StorageError,
+)
 from areal_flow.types import (
     EngineStats,
     GroupReceipt,
     submission_index_of,
 )
 from tests.flow_fakes import MemoryLog, prompt_at
-from tests.flow_parts import Parts, Rollouts, group, roll_out, run
+from tests.flow_parts import Parts, Rollouts, group, roll_out, run, train_once
 
 # Episodes
 
@@ -58,6 +64,33 @@ def test_group_is_given_up_after_its_last_attempt() -> None:
     assert len(parts.rollouts.episodes) == 2
     assert flow.accounting.entries.failed_submissions == [0]
     assert (flow.gate.running, flow.gate.outstanding) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "num_rollouts", "is_given_up"),
+    [
+        ([StorageError("full"), RewardError("no judge")], 1, False),
+        ([StorageError("full")] * 3, 1, True),
+        ([SchemaError("no such column")], 1, True),
+        ([EngineError("the generator died with the rows")], 2, False),
+    ],
+)
+def test_group_that_cannot_be_written_is_written_again_and_generated_again_only_if_it_is_lost(
+    failures: list[BaseException], num_rollouts: int, is_given_up: bool
+) -> None:
+    parts = Parts(Rollouts(write_failures=[*failures]))
+
+    async def scenario() -> Flow:
+        flow = parts.flow(max_attempts=3)
+        await roll_out(flow)
+        return flow
+
+    flow = run(scenario())
+    assert [episode.attempt for episode in parts.rollouts.episodes] == [*range(num_rollouts)]
+    assert flow.accounting.entries.failed_submissions == [0] * is_given_up
+    assert len(flow.buffer) == (not is_given_up)
+    assert (flow.gate.running, flow.num_pending_groups) == (0, 0)
+    assert parts.rollouts.write_failures == []
 
 
 def fails(*outcomes: str) -> None:
@@ -152,6 +185,28 @@ def test_engine_time_is_counted_once_for_each_engine() -> None:
         return flow
 
     assert run(scenario()).accounting.entries.seconds_generate == 2.0 + 0.5 + 0.25
+
+
+def test_generators_are_busy_for_a_share_of_the_time_that_their_reports_are_of() -> None:
+    """Groups of long episodes are committed together, in a step that took a second."""
+    stats = [EngineStats("a", busy_s=b, elapsed_s=e) for b, e in ((3.0, 4.0), (8.0, 10.0))]
+    parts = Parts(Rollouts([group(i, engine_stats=of) for i, of in enumerate(stats)]))
+
+    async def scenario() -> None:
+        flow = parts.flow(
+            InitialState(engine_totals=(EngineStats("a", busy_s=1.0, elapsed_s=1.5),)),
+            max_staleness=9,
+        )
+        await roll_out(flow, 2)
+        parts.cluster.spans |= {t.trajectory_id: t.version_spans for t in parts.log.committed}
+        await train_once(flow)
+
+    run(scenario())
+    (row,) = parts.log.rows
+    assert row["seconds_generate"] == 7.0
+    assert row["seconds_generate"] > row["seconds_step"], "the clock of rows does not jump"
+    assert row["metrics"]["speed/generators_observed_s"] == 8.5
+    assert row["metrics"]["speed/generators_busy_fraction"] == 7.0 / 8.5
 
 
 def test_groups_that_are_written_during_a_commit_are_in_the_next() -> None:

@@ -31,7 +31,8 @@ from areal_flow.store.ledger import Ledger, LedgerReader, create_ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import create_trajectories
 from areal_flow.types import PolicyHashes
-from pipelines.forking import Fork, describe_parent, find_fork
+from pipelines.forking import Fork, describe_parent, fork_of
+from pipelines.references import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
 
 
@@ -162,16 +163,16 @@ def test_model_and_fine_tuning_cannot_change(parent: RunLayout, over: dict[str, 
 
 
 def test_run_or_step_that_is_not_there_is_named(parent: RunLayout, tmp_path: Path) -> None:
-    assert find_fork(tmp_path, "parent@2", reset_optimizer=False) == Fork(parent, 2)
-    by_directory = find_fork(Path("elsewhere"), str(parent.root), reset_optimizer=True)
-    assert by_directory == Fork(parent, None, True)
+    assert fork_of(find_reference(tmp_path, "parent@2")) == Fork(parent, 2)
+    by_directory = find_reference(Path("elsewhere"), str(parent.root))
+    assert fork_of(by_directory, reset_optimizer=True) == Fork(parent, None, True)
     for reference, said in (
         ("parent@3", "run parent has no step 3: expected a step from 0 to 2"),
         ("nobody@1", "expected a run named 'nobody' in .*, found: parent"),
         ("parent@new", "expected a run named 'parent@new'"),
     ):
         with pytest.raises(RunError, match=said):
-            find_fork(tmp_path, reference, reset_optimizer=False)
+            fork_of(find_reference(tmp_path, reference))
 
 
 def test_python_forks_by_name_and_step_or_by_run(
@@ -200,10 +201,10 @@ def test_run_without_a_policy_is_refused(parent: RunLayout, tmp_path: Path) -> N
     unprepared = RunLayout(tmp_path / "young")
     create_run(unprepared, load_recipe(parent.config))
     with pytest.raises(RunError, match="run young has no ledger"):
-        find_fork(tmp_path, "young", reset_optimizer=False)
+        fork_of(find_reference(tmp_path, "young"))
     create_ledger(unprepared.steps)
     with pytest.raises(RunError, match=r"run young has no policy yet.*--resume young"):
-        find_fork(tmp_path, "young", reset_optimizer=False)
+        fork_of(find_reference(tmp_path, "young"))
 
 
 def test_damaged_checkpoint_is_not_taken_and_left_where_it_is(parent: RunLayout) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from areal_flow.algorithms.clipped import PPO, DecoupledPPO
+from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import (
     ClipWatch,
     InspectedTrajectory,
@@ -56,6 +59,49 @@ def test_clipped_tokens_are_those_that_the_step_counted() -> None:
     for sequence, outcome in zip(sequences, outcomes, strict=True):
         assert list(outcome.trained) == sequence.trained.tolist()
         assert not any(c and not t for c, t in zip(outcome.clipped, outcome.trained, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 20])
+@pytest.mark.parametrize("kind", [PPO, DecoupledPPO])
+def test_divergence_in_the_reward_is_of_the_policy_before_the_step(
+    kind: Any, num_ranks: int
+) -> None:
+    """Against whole passes of both policies: of the one that sampled, or the one before the step.
+
+    The advantages that are shown are those that were trained, on average over trained tokens.
+    """
+    algorithm = kind(advantage="batch_norm", kl_coefficient=0.3, kl_estimator="k1", kl_in="reward")
+    how = StepSettings(algorithm, temperature=0.7, seed=0, num_ranks=num_ranks)
+    how = replace(how, loss=ClipWatch(algorithm.loss))
+    sequences, backend = make_sequences(), state()
+    policy = completion_logprobs(backend, sequences, temperature=0.7)
+    reference = completion_logprobs(state(seed=1), sequences, temperature=0.7)
+    backend.hold_reference(state(seed=1).policy)
+    numbers = train_step(backend, sequences, step=1, settings=how)
+    divergences, returns = [], []
+    for sequence, before, other in zip(sequences, policy, reference, strict=True):
+        own = before if kind is DecoupledPPO else sequence.behavior_logprobs
+        kl = np.subtract(own, other)[sequence.trained]
+        divergences.append(kl)
+        returns.append(sequence.reward - 0.3 * kl[::-1].cumsum()[::-1])
+    flat = np.concatenate(returns)
+    for found, sequence, each in zip(numbers.advantages, sequences, returns, strict=True):
+        assert isinstance(found, np.ndarray)
+        assert not found[~sequence.trained].any()
+        expected = (each - flat.mean()) / flat.std(ddof=1)
+        np.testing.assert_allclose(found[sequence.trained], expected, atol=1e-4)
+    watched = numbers.metrics["kl_policy_reference"].value
+    assert watched == pytest.approx(np.concatenate(divergences).mean(), abs=1e-5)
+    advantages = numbers.advantages
+    outcomes = (
+        trajectory_outcomes(
+            backend, sequences, step=1, settings=how, temperature=0.7, advantages=advantages
+        )
+        if num_ranks == 1
+        else []
+    )
+    for outcome, advantage, sequence in zip(outcomes, advantages, sequences, strict=False):
+        assert outcome.advantage == pytest.approx(np.asarray(advantage)[sequence.trained].mean())
 
 
 def test_watching_a_loss_changes_nothing() -> None:

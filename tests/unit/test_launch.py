@@ -1,13 +1,19 @@
-"""While a cluster runs, its driver collects garbage quickly."""
+"""While a cluster runs, its driver collects garbage quickly and Dask logs nothing; not after."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 
+import pytest
+
+from areal_flow.cluster.control import list_workers
 from areal_flow.cluster.launch import launch_cluster
-from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
 from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker_process import with_certificates
+from areal_flow.errors import RunError
 
 
 async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(
@@ -16,3 +22,30 @@ async def test_garbage_collections_leave_out_what_was_there_before_the_cluster(
     async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)):
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+async def test_loggers_that_are_silent_beside_a_cluster_are_as_they_were_after_it(
+    tmp_path: Path,
+) -> None:
+    tornado = logging.getLogger("tornado.access")
+    tornado.setLevel(logging.INFO)
+    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)):
+        assert tornado.level == logging.CRITICAL
+    assert tornado.level == logging.INFO
+
+
+async def test_whoever_cannot_read_this_users_certificate_does_not_reach_the_scheduler(
+    tmp_path: Path,
+) -> None:
+    async with launch_cluster([], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
+        assert cluster.scheduler.startswith("tls://127.0.0.1:")
+        assert cluster.network.tls_key is not None
+        folder = cluster.network.tls_key.parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert await list_workers(cluster.scheduler, cluster.network) == []
+        plain = cluster.scheduler.replace("tls://", "tcp://")
+        with with_certificates(NetworkSettings()) as another:
+            for address, network in ((cluster.scheduler, another), (plain, NetworkSettings())):
+                with pytest.raises(RunError, match="does not answer"):
+                    await list_workers(address, network)
+    assert not folder.exists()

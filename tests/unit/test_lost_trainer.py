@@ -129,3 +129,26 @@ def test_trainer_that_cannot_be_restored_ends_the_run_with_the_cause() -> None:
         TrainingError, match=r"restored 3 times and lost again: it was killed again"
     ):
         train(ranks, MemoryLog())
+
+
+def test_failure_is_passed_on_although_a_signal_cancels_while_other_stages_end() -> None:
+    async def fail() -> None:
+        raise TrainingError("the last one is lost")
+
+    async def end_slowly() -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            driver[0].cancel("SIGTERM")
+            await asyncio.sleep(1)
+
+    async def drive() -> None:
+        with pytest.raises(TrainingError, match="the last one is lost"):
+            await run_until_first_ends(end_slowly(), fail())
+
+    async def main() -> None:
+        driver.append(asyncio.ensure_future(drive()))
+        await driver[0]
+
+    driver: list[asyncio.Future[None]] = []
+    run_in_virtual_time(main())

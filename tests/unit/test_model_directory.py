@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
+from areal_flow.config import build_recipe
 from areal_flow.errors import ModelError
-from areal_flow.models.directory import check_model_directory, check_stop_tokens
+from areal_flow.layout import RunLayout
+from areal_flow.models.directory import check_model_directory, check_stop_tokens, tokenizer_of
 from areal_flow.models.policy import load_policy, policy_from_config
 from areal_flow.models.probe import probe_policy
+from pipelines.built_in import prepare_model
 from tests.policies import write_model_directory
 
 
@@ -121,3 +124,26 @@ def test_names_stored_otherwise_are_understood(model: Path, tmp_path: Path) -> N
     )  # fmt: skip
     policy_from_config(experts).save_pretrained(tmp_path / "experts")
     probe_policy(tmp_path / "experts", max_model_len=64)
+
+
+def test_directory_with_the_name_of_a_model_made_here_is_refused_and_taken_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layout, settings = RunLayout(tmp_path / "run"), {"generation": {"max_model_len": 128}}
+    (tmp_path / "tiny").mkdir()
+    prepare_model(build_recipe({"model": "tiny", **settings}, source="test"), layout)
+    write_model_directory(tmp_path / "tiny")
+    with pytest.raises(ModelError, match=r"model directory .*/tiny: write './tiny' for the dir"):
+        prepare_model(build_recipe({"model": "tiny", **settings}, source="test"), layout)
+    prepare_model(build_recipe({"model": "./tiny", **settings}, source="test"), layout)
+    config = json.loads((layout.model / "config.json").read_text())
+    assert config["max_position_embeddings"] == 2048, "the directory's own"
+
+
+def test_damaged_tokenizer_is_called_damaged_with_what_to_restore(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json is missing or damaged .*restore it from"
+    ):
+        tokenizer_of(model)

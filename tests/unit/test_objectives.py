@@ -51,7 +51,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert gradient(CISPO(), given_) == pytest.approx([-1.28, 0.904837, -2.56], abs=1e-6)
     floored = CISPO(epsilon_low=0.05).loss(inputs())
     assert floored.losses_T.tolist() == pytest.approx([1.28, -0.475, 5.12])
-    assert floored.clipped_T.tolist() == [True, True, True]
+    assert floored.metrics["clip_low_fraction"].value == pytest.approx(1 / 3)
+    assert not floored.clipped_T.any()
 
 
 def test_sapo_fades_the_gradient_by_a_sigmoid() -> None:
@@ -177,17 +178,36 @@ def test_proximal_policy_is_recomputed_taken_or_interpolated() -> None:
     assert proximal_logprobs(given_, "recomputed").tolist() == [-1.1, -0.7, -1.6]
     assert proximal_logprobs(given_, "behavior").tolist() == [-1.5, -0.4, -3.5]
     found = proximal_logprobs(given_, "interpolated")
-    assert found.tolist() == pytest.approx([-1.0, -0.4, -2.5])
+    assert found.tolist() == pytest.approx([-1.5, -0.45, -2.375])
     assert not found.requires_grad
 
 
-def test_interpolation_on_tokens_of_the_version_before_is_plain_ppo() -> None:
+def test_interpolation_finds_the_policy_before_the_step_on_a_line_of_policies() -> None:
+    """Versions 4 to 9 whose log-probabilities move by as much each; the step makes 9 of 8."""
+    versions = torch.arange(4, 9)
+    moves = torch.linspace(-0.3, 0.3, 5, dtype=torch.float64)
+    start = torch.full((5,), -2.0, dtype=torch.float64)
+
+    def logprobs(version: Any) -> torch.Tensor:
+        return start + moves * version
+
+    given_ = LossInputs(
+        logprobs_T=logprobs(9),
+        proximal_logprobs_T=torch.full_like(start, torch.nan),
+        behavior_logprobs_T=logprobs(versions),
+        advantages_T=start,
+        sequence_T=torch.zeros(5, dtype=torch.long),
+        versions_T=versions,
+        policy_version=8,
+    )
+    torch.testing.assert_close(proximal_logprobs(given_, "interpolated"), logprobs(8))
+
+
+def test_interpolation_on_fresh_tokens_is_plain_ppo() -> None:
     algorithm, given_ = DecoupledPPO(proximal="interpolated"), inputs()
-    one_old = algorithm.loss(replace(given_, policy_version=1)).losses_T
-    torch.testing.assert_close(one_old, PPO().loss(given_).losses_T)
     fresh = algorithm.loss(given_)
-    assert not fresh.clipped_T.any()
-    assert fresh.metrics["ratio_max"].value == 1
+    torch.testing.assert_close(fresh.losses_T, PPO().loss(given_).losses_T)
+    assert fresh.clipped_T.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.4), ("k2", 0.08), ("k3", 0.0703200)])
@@ -224,15 +244,6 @@ def test_divergence_from_the_reference_is_punished_in_the_loss() -> None:
     assert found.metrics["kl_policy_reference"].value == pytest.approx(0.065 / 3)
 
 
-def test_divergence_in_the_reward_reaches_the_tokens_before_it() -> None:
-    """k1 of behaviour -1.5, -0.4, -3.5 is -0.2, 0.1 and -1.7; the third is of another sequence."""
-    found = PPO(kl_coefficient=1.0, kl_estimator="k1", kl_in="reward", epsilon=100.0)
-    losses = found.loss(with_reference(sequence=[0, 0, 1])).losses_T
-    advantages = [1.0 - (-0.2 + 0.1), -1.0 - 0.1, 2.0 + 1.7]
-    expected = [-r * a for r, a in zip(RATIOS, advantages, strict=True)]
-    assert losses.tolist() == pytest.approx(expected)
-
-
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=5))
 def test_sums_to_come_end_with_their_sequence(sequences: list[list[float]]) -> None:
     flat = torch.tensor([x for s in sequences for x in s], dtype=torch.float64)
@@ -251,8 +262,90 @@ def test_effective_sample_fraction_is_of_all_parts_together() -> None:
     assert effective_sample_fraction(torch.zeros(0)).value == 0
 
 
-DIFFERENTIABLE = [name for name in ALGORITHMS if name != "cispo"]
-"""CISPO's gradient is by definition not that of its loss."""
+ENDING: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in ALGORITHMS},
+    "dual clip": {"name": "ppo", "dual_clip": 1.5},
+    "floor of cispo": {"name": "cispo", "epsilon_low": 0.2},
+    "interpolated": {"proximal": "interpolated"},
+    "masked": {"importance_weight_rule": "mask", "importance_weight_cap": 1.5},
+    "masked gspo": {
+        "name": "gspo",
+        "proximal": "recomputed",
+        "importance_weight_rule": "mask",
+        "importance_weight_floor": 0.5,
+        "importance_weight_cap": 1.5,
+    },
+}
+columns_of_tokens = st.tuples(*[st.floats(-2, 0)] * 3, st.sampled_from([-2.0, -0.5, 0.5, 2.0]))
+
+
+@pytest.mark.parametrize("variant", ENDING)
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.lists(columns_of_tokens, min_size=2, max_size=8))
+def test_gradient_is_reported_as_ended_where_there_is_none(
+    variant: str, tokens: list[tuple[float, ...]]
+) -> None:
+    """Also where the tokens of a sequence have advantages of their own."""
+    algorithm = build_recipe({"algorithm": ENDING[variant]}, source="").algorithm
+    owners = [at // 3 for at in range(len(tokens))]
+    given_ = inputs(*(list(column) for column in zip(*tokens, strict=True)), owners)
+    found = algorithm.loss(given_)
+    found.losses_T.sum().backward()
+    assert found.clipped_T.tolist() == (given_.logprobs_T.grad == 0).tolist()
+
+
+def test_gspo_keeps_the_gradients_of_tokens_apart() -> None:
+    """Of a token that its weight masks, or whose advantage ends it, beside one that is trained."""
+    algorithm = GSPO(
+        epsilon=0.01,
+        epsilon_high=0.01,
+        proximal="recomputed",
+        importance_weight_rule="mask",
+        importance_weight_cap=5.0,
+    )
+    given_ = inputs([-1.0, -0.5, -1.4], advantages=[1.0, -1.0, 2.0])
+    s = exp((0.1 + 0.2 + 0.2) / 3)
+    found = algorithm.loss(given_)
+    assert found.losses_T.tolist() == pytest.approx([-1.01 * WEIGHTS[0], s * WEIGHTS[1], 0.0])
+    found.losses_T.sum().backward()
+    assert given_.logprobs_T.grad.tolist() == pytest.approx([0.0, s * WEIGHTS[1], 0.0])
+
+
+def test_gspo_has_no_gradient_where_a_ratio_is_bounded() -> None:
+    """As all ratios: one of e^100 and a negative advantage would pull by 4.9e8."""
+    given_ = inputs([-1.0], [-1.0], [-101.0], [-1.0])
+    assert gradient(GSPO(), given_) == [0.0]
+
+
+def test_gspo_has_the_gradient_of_its_sequences_ratio() -> None:
+    """Of eq. 5, by finite differences, where the tokens of a sequence have one advantage."""
+    generator = torch.Generator().manual_seed(3)
+    start, old = -torch.rand(2, 24, dtype=torch.float64, generator=generator)
+    owners = torch.arange(6).repeat_interleave(4)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0, 2.0, -0.3], dtype=torch.float64)
+    low, high = 0.02, 0.03
+
+    def written_out(logprobs: torch.Tensor) -> torch.Tensor:
+        ratios = (logprobs - old).view(6, 4).mean(dim=1).exp()
+        clipped = ratios.clamp(1 - low, 1 + high)
+        return -torch.minimum(ratios * advantages, clipped * advantages).mean()
+
+    algorithm = GSPO(epsilon=low, epsilon_high=high)
+    given_ = LossInputs(
+        start.clone().requires_grad_(), old, old, advantages[owners], owners, owners
+    )
+    found = algorithm.loss(given_)
+    loss = algorithm.aggregate(found.losses_T, owners, MinibatchSize(24, 6))
+    loss.backward()
+    assert 0 < found.metrics["clip_fraction"].value < 1
+    assert float(loss.detach()) == pytest.approx(float(written_out(start)), abs=1e-12)
+    steps = 1e-6 * torch.eye(24, dtype=torch.float64)
+    numeric = torch.stack([(written_out(start + d) - written_out(start - d)) / 2e-6 for d in steps])
+    torch.testing.assert_close(given_.logprobs_T.grad, numeric, rtol=1e-6, atol=1e-8)
+
+
+DIFFERENTIABLE = [name for name in ALGORITHMS if name not in ("cispo", "gspo")]
+"""By definition the gradients of CISPO and GSPO-token are not those of their losses."""
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -328,8 +421,7 @@ REFUSED = {
     "must be above the clip's own end": {"epsilon": 2.5, "dual_clip": 3.0},
     "must normalise over the batch": {"name": "reinforce_plus_plus", "advantage": "grpo"},
     "a gradient that is 0 on average": {"kl_coefficient": 0.1, "kl_estimator": "k1"},
-    "reward_bias .-1.0. does nothing with algorithm.advantage 'dr_grpo'": {"reward_bias": -1},
-    "reward_scale .5.0. does nothing": {"advantage": "reinforce_baseline", "reward_scale": 5},
+    "algorithm.reward_scale: there is no such setting": {"reward_scale": 5.0},
     "the larger last": {"overlong_tokens": [20, 10]},
 }
 
@@ -339,7 +431,7 @@ REFUSED = {
     [
         ({"controller": {"group_size": 1, "batch_size": 4}}, "a group of one teaches nothing"),
         ({"algorithm": {"overlong_tokens": [9000, 9001]}}, "beyond every sequence"),
-        ({"algorithm": {"proximal": "interpolated"}, "schedule": "sync"}, "never clips"),
+        ({"algorithm": {"proximal": "interpolated"}, "schedule": "sync"}, "plain PPO"),
     ],
 )
 def test_combinations_with_other_sections_are_refused_too(
@@ -357,12 +449,6 @@ def test_combinations_without_sense_are_refused_with_the_reason(reason: str) -> 
         build_recipe({"algorithm": REFUSED[reason]}, source="")
 
 
-def test_rewards_are_biased_and_scaled_for_the_advantage_that_does_so() -> None:
-    scaled = {"advantage": "batch_norm", "reward_bias": -1.0, "reward_scale": 5.0}
-    algorithm = build_recipe({"algorithm": scaled}, source="").algorithm
-    assert (algorithm.reward_bias, algorithm.reward_scale) == (-1.0, 5.0)
-
-
 def test_gspo_is_decoupled_where_the_recipe_says_so() -> None:
     """One sequence, s = e^((0.1 + 0.2 - 0.4) / 3), unclipped, each token times its own weight."""
     algorithm = GSPO(epsilon=0.5, epsilon_high=0.5, proximal="recomputed")
@@ -370,6 +456,22 @@ def test_gspo_is_decoupled_where_the_recipe_says_so() -> None:
     s = exp(-0.1 / 3)
     expected = [-w * s * a for w, a in zip(WEIGHTS, (1, -1, 2), strict=True)]
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gspo", {"advantage": "grpo", "aggregation": "sequence_mean", "epsilon": 3e-4}),
+        ("cispo", {"advantage": "grpo", "aggregation": "token_mean", "epsilon_low": None}),
+        ("sapo", {"advantage": "grpo", "aggregation": "sequence_mean"}),
+        ("m2po", {"advantage": "grpo", "aggregation": "token_mean", "max_second_moment": 0.04}),
+        ("dppo", {"advantage": "dr_grpo", "max_divergence": 0.15, "proximal": "behavior"}),
+        ("reinforce_plus_plus", {"advantage": "reinforce_baseline", "epsilon": 0.2}),
+    ],
+)
+def test_name_brings_the_settings_of_its_paper(name: str, expected: dict[str, Any]) -> None:
+    algorithm = build_recipe({"algorithm": {"name": name}}, source="").algorithm
+    assert {key: getattr(algorithm, key) for key in expected} == expected
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()

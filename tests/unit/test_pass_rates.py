@@ -40,9 +40,10 @@ from areal_flow.rewards.shipping import ship_function
 from areal_flow.store.database import connect, read_sql
 from areal_flow.tracking.projection import held_out_metrics
 from areal_flow.types import Score, Verdict
-from pipelines.cli.progress import Progress
+from pipelines.cli.progress import Lines, Progress
 from pipelines.cli.reports import report_evaluation
 from pipelines.cli.tables import samples_text
+from pipelines.evaluate import EvaluationResult
 from tests.rows import group_table
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -165,17 +166,20 @@ def test_progress_shows_reward_and_pass_apart() -> None:
     file = StringIO()
     counts = ("staleness_max", "staleness_mean")
     row = {**dict.fromkeys((*speed.COLUMNS, *counts), 1), "step": 1, "completion_tokens_mean": 3.0}
-    lines = Progress(4, 1, console=Console(file=file))
+    lines = Progress(4, 1, screen=Lines(Console(file=file, width=300)))
     lines.step({**row, "reward_mean": 0.5, "metrics": {PASS_RATE: 0.125}})
     assert "step 1/4  reward 0.500  pass 0.125  length 3.0" in file.getvalue()
 
 
 def test_evaluation_is_reported_with_both_labelled() -> None:
-    report = report_evaluation(tabulate(answers(0.25, 0.75), threshold=0.5), Path("m"))
+    table = tabulate(answers(0.25, 0.75), threshold=0.5)
+    report = report_evaluation(EvaluationResult(table, [], "m", policy_version=3))
+    assert (report.data["model"], report.data["policy_version"]) == ("m", 3)
     overall = report.data["overall"]
     assert (overall["pass_rate"], overall["reward_mean"], overall["n"]) == (0.5, 0.5, 2)
     assert overall["pass_rate_low"] < 0.5 < overall["pass_rate_high"]
-    assert report.parts[-1] == json.dumps(overall)
+    (shown,) = report.parts
+    assert shown.rows[-1]["mean reward, 95%"].startswith("0.500"), "and no JSON"
 
 
 def sampled(*prompts: Sequence[float | None]) -> list[dict[str, Any]]:
@@ -256,9 +260,9 @@ def test_each_held_out_set_has_its_own_numbers_and_overall_each_prompt_counts_on
     metrics = held_out_metrics(found)
     assert metrics["held_out/pass_at_2"] == 0.75
     assert metrics["held_out/code/pass_at_2"] == pytest.approx(2 / 3)
-    report = report_evaluation(found, "m")
+    report = report_evaluation(EvaluationResult(found, [], "m"))
     assert [*report.data["by_set"]] == ["held_out", "code"]
-    assert [row["set"] for row in report.parts[0].rows] == ["held_out", "code"]
+    assert [row["set"] for row in report.parts[0].rows] == ["held_out", "code", "all"]
     of_one = held_out_metrics(tabulate(rows, threshold=0.5))
     assert not any(name.startswith("held_out/code") for name in of_one), "it is what is overall"
 

@@ -22,6 +22,8 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
+        self.tasks: dict[str, Any] = {}
+        self.allowed_failures = 3
 
     def add_plugin(self, plugin: Any) -> None:
         self._plugin = plugin
@@ -30,13 +32,27 @@ class FakeScheduler:
         assert placement.name not in self.aliases, "a duplicate name: Dask refuses it"
         self.aliases[placement.name] = address
         self.workers[address] = SimpleNamespace(
-            name=placement.name, resources=placement.resources, address=address, nanny=None
+            name=placement.name,
+            resources=placement.resources,
+            address=address,
+            nanny=None,
+            processing=[task for task in self.tasks.values() if task.role == placement.role],
         )
         self._plugin.add_worker(self, address)
 
     async def remove_worker(self, address: str, *, stimulus_id: str) -> None:
-        del self.aliases[self.workers.pop(address).name]
+        worker = self.workers.pop(address)
+        del self.aliases[worker.name]
+        for task in worker.processing:
+            task.suspicious += 1
+            if task.suspicious > self.allowed_failures:
+                del self.tasks[task.key]
+        keys = {task.key for task in worker.processing}
+        self._event = {"processing-tasks": keys, "expected": stimulus_id == "retired"}
         self._plugin.remove_worker(self, address, stimulus_id=stimulus_id)
+
+    def get_events(self, address: str) -> list[tuple[float, dict[str, Any]]]:
+        return [(0.0, self._event)]
 
     async def retire_workers(self, addresses: list[str], *, remove: bool) -> None:
         for address in addresses:
@@ -134,6 +150,41 @@ def test_worker_that_keeps_dying_is_quarantined_and_the_last_of_its_role_breaks_
         with pytest.raises(EngineError, match=r"no generator left.*cannot be started"):
             await pool.guard(asyncio.sleep(60))
         assert launcher.num_started == num_started + 2
+
+    with_pool(test)
+
+
+REWARD = WorkerPlacement("reward-0", "reward", 1)
+
+
+@pytest.mark.parametrize("is_noticed_first", [True, False])
+def test_task_that_kills_reward_workers_is_given_up_at_the_second_death_and_condemns_none(
+    is_noticed_first: bool,
+) -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        tasks = launcher.scheduler.tasks
+        await pool.start_until_joined([REWARD])
+        record = pool.registry.named("reward-0")
+        assert record is not None
+
+        async def die() -> None:
+            if is_noticed_first:
+                await launcher.scheduler.remove_worker(record.address, stimulus_id="its end")
+            launcher.end("reward-0", "exit status 1")
+            await asyncio.sleep(1)
+
+        for key in "abc":
+            tasks[key] = SimpleNamespace(key=key, role="reward", suspicious=0)
+            await die()  # of the process that had no task yet
+            for _ in range(2):
+                assert key in tasks
+                await die()
+            assert key not in tasks
+        assert not record.is_quarantined
+        for _ in range(3):
+            assert not record.is_quarantined
+            await die()
+        assert record.is_quarantined
 
     with_pool(test)
 

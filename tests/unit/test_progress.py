@@ -17,7 +17,7 @@ from rich.text import Text
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.cli import progress as shown
-from pipelines.cli.progress import LiveProgress, Progress, counted
+from pipelines.cli.progress import Lines, LiveProgress, Progress, Terminal, counted
 from pipelines.cli.run_log import log, log_kept, logged_warnings, say
 from pipelines.cli.tables import Table
 
@@ -41,7 +41,7 @@ ROW: dict[str, Any] = {
 
 def on_terminal(file: StringIO) -> LiveProgress:
     console = Console(file=file, force_terminal=True, width=80, markup=False, highlight=False)
-    return LiveProgress(4, 1, console=console)
+    return LiveProgress(4, 1, screen=Terminal(console))
 
 
 def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,18 +57,35 @@ def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.Monke
 
 def test_skipped_updates_are_said_as_long_as_they_are_among_the_last_steps() -> None:
     file = StringIO()
-    progress = Progress(4, 1, console=Console(file=file, width=300))
+    progress = Progress(4, 1, screen=Lines(Console(file=file, width=300)))
     progress.step(ROW)
     assert "SKIPPED" not in file.getvalue()
     progress.step({**ROW, "metrics": {**ROW["metrics"], SKIPPED_UPDATES: 0.25}})
     assert "SKIPPED 1 of 2 steps" in file.getvalue()
 
 
+def test_a_step_is_shown_with_its_own_values_and_means_are_labelled() -> None:
+    file, terminal = StringIO(), StringIO()
+    lines = Progress(4, 1, screen=Lines(Console(file=file, width=300)))
+    live = on_terminal(terminal)
+    for step, reward in ((1, 0.0), (2, 1.0)):
+        row = {**ROW, "step": step, "reward_mean": reward, "metrics": {PASS_RATE: reward}}
+        lines.step(row)
+        live.step(row)
+    live.close()
+    of_step, over_both = file.getvalue().splitlines()[1].split("  over the last 2 steps: ")
+    assert of_step.startswith("step 2/4  reward 1.000  pass 1.000  length 8.0")
+    assert over_both.startswith("reward 0.500  pass 0.500  length 8.0")
+    shown = [line.split()[:4] for line in screen(terminal.getvalue()).splitlines()]
+    assert ["2", "1.000", "1.000", "8.0"] in shown
+    assert ["mean", "of", "2", "0.500"] in shown
+
+
 def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 12.0, 16.0, 17.0])
     monkeypatch.setattr(shown, "monotonic", lambda: next(clock))
     file = StringIO()
-    lines = Progress(4, 1, console=Console(file=file, width=20, markup=False))
+    lines = Progress(4, 1, screen=Lines(Console(file=file, width=20, markup=False)))
     lines.phase("Evaluating version 0 on 5 held-out prompts")
     for done in range(1, 6):
         lines.count("answered", done, 5)
@@ -173,7 +190,7 @@ async def test_answers_are_counted_as_they_come() -> None:
     async def answer(episodes: list[int], *, name: str) -> str:
         return f"{name}: {len(episodes)}"
 
-    answer_counted = counted(answer, Progress(console=Console(file=file)), total=5)
+    answer_counted = counted(answer, Progress(screen=Lines(Console(file=file))), total=5)
     assert await answer_counted([1, 2, 3], name="before") == "before: 3"
     assert await answer_counted([4, 5], name="before") == "before: 2"
     assert file.getvalue().splitlines() == ["  answered 3/5", "  answered 5/5"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from areal_flow.config import EvaluationSettings, Recipe, build_recipe
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.layout import RunLayout
-from areal_flow.prompts.prepare import prepare_prompts
+from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
@@ -30,6 +31,7 @@ from pipelines.arithmetic.sums import (
     running_sums,
 )
 from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.cli.prompt_report import describe_prompts
 from tests.plain import plain
 from tests.rows import is_chain_of_thought
 
@@ -155,6 +157,19 @@ def test_every_column_of_a_row_but_its_answer_is_its_metadata(
     assert second.metadata == {"question": good(1)["question"], "level": 3}
 
 
+def test_tests_of_a_row_do_not_travel_with_its_prompt(tmp_path: Path, layout: RunLayout) -> None:
+    tests = [{"input": "1" * 1000, "output": "2"}] * 1000
+    path = write_rows(tmp_path / "p.jsonl", [{**good(n), "tests": tests, "n": n} for n in range(9)])
+    prompts = prepared(recipe(path, num_held_out=0), layout)
+    for prompt in prompts:
+        sent = pickle.dumps(prompt)
+        assert len(sent) < 2000
+        arrived = pickle.loads(sent)
+        assert arrived.metadata == prompt.metadata
+        assert (arrived.metadata["n"], arrived.metadata["tests"]) == (prompt.metadata["n"], tests)
+    assert {prompt.metadata["n"] for prompt in prompts} == {*range(9)}
+
+
 def test_metadata_of_parquet_is_json_whatever_its_types(tmp_path: Path, layout: RunLayout) -> None:
     row = {"written": date(2024, 5, 1), "sizes": [1, None], "num": 3, "is": True, "s": {"a": 0.5}}
     pq.write_table(pa.Table.from_pylist([{**good(0), **row}]), tmp_path / "p.parquet")
@@ -197,7 +212,7 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
         ),
         (
             {"messages": [], "answer": "1"},
-            'set prompts.question_field = "messages" and prompts.chat_template = true',
+            'set prompts.question_field = "messages". Mend',
         ),
         ({"question": "q", "ground_truth": 3}, 'set prompts.answer_field = "ground_truth"'),
         ({"text": "q", "answer": "1"}, "found fields: answer, text. Mend it"),
@@ -371,3 +386,33 @@ def test_seeds_and_streams_share_no_items() -> None:
 def test_too_few_distinct_sums_is_an_error_and_not_a_loop() -> None:
     with pytest.raises(PromptError, match="distinct sums"):
         list(arithmetic_questions(size=5000, seed=0, min_terms=2, max_terms=2, stream=0))
+
+
+def test_bad_rows_are_refused_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "1 + 1 =", "answer": "2"}\n{"question": "2 + 2 ="}\n')
+    with pytest.raises(PromptError, match=r"line 2: field 'answer' is missing"):
+        check_first_rows(recipe(path))
+    check_first_rows(recipe(path, skip_bad_rows=True))
+    path.write_text("")
+    with pytest.raises(PromptError, match="is empty"):
+        check_first_rows(recipe(path, skip_bad_rows=True))
+
+
+def test_rows_of_messages_are_not_bad_before_the_chat_template_is_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    messages = [{"role": "user", "content": "1 + 1 ="}]
+    path.write_text(json.dumps({"question": messages, "answer": "2"}) + "\n")
+    check_first_rows(recipe(path))
+
+
+def test_held_out_rows_that_are_fewer_than_asked_for_are_said(
+    tmp_path: Path, layout: RunLayout
+) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [*map(good, range(20))])
+    found = prepare_prompts(recipe(path, num_held_out=9), layout)
+    assert found.num_held_out == 4
+    assert f"4 of {path} may be held out, fewer than num_held_out" in describe_prompts(
+        found, layout
+    )
+    assert "may be held out" not in describe_prompts(prepare_prompts(recipe(path), layout), layout)

@@ -22,8 +22,15 @@ def test_public_names() -> None:
     assert areal_flow.__all__ == ["Run", "evaluate", "open_run", "report", "sft", "train"]
     for name in areal_flow.__all__:
         assert getattr(areal_flow, name).__doc__
+    assert set(areal_flow.__all__) <= set(dir(areal_flow))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = areal_flow.nothing
+
+
+def test_package_runs_as_the_command_line() -> None:
+    command = [sys.executable, "-m", "areal_flow", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == areal_flow.__version__
 
 
 def test_import_loads_no_vendor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import lance
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_flow.errors import ConfigError, RunError
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.store.browsing import (
     ShownToken,
     ShownTrajectory,
@@ -34,6 +37,7 @@ from pipelines.cli.tables import Report, Table, one_line, printable, rendered, s
 from pipelines.cli.trajectory_report import listing, report_trajectory
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
+from tests.tracked_runs import make_run
 from tests.unit.test_audit import random_row, trained_ages
 
 
@@ -90,6 +94,57 @@ def database(rows: pa.Table, steps: pa.Table, *, max_staleness: int) -> Any:
         decode=lambda tokens: pa.array([str(t) for t in tokens.to_pylist()], pa.string()),
         max_staleness=max_staleness,
     )
+
+
+def test_steps_are_read_in_order_however_a_compaction_left_them(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "r")
+    in_order = lance.dataset(layout.steps).to_table()
+    lance.write_dataset(in_order.take([3, 0, 1, 2]), layout.steps, mode="overwrite")
+    run = open_run(layout.root)
+    assert list(run.steps().step) == [0, 1, 2, 3]
+    read = run.steps("arrow", columns=[PASS_RATE])
+    assert read.to_pydict() == {PASS_RATE: [None, 0.25, 0.5, 0.75]}
+
+
+def test_genesis_has_no_means_and_its_counts_are_zero(tmp_path: Path) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=1).root)
+    genesis, step = run.steps("arrow").to_pylist()
+    for name in ("reward_mean", "staleness_mean", "staleness_max", "learning_rate", "seconds_step"):
+        assert genesis[name] is None
+        assert step[name] is not None
+    assert genesis["num_trained_tokens"] == 0
+    assert run.steps("arrow", columns=["reward_mean"])["reward_mean"].to_pylist()[0] is None
+
+
+def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=2).root)
+    known, *_ = run.trajectories("arrow", columns=["prompt_id"])["prompt_id"].to_pylist()
+    prompts = {
+        "prompt_id": [known, "unasked"],
+        "metadata": [json.dumps({"kind": "sum", "level": 2, "mixed": 1}), "{}"],
+    }
+    run.layout.train_prompts.parent.mkdir(exist_ok=True)
+    with pa.ipc.new_file(str(run.layout.train_prompts), pa.table(prompts).schema) as writer:
+        writer.write_table(pa.table(prompts))
+    names = ["reward", "metadata.kind", "metadata.level", "metadata.missing"]
+    assert run.trajectories("polars", columns=names).columns == names
+    found = run.trajectories("arrow", columns=[*names, "prompt_id"]).to_pylist()
+    assert found
+    for row in found:
+        of_known = row["prompt_id"] == known
+        assert row["metadata.kind"] == ("sum" if of_known else None)
+        assert row["metadata.level"] == (2 if of_known else None)
+        assert row["metadata.missing"] is None
+    where = run.trajectories("polars", columns=["metadata.kind"], where="reward = 1")
+    assert len(where) == len(run.trajectories(where="reward = 1"))
+
+
+def test_connections_leave_nothing_behind_for_the_end_of_the_program(tmp_path: Path) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=1).root)
+    before = atexit._ncallbacks()
+    for _ in range(3):
+        run.database().close()
+    assert atexit._ncallbacks() == before
 
 
 def test_ages_count_fresh_tokens_that_the_policy_chose() -> None:

@@ -47,6 +47,7 @@ def test_tasks_that_would_run_what_the_policy_wrote_are_refused(task: str) -> No
         ("<answer>1</answer> no, <answer> 2 </answer>", "2"),
         ("<answer>3", "3"),
         ("it is \\boxed{4}", "4"),
+        ("it is \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         ("#### 5", "5"),
         (" 6 ", "6"),
     ],

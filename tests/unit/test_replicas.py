@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,9 @@ from tests.unit.virtual_time import run_in_virtual_time
 HASHES = PolicyHashes("weights", "served")
 
 
+KL_IN_REWARD: dict[str, Any] = {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
+
+
 def trained(
     of: ReplicatedBackend,
     num_ranks: int,
@@ -52,6 +56,7 @@ def trained(
         "weights": of.fingerprint(),
         "optimizer": hash_tensors(of.save().optimizer),
         "numbers": numbers,
+        "advantages": [[np.asarray(a).tolist() for a in each.advantages] for each in numbers],
     }
 
 
@@ -79,8 +84,20 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
         (2, M2PO()),
         (2, DecoupledPPO(proximal="interpolated", kl_coefficient=0.1)),
         (3, ActorCriticPPO()),
+        (3, DecoupledPPO(advantage="batch_norm", **KL_IN_REWARD)),
+        (2, ActorCriticPPO(**KL_IN_REWARD)),
     ],
-    ids=["two", "three", "gspo", "ranks without work", "m2po", "reference", "critic"],
+    ids=[
+        "two",
+        "three",
+        "gspo",
+        "ranks without work",
+        "m2po",
+        "reference",
+        "critic",
+        "divergence in the reward",
+        "divergence before the critic",
+    ],
 )
 def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
     tmp_path: Path, num_ranks: int, algorithm: Algorithm

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
 from areal_flow.layout import RunLayout
+from areal_flow.pass_rates import PASS_RATE
 from areal_flow.recovery.run_directory import State, create_run
 from pipelines.cli.main import main
 from pipelines.report import svg
+from pipelines.report.charts import make_charts
 from tests.finished_runs import make_finished_run
 
 
@@ -23,31 +27,68 @@ def page_of(layout: RunLayout) -> str:
     return layout.report.read_text()
 
 
-def test_page_shows_how_a_run_went(tmp_path: Path) -> None:
+def test_page_begins_with_health_then_answers_then_six_curves(tmp_path: Path) -> None:
     page = page_of(make_finished_run(tmp_path / "r", num_steps=4))
-    for said in ("finished", "Held-out pass rate, version 4", "1.000 [0.610, 1.000]", "4 in 4 s"):
-        assert said in page
-    scores, speed = ("Mean reward", "Pass rate"), ("Time of a step", "Throughput")
-    for title in (*scores, *speed, "Staleness", "Length", "Loss", "Zeal"):
-        assert f"<h3>{title}" in page
-    for title in ("Pass rate by difficulty", "Throughput"):
-        assert page.count(f"<h3>{title}") == 1
-    assert page.index(">2</text>") < page.index(">10</text>"), "difficulties ascend"
-    for shown_elsewhere in ("Rollout/pass rate", "Pass rate/difficulty", "Speed/"):
-        assert shown_elsewhere not in page
-    assert '<span class="bad">reward 0<' in page
-    assert '<span class="good">reward 1, passes<' in page
-    assert "groups given up: 7" in page
-    assert "driver 1 began" in page
+    order = [
+        "finished",
+        "Held-out pass rate rose from 0.00 to 1.00",
+        "Mean staleness",
+        "No completion",
+    ]
+    order += ["<h2>Before and after", "✗ wrong", "✓ right", "<h2>Curves", "<h2>All else"]
+    assert [page.index(said) for said in order] == sorted(page.index(said) for said in order)
+    curves = page[page.index("<h2>Curves") : page.index("<h2>All else")]
+    titles = re.findall("<h3>(.*?)</h3>", curves)
+    assert titles == ["Pass rate", "Mean reward", "Throughput"], "the others did not change"
+    folded = page[page.index("<h2>All else") :]
+    for title in ("Pass rate by difficulty", "train/zeal", "train/loss"):
+        assert f"<h3>{title}" in folded
+    assert folded.index(">2</text>") < folded.index(">10</text>"), "difficulties ascend"
+    assert "<details open" not in folded
+    for said in ("1.000 [0.610, 1.000]", "groups given up: 7", "driver 1 began"):
+        assert said in folded
+
+
+def test_page_draws_nothing_twice(tmp_path: Path) -> None:
+    layout = make_finished_run(tmp_path / "r", num_steps=4)
+    titles = re.findall("<h3>(.*?)</h3>", page_of(layout))
+    assert len(titles) == len(set(titles))
+
+
+def test_six_curves_are_shown_at_once_and_a_reward_that_is_the_pass_rate_is_not_drawn() -> None:
+    ledger = ("seconds_generate", "seconds_read", "seconds_train", "seconds_stage", "seconds_step")
+    areas = [f"rollout/completion_p{share}_tokens" for share in (10, 50, 90)]
+    areas += [f"speed/{name}_tokens_per_s" for name in ("generated", "trained")]
+    areas += [f"speed/{name}_busy_fraction" for name in ("generators", "trainer")]
+    names = [*ledger, *areas, "entropy_mean", "staleness_mean", "staleness_max", "grad_norm"]
+    rows = [
+        {
+            "step": n,
+            "reward_mean": n / 9,
+            PASS_RATE: n / 9,
+            **{x: n + i for i, x in enumerate(names)},
+        }
+        for n in (1, 2, 3)
+    ]
+    first, others = make_charts(Recipe(), rows, [])
+    shown = [chart.title for chart in first]
+    assert shown[:3] == ["Pass rate", "Entropy", "Staleness"]
+    assert len(shown) == 6
+    assert [chart.title for chart in others] == ["Busy", "train/grad_norm"]
+    first, _ = make_charts(
+        Recipe(), [{**row, "reward_mean": 0.5} for row in rows[:2]] + rows[2:], []
+    )
+    assert [chart.title for chart in first][:2] == ["Pass rate", "Mean reward"]
 
 
 def test_page_compares_nothing_that_another_verifier_scored(tmp_path: Path) -> None:
     layout = make_finished_run(tmp_path / "r", num_steps=3, accepted_at=2)
     page = page_of(layout)
     assert "another verifier scored from here on: numeric@1" in page
-    assert "Held-out pass rate, version 3" in page
-    assert "version 0" not in page
-    assert "<h2>Held-out" not in page
+    assert "Pass rate of batches" in page
+    assert "Held-out pass rate " not in page
+    assert "<h2>Before and after" not in page
+    assert "<details open><summary>Trajectories" in page, "nothing else shows what was written"
 
 
 def test_page_of_a_hostile_policy_runs_nothing_and_loads_nothing(tmp_path: Path) -> None:
@@ -69,9 +110,10 @@ def test_page_of_a_short_run_has_what_there_is(
         make_finished_run(tmp_path / "r", num_steps=num_steps, evaluated=evaluated, state=state)
     )
     assert state in page
-    assert ("<h2>Curves" in page) == (num_steps > 0)
-    assert ("<h2>Held-out" in page) == (evaluated and num_steps > 0)
-    assert ("Held-out pass rate, version 0" in page) == evaluated
+    assert ("<h3>Pass rate" in page) == (num_steps > 1 or (evaluated and num_steps > 0))
+    assert ("No step is done yet" in page) == (num_steps == 0)
+    assert ("<h2>Before and after" in page) == (evaluated and num_steps > 0)
+    assert ("Held-out pass rates and rewards" in page) == evaluated
 
 
 def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
@@ -94,8 +136,7 @@ def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
 def test_charts_are_svg_that_loads_nothing() -> None:
     drawn = svg.curves(
         {"a": [0.0, None, 2.0], "b": [1.0, 1.0, 1.0]},
-        steps=[1, 2, 3],
-        label="value",
+        [1, 2, 3],
         held_out=[(0, 0.5, 0.4, 0.6), (3, 0.5, 0.4, 0.6)],
     )
     assert drawn.startswith("<svg")
@@ -104,15 +145,14 @@ def test_charts_are_svg_that_loads_nothing() -> None:
 
 
 def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
-    series = np.array([1.0, np.nan, 3.0, *[5.0] * 8, 13.0])
-    means = svg._moving_means(series)
-    brute = [np.nanmean(series[max(0, i - 7) : i + 1]) for i in range(len(series))]
+    series = [1.0, None, 3.0, math.inf, *[5.0] * 8, 13.0]
+    means = svg.moving_means(pl.Series(series)).to_numpy()
+    known = np.where(np.isinf(np.array(series, float)), np.nan, np.array(series, float))
+    brute = [np.nanmean(known[max(0, i - 7) : i + 1]) for i in range(len(series))]
     np.testing.assert_allclose(means, brute)
     assert means[2] == 2
 
 
-def test_histogram_of_wide_numbers_has_few_bars_and_loses_none() -> None:
-    lengths = dict.fromkeys(range(1000), 1)
-    drawn = svg.histogram({"tokens": lengths}, xlabel="tokens", ylabel="share")
-    num_bars = drawn.count('<g id="patch_') - 5  # the figure, the axes and its spines
-    assert 50 <= num_bars <= 62
+def test_long_run_is_drawn_in_at_most_a_thousand_points_a_line() -> None:
+    drawn = svg.curves({"a": [*map(float, range(20_000))]}, [*range(20_000)])
+    assert len(drawn) < 100_000

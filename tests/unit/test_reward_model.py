@@ -103,7 +103,7 @@ def without_file(name: str) -> Callable[[Path], None]:
 
 def of_a_policy(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    config["architectures"] = ["Qwen2ForCausalLM"]
+    config["architectures"] = ["SeedOssForCausalLM"]
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -117,8 +117,8 @@ def of_two_labels(directory: Path) -> None:
         (without_file("config.json"), "expected config.json of a reward model"),
         (without_file("tokenizer.json"), "expected tokenizer.json"),
         (without_file("model.safetensors"), r"expected \*.safetensors"),
-        (of_a_policy, "with one label, found Qwen2ForCausalLM with 1"),
-        (of_two_labels, "with one label, found Qwen2ForSequenceClassification with 2"),
+        (of_a_policy, "with one label, found SeedOssForCausalLM with 1"),
+        (of_two_labels, "with one label, found SeedOssForSequenceClassification with 2"),
     ],
 )
 def test_directory_of_no_reward_model_is_refused_before_anything_starts(

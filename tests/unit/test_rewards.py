@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
+from areal_flow.import_path import code_hash
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, RewardSettings
-from areal_flow.rewards.registry import WeightedRewards, code_hash, load_reward
+from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import RewardPart, Score
 
@@ -46,6 +47,29 @@ NOWHERE = Path("nowhere")
         ("\u0661\u0662", "12", "parse_error"),
         ("#### " + "9" * 5000, "12", "parse_error"),
         ("#### 1", "one", "bad_answer"),
+        (r"\boxed{\frac{1}{2}}", "1/2", "right"),
+        (r"\boxed{\frac{1}{2}}", "0.5", "right"),
+        (r"\boxed{\frac{1}{2}}", "2", "wrong"),
+        (r"so it is $-\dfrac{3}{4}$.", "-0.75", "right"),
+        (r"\boxed{0.5}", r"$\frac{1}{2}$", "right"),
+        (r"\boxed{2}", r"\frac{1}{2}", "wrong"),
+        (r"\boxed{\frac{1}{0}}", "1", "parse_error"),
+        (r"\boxed{\frac{x}{2}}", "2", "parse_error"),
+        (r"so it is \frac{x}{2}", "2", "parse_error"),
+        (r"so it is x^{2}", "2", "parse_error"),
+        (r"\boxed{\sqrt{2}}", "2", "parse_error"),
+        (r"\boxed{\text{18}}", "18", "right"),
+        (r"\boxed{50\%}", "50", "right"),
+        (r"\boxed{1{,}234}", "1234", "right"),
+        (r"\boxed{1} and \boxed{2}", "2", "parse_error"),
+        (r"\boxed{1, 2}", "12", "parse_error"),
+        ("#### 1,2", "12", "parse_error"),
+        ("#### 1 2", "12", "parse_error"),
+        ("#### 1 234", "1234", "right"),
+        ("it costs 5, 6, or 7, in all", "7", "right"),
+        ("first 41 ####", "41", "parse_error"),
+        (r"first 41 \boxed{}", "41", "parse_error"),
+        ("#### 7\nThat was all.", "7", "right"),
     ],
 )
 def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
@@ -62,6 +86,8 @@ def test_numeric_verdicts(completion: str, answer: str, verdict: str) -> None:
         ("Paris ", "Paris", "right"),
         ("paris", "Paris", "wrong"),
         ("", "Paris", "wrong"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", "right"),
+        (r"\boxed{\frac{1}{2}}", "2", "wrong"),
     ],
 )
 def test_exact_verdicts(completion: str, answer: str, verdict: str) -> None:
@@ -431,3 +457,33 @@ def test_function_that_cannot_be_shipped_is_refused_with_the_cause(tmp_path: Pat
         pytest.raises(RewardError, match=r"cannot be shipped.*pickle"),
     ):
         ship_function(lambda completion: file.write(completion), tmp_path)
+
+
+def test_last_number_of_a_long_text_is_whole_wherever_it_stands() -> None:
+    for before, after in (("7 ", 3000), ("", 490), ("7 ", 495), ("7 ", 0)):
+        completion = f"{before}{123456}{'x' * after}"
+        assert verify_numeric(prompt="", completion=completion, answer=123456).verdict == "right"
+
+
+def test_identity_of_numeric_counts_what_reads_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = code_hash(verify_numeric), code_hash(verify_exact)
+    monkeypatch.setattr(Path, "read_text", lambda _: "changed")
+    assert not {*before} & {code_hash(verify_numeric), code_hash(verify_exact)}
+
+
+def test_identity_counts_the_agent_that_gives_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = []
+    for reward in ("1.0", "0.25"):
+        (tmp_path / "an_agent.py").write_text(f"def solve(base_url):\n    return {reward}\n")
+        sys.modules.pop("an_agent", None)
+        alone = WeightedRewards([], NOWHERE, agent="an_agent:solve")
+        assert alone.files == (str(tmp_path / "an_agent.py"),)
+        found.append(alone.identity)
+        both = WeightedRewards(settings(numeric=2.0), NOWHERE, agent="an_agent:solve")
+        assert both.identity.startswith(f"{alone.identity} + 2*numeric@")
+    assert all(identity.startswith("agent:an_agent:solve@") for identity in found)
+    assert found[0] != found[1]

@@ -15,7 +15,6 @@ from areal_flow.recovery.replay import replay_step
 from areal_flow.recovery.run_directory import (
     check_schema_version,
     create_run,
-    existing_run,
     find_run,
     list_runs,
 )
@@ -31,7 +30,7 @@ def layout(tmp_path: Path) -> RunLayout:
 
 def test_new_run_can_be_opened_and_has_an_identity_of_its_own(layout: RunLayout) -> None:
     runs = layout.root.parent
-    assert existing_run(runs, "r") == find_run(runs, "r") == layout
+    assert find_run(runs, "r") == layout
     assert areal_flow.open_run(layout.root).layout == layout
     other = RunLayout(runs / "s")
     create_run(other, Recipe())
@@ -40,8 +39,8 @@ def test_new_run_can_be_opened_and_has_an_identity_of_its_own(layout: RunLayout)
 
 @pytest.mark.parametrize(
     ("identity", "found"),
-    [(None, "none"), ('{"schema_version": 1, "run_id": "x"}', "1"), ("{", "none")],
-    ids=["written before there was a number", "another number", "damaged"],
+    [(None, "none"), ('{"schema_version": 1, "run_id": "x"}', "1")],
+    ids=["written before there was a number", "another number"],
 )
 def test_run_of_another_schema_version_is_refused_at_every_door(
     layout: RunLayout, identity: str | None, found: str
@@ -53,8 +52,7 @@ def test_run_of_another_schema_version_is_refused_at_every_door(
         layout.identity.write_text(identity)
     runs = layout.root.parent
     for door in (
-        lambda: existing_run(runs, "r"),  # resume, replay, workers
-        lambda: find_run(runs, "r"),  # check, trajectories, lineage
+        lambda: find_run(runs, "r"),  # every command
         lambda: areal_flow.open_run(layout.root),
         lambda: replay_step(layout, step=1),
     ):
@@ -64,6 +62,13 @@ def test_run_of_another_schema_version_is_refused_at_every_door(
         assert f"found {found}: read run r with the version of areal-flow that" in str(
             refused.value
         )
+
+
+@pytest.mark.parametrize("identity", ["{", '{"schema_version": 5}', "5"])
+def test_damaged_identity_is_called_damaged(layout: RunLayout, identity: str) -> None:
+    layout.identity.write_text(identity)
+    with pytest.raises(RunError, match=r"run\.json is damaged: expected schema_version and run_id"):
+        areal_flow.open_run(layout.root)
 
 
 def test_run_of_another_schema_version_does_not_hide_the_others(

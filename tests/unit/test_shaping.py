@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from areal_flow.errors import RewardError
+from areal_flow.config import build_recipe
+from areal_flow.errors import ConfigError, RewardError
 from areal_flow.rewards import retries
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
+from areal_flow.trainer.batch_metrics import _part_means
 from areal_flow.types import Score
 from tests.judges import Refused, running_judge
 
@@ -80,6 +82,8 @@ def test_length_is_punished_as_in_equation_13_of_dapo() -> None:
         ("judge", {"url": "localhost:80"}, r"expected url = 'http\(s\)://...'"),
         ("judge", {"url": "http://localhost", "num_at_once": 0}, "num_at_once >= 1"),
         ("judge", {}, "reward 'judge' needs the setting 'url'"),
+        ("judge", {"url": "http://localhost", "scale": [1, 0]}, r"scale = .*found \[1, 0\]"),
+        ("judge", {"url": "http://localhost", "scale": 5}, "scale = .*found 5"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_judged(
@@ -125,6 +129,25 @@ def test_shaping_is_added_to_what_an_answer_is_worth() -> None:
     assert [part.reward for part in scores[1].parts] == [1.0, -0.5]
 
 
+def test_verifier_may_stand_twice_with_other_settings_and_each_part_has_a_name() -> None:
+    patterns = [r"A: (\w+)", r"B: (\w+)", r"C: (\w+)"]
+    chosen = [{"verifier": "regex", "settings": {"pattern": pattern}} for pattern in patterns]
+    recipe = build_recipe({"rewards": [*chosen, {"verifier": "numeric"}]}, source="test")
+    rewards = WeightedRewards(recipe.rewards, NOWHERE)
+    (score,) = asyncio.run(rewards.score([RewardInput("", "A: 1 B: 2 C: 3", "2")]))
+    names = [part.name for part in score.parts]
+    assert names == ["regex", "regex_2", "regex_3", "numeric"]
+    assert [part.reward for part in score.parts] == [0.0, 1.0, 0.0, 0.0]
+    row = {"reward_parts": [part._asdict() for part in score.parts]}
+    assert {*_part_means([row])} == {f"reward/{name}_mean" for name in names}
+
+
+def test_verifier_that_stands_twice_with_the_same_settings_is_refused() -> None:
+    twice = [{"verifier": "numeric", "weight": weight} for weight in (1.0, 0.5)]
+    with pytest.raises(ConfigError, match=r"rewards: \['numeric'\] named twice with the same set"):
+        build_recipe({"rewards": twice}, source="test")
+
+
 def asked(answer: Any, **settings: Any) -> Score:
     with running_judge(answer) as url:
         reward = JudgeReward(url=url, **settings)
@@ -161,6 +184,48 @@ def test_model_is_asked_in_words_and_its_last_score_counts(monkeypatch: pytest.M
     assert (request["model"], request["path"]) == ("a-judge", "/chat/completions")
     assert request["authorization"] == "Bearer secret"
     assert "so 2" in request["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("said", "scale", "reward"),
+    [
+        ("Score: 95", None, None),
+        ("Score: -0.5", None, None),
+        ("Score: 1", None, 1.0),
+        ("Score: 95", (0, 100), 95.0),
+        ("Score: 0", (1, 5), None),
+    ],
+)
+def test_score_beyond_the_scale_of_a_judge_is_no_reward(
+    said: str, scale: tuple[float, float] | None, reward: float | None
+) -> None:
+    score = asked(
+        lambda _: {"choices": [{"message": {"content": said}}]}, model="a-judge", scale=scale
+    )
+    assert score.reward == reward
+    assert score.verdict == ("error" if reward is None else None)
+    low, high = scale or (0, 1)
+    assert reward is not None or f"expected a score from {low} to {high}, found" in score.error
+
+
+def test_score_of_a_service_is_bounded_by_the_scale_that_is_set() -> None:
+    assert asked(lambda _: 95).reward == 95
+    assert asked(lambda _: 95, scale=(0, 1)).reward is None
+
+
+def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> None:
+    seen: list[Any] = []
+
+    def said(request: dict[str, Any]) -> dict[str, Any]:
+        seen.append(request["messages"][0]["content"])
+        return {"choices": [{"message": {"content": "Score: 1"}}]}
+
+    with running_judge(said) as url:
+        reward = JudgeReward(url=url, model="m", question="{prompt}|{answer}|{completion}|{x}")
+        reward.open()
+        given = RewardInput("say {completion}", "{answer} {prompt}", "{completion}")
+        asyncio.run(reward.score([given]))
+    assert seen == ["say {completion}|{completion}|{answer} {prompt}|{x}"]
 
 
 def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,8 @@ def test_speed_is_by_time_and_by_generator() -> None:
         "speed/trainer_busy_fraction": 0.5,
     }
     assert speed_metrics({**totals, "seconds_step": 0.0}, num_generators=2) == {}
+    found = speed_metrics(totals, num_generators=2, seconds_observed=7.5)
+    assert found["speed/generators_busy_fraction"] == 0.8, "of the time in which they worked"
 
 
 def test_updates_are_told_by_their_means_and_their_longest() -> None:

@@ -21,7 +21,7 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.types import EngineStats, GroupRequest
-from areal_flow.weights.directory import DirectoryWriter, publish_model_directory
+from areal_flow.weights.directory import DirectoryReader, DirectoryWriter, publish_model_directory
 from tests.policies import write_model_directory
 
 
@@ -133,6 +133,20 @@ def test_generator_says_what_it_serves_and_what_its_update_cost(
     served = [{"a": torch.full((9,), float(version))} for version in (1, 2)]
     hashes = [hashes[0], *map(hash_tensors, served)]
     assert [found["served_hash"] for found in heard] == hashes
+
+
+def test_generator_serves_what_it_was_asked_for_although_the_listing_is_older(
+    run_directory: Path, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve() -> list[int]:
+        role = GeneratorRole(WorkerContext(run_directory, 0))
+        found = [(await role.serve(0)).version]
+        monkeypatch.setattr(DirectoryReader, "newest", lambda reader: 2)  # stale, then newer
+        for version in (1, 3):
+            found.append((await role.serve(version)).version)
+        return found
+
+    assert asyncio.run(serve()) == [0, 2, 3]
 
 
 class Stubborn:

@@ -224,7 +224,10 @@ def test_member_that_fails_for_good_is_recorded_and_the_group_goes_on() -> None:
     assert plain(group.drafts) == plain(even)
     assert 0 < len(even) < 6
     assert len(group.errors) == 6 - len(even)
-    assert all(e.startswith("KeyError: 'what a tool returned' (at run, line") for e in group.errors)
+    assert all(
+        e.startswith("KeyError: 'what a tool returned' (at run, test_workflows.py, line")
+        for e in group.errors
+    )
 
 
 class MakesNothing(SingleTurn):

@@ -16,7 +16,7 @@ WHERE found_optimizer_hash <> optimizer_hash;
 SELECT place, 'the ' || other_files || ' of the run''s model directory', 'another'
 FROM checkpoints WHERE other_files <> '';
 
--- rule checkpoint-ledger: checkpoint
+-- rule checkpoint-ledger: disagree
 WITH facts AS (
     SELECT c.place, unnest([
         {'name': 'weights_hash', 'ledger': s.weights_hash, 'found': c.weights_hash},

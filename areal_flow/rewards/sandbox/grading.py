@@ -86,24 +86,42 @@ def _grade_stdin(pool: Pool, task: CodeTask) -> Judgement:
 
 
 def _grade_calls(pool: Pool, task: CodeTask) -> Judgement:
+    """Have one process answer all calls, and another one those that it had no time for.
+
+    So each call has the time of a run to itself, if it needs it, as each test of `stdin` has.
+    """
+    number = 0
+    while number < len(task.tests):
+        outcome = _call(pool, task, task.tests[number:])
+        failed, begin = _failure(outcome), number
+        if failed is not None and not outcome.timed_out:
+            return failed
+        _, *answers = outcome.answer.splitlines() or [b""]
+        if outcome.timed_out and not outcome.answer.endswith(b"\n"):  # within an answer
+            answers = answers[:-1]
+        for answer, (_, expected) in zip(answers, task.tests[begin:], strict=False):
+            found = _compare_answer(answer, expected)
+            if found is not RIGHT:
+                return failed or Judgement(found.verdict, f"test {number}: {found.detail}")
+            number += 1
+        if failed is not None and number in (begin, len(task.tests)):
+            return failed
+        if failed is None and number < len(task.tests):
+            return Judgement("runtime_error", f"test {number}: the program ended without an answer")
+    return RIGHT
+
+
+def _call(pool: Pool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
+    """Run a program that answers a call a test."""
     calls: list[dict[str, Any]] = [
         {"of": None, "name": task.entry_point, "kwargs": {},
          "args": [plain.encode(value, _refuse) for value in args]}
-        for args, _ in task.tests
+        for args, _ in tests
     ]  # fmt: skip
     lines = "".join(json.dumps(call) + "\n" for call in calls).encode()
     lender = Program(program.LEND, _bytes(task.source), others=(lines, None))
     (outcome,) = pool.run(lambda: [lender])
-    if (failed := _failure(outcome)) is not None:
-        return failed
-    _, *answers = outcome.answer.splitlines() or [b""]
-    for number, (_, expected) in enumerate(task.tests):
-        if number >= len(answers):
-            return Judgement("runtime_error", f"test {number}: the program ended without an answer")
-        found = _compare_answer(answers[number], expected)
-        if found is not RIGHT:
-            return Judgement(found.verdict, f"test {number}: {found.detail}")
-    return RIGHT
+    return outcome
 
 
 def _compare_answer(line: bytes, expected: Any) -> Judgement:

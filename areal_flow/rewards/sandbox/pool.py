@@ -5,6 +5,7 @@
 | a run           | a slot                       | a run that ends, or lasts as long as it may  |
 |                 |                              | compute: it waits, and computes no more      |
 | a run           | its processes                | their end, or their limits                   |
+| a run           | memory for its processes     | a run that ends; one that sleeps keeps its   |
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
 
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.run import Outcome, Program, run_programs
@@ -23,6 +28,19 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """To run something in a sandbox; what then still dies is an error of the infrastructure."""
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory_budget() -> int:
+    """Return the bytes that all programs together may use: half of what this machine allows."""
+    allowed = [psutil.virtual_memory().total]
+    for file in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # it does not exist, or says "max"
+            allowed.append(int(file.read_text()))
+    return int(min(allowed)) // 2
 
 
 class SandboxPool:
@@ -51,6 +69,8 @@ class SandboxPool:
         self._modules = modules
         self._zygotes = [ZygoteClient(self.tier, modules=modules) for _ in range(num_cores)]
         self._slots = threading.BoundedSemaphore(2 * num_cores)
+        self._max_living = max(1, memory_budget() // self.limits.memory_bytes)
+        self._num_living, self._ended = 0, threading.Condition()
         self._lock = threading.Lock()
         self._num_runs = 0
         if lost := LOST[self.tier]:
@@ -85,16 +105,32 @@ class SandboxPool:
     def _run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
         reasons: list[str] = []
         while len(reasons) < MAX_ATTEMPTS:
-            zygote = self._next_zygote()
-            slot = _Slot(self._slots)
-            try:
-                return run_programs(zygote, programs(), self.limits, on_slow=slot.leave)
-            except SandboxError as error:
-                reasons.append(str(error))
-                self._replace(zygote)
-            finally:
-                slot.leave()
+            given = programs()
+            with self._memory_of(len(given)):
+                zygote = self._next_zygote()
+                slot = _Slot(self._slots)
+                try:
+                    return run_programs(zygote, given, self.limits, on_slow=slot.leave)
+                except SandboxError as error:
+                    reasons.append(str(error))
+                    self._replace(zygote)
+                finally:
+                    slot.leave()
         raise SandboxError(f"sandboxes died {MAX_ATTEMPTS} times over one program: {reasons[-1]}")
+
+    @contextmanager
+    def _memory_of(self, num_programs: int) -> Iterator[None]:
+        """Wait until so many programs fit into the memory; more than fit at all run alone."""
+        with self._ended:
+            others = self._max_living - num_programs
+            self._ended.wait_for(lambda: not self._num_living or self._num_living <= others)
+            self._num_living += num_programs
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._num_living -= num_programs
+                self._ended.notify_all()
 
     def _next_zygote(self) -> ZygoteClient:
         with self._lock:

@@ -1,0 +1,98 @@
+"""Serves MLflow's own pages over a folder of runs, opened where the newest run is.
+
+MLflow's first page is about applications, and its charts have one metric each. So `/` leads to the
+newest run's experiment, in a view that draws a value and its bounds as one chart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+VIEW = "intervals"
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+"""Of an experiment: what MLflow writes when a user shares a view. It adds all other charts."""
+
+
+def serve(uri: str, *, port: int) -> None:
+    """Serve until a signal; nothing is left behind, since it is all in this process."""
+    from mlflow import MlflowClient
+
+    page = first_page(MlflowClient(tracking_uri=uri, registry_uri=uri))
+    warnings.simplefilter("ignore")  # of what MLflow imports
+    from mlflow import server
+
+    os.environ |= {
+        server.BACKEND_STORE_URI_ENV_VAR: uri,
+        server.REGISTRY_STORE_URI_ENV_VAR: uri,
+        server.SERVE_ARTIFACTS_ENV_VAR: "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    import uvicorn
+    from mlflow.server.fastapi_app import app
+
+    html = Path(server.app.static_folder or "", "index.html").read_text()
+    move = f"<script>location.hash || history.replaceState(0, '', {json.dumps(page)})</script>"
+    server.app.view_functions["serve"] = lambda: html.replace("<head>", f"<head>{move}", 1)
+    print(f"MLflow: http://127.0.0.1:{port}/{page}\nCtrl-C ends it.", flush=True)
+    quiet = uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
+    uvicorn.Server(quiet).run()
+
+
+def first_page(client: Any) -> str:
+    """Give the newest run's experiment the view; return where that is, as the end of an address."""
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    newest = ["attributes.start_time DESC"]
+    runs = client.search_runs(experiments, order_by=newest, max_results=1)
+    if not runs:
+        return "#/experiments?workflowType=machine_learning"
+    (run,) = runs
+    experiment = run.info.experiment_id
+    client.set_experiment_tag(experiment, _VIEW_TAG, json.dumps(interval_view(run.data.metrics)))
+    view = f"compareRunsMode=CHART&viewStateShareKey={VIEW}"
+    return f"#/experiments/{experiment}/runs?workflowType=machine_learning&{view}"
+
+
+def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
+    """Return the state of MLflow's charts in which a value and its bounds are one chart.
+
+    Args:
+        metrics: names; the bounds of `NAME` are `NAME_low` and `NAME_high`.
+    """
+    known = set(metrics)
+    bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(known)}
+    bounds = {name: both for name, both in bounds.items() if known.issuperset(both)}
+    charts = [_chart([name, *both]) for name, both in bounds.items()]
+    hidden = [{**_chart([name]), "deleted": True} for both in bounds.values() for name in both]
+    areas = sorted({_area(name) for name in bounds})
+    return {
+        "compareRunCharts": [*charts, *hidden],
+        "compareRunSections": [{"uuid": area, "name": area, "display": True} for area in areas],
+    }
+
+
+def _area(metric: str) -> str:
+    """Return the section that MLflow shows a metric in."""
+    return metric.rpartition("/")[0]
+
+
+def _chart(metrics: list[str]) -> dict[str, Any]:
+    return {
+        "type": "LINE",
+        "uuid": metrics[0],
+        "metricSectionId": _area(metrics[0]),
+        "metricKey": metrics[0],
+        "selectedMetricKeys": metrics,
+        "displayName": metrics[0],
+        "runsCountToCompare": 10,
+        "range": {},
+        "xAxisKey": "step",
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+    }

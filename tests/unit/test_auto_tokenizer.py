@@ -1,0 +1,136 @@
+"""A run tokenises as `AutoTokenizer` does with the model that it exports."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from areal_flow.errors import ModelError
+from areal_flow.models.auto_tokenizer import (
+    auto_tokenizer,
+    warn_of_other_tokens,
+    write_tokenizer,
+)
+from areal_flow.models.directory import copy_model_description, prompt_tokens, tokenizer_of
+from pipelines.built_in import MODELS
+from tests.chat_templates import LLAMA_3, give_chat_template
+
+SUM, WORDS = "12 + 7 - 3 =", "compute the sum\n of 12 and 30"
+
+
+def write_own_model(directory: Path, *, tokenizer_class: str | None = None) -> Path:
+    """Write a Qwen2 whose tokenizer.json cuts text otherwise than Qwen2's tokenizer."""
+    MODELS["tiny"](directory, max_model_len=96)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    settings = {**named, "eos_token": "<eos>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def prepared(source: Path, target: Path) -> Path:
+    copy_model_description(source, target)
+    write_tokenizer(source, target)
+    return target
+
+
+@pytest.mark.parametrize("tokenizer_class", [None, "PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_run_has_the_tokens_that_auto_tokenizer_has_before_and_after_export(
+    tmp_path: Path, tokenizer_class: str | None
+) -> None:
+    source = write_own_model(tmp_path / "source", tokenizer_class=tokenizer_class)
+    run = prepared(source, tmp_path / "run")
+    for directory in (source, run):
+        expected = AutoTokenizer.from_pretrained(directory)
+        for text in (SUM, WORDS):
+            tokens = tokenizer_of(run).encode(text).ids
+            assert tokens == expected(text)["input_ids"]
+            assert tokenizer_of(run).decode(tokens) == expected.decode(tokens) == text
+    assert tokenizer_of(source).encode(SUM).ids != tokenizer_of(run).encode(SUM).ids
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_auto_tokenizer_takes_the_file_of_a_model_made_here_as_it_is(
+    tmp_path: Path, model: str
+) -> None:
+    MODELS[model](tmp_path, max_model_len=96)
+    file, expected = tokenizer_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert auto_tokenizer(tmp_path).to_str() == file.to_str(), "or forks would change it"
+    for text in (SUM, WORDS, "(3 + 4) * 2 = <calc>", "def f(x):\n    return x - 1\n"):
+        tokens = file.encode(text).ids
+        assert tokens == expected(text)["input_ids"]
+        assert file.decode(tokens) == expected.decode(tokens)
+
+
+def test_warning_shows_both_tokenisations_of_the_first_text_that_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = prepared(write_own_model(tmp_path / "source"), tmp_path / "run")
+    with caplog.at_level(logging.WARNING):
+        warn_of_other_tokens(run, run, [SUM])
+        assert not caplog.records
+        warn_of_other_tokens(tmp_path / "source", run, ["=", SUM])
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "1 of the first 2 texts" in said
+    assert "tokenizer.json: ['1', '2', 'Ġ+Ġ7'" in said
+    assert "AutoTokenizer:  ['1', '2', 'Ġ+', 'Ġ'" in said
+
+
+def test_tokenizer_that_does_not_load_is_refused(tmp_path: Path) -> None:
+    source = write_own_model(tmp_path / "source")
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": 5}))
+    with pytest.raises(ModelError, match="AutoTokenizer cannot load the tokenizer: "):
+        write_tokenizer(source, source)
+
+
+def llama_like(directory: Path, *, after: str = "") -> Tokenizer:
+    """Give the tiny tokenizer marks that it puts around a text; return it."""
+    MODELS["tiny"](directory, max_model_len=96)
+    tokenizer = tokenizer_of(directory)
+    marks = [("<pad>", 0), ("<eos>", 1)]
+    tokenizer.post_processor = TemplateProcessing(f"<pad> $A {after}".strip(), special_tokens=marks)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+def test_prompt_begins_with_special_tokens_as_transformers_puts_them_but_once(
+    tmp_path: Path,
+) -> None:
+    llama_like(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)(SUM)["input_ids"]
+    tokenizer = tokenizer_of(tmp_path)
+    assert expected[0] == 0
+    assert prompt_tokens(tokenizer, SUM) == expected
+    assert prompt_tokens(tokenizer, f"<pad>{SUM}") == expected
+    assert prompt_tokens(llama_like(tmp_path, after="<eos>"), SUM) == expected
+    assert prompt_tokens(tokenizer, "") == []
+
+
+def with_other_default(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "default.jinja").write_text("other")
+
+
+@pytest.mark.parametrize(("spoil", "is_refused"), [(None, False), (with_other_default, True)])
+def test_chat_template_is_rendered_as_apply_chat_template_does(
+    tmp_path: Path, spoil: Callable[[Path], None] | None, is_refused: bool
+) -> None:
+    MODELS["tiny"](tmp_path / "source", max_model_len=96)
+    give_chat_template(tmp_path / "source", LLAMA_3)
+    if spoil is None:
+        prepared(tmp_path / "source", tmp_path / "run")
+        return
+    spoil(tmp_path / "source")
+    with pytest.raises(ModelError, match="as apply_chat_template does, 'other', found '<s>"):
+        prepared(tmp_path / "source", tmp_path / "run")

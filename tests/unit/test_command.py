@@ -1,0 +1,153 @@
+"""Every command that is printed works as it is printed, whatever folder the runs are in."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelines.jobs
+import pipelines.report.page
+from areal_flow.command import command
+from areal_flow.config import Recipe
+from areal_flow.errors import TrainingError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import hold_run
+from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.description import describe_run
+from pipelines.cli.main import main
+from pipelines.jobs import SFT, TRAINING, supervised
+from pipelines.stop_signals import Outcome
+from pipelines.summary import next_commands
+from tests.recorded_runs import make_recorded_run
+
+HEAVY = {
+    "pipelines.jobs.start": Outcome(True),
+    "pipelines.jobs.resume": Outcome(True),
+    "areal_flow.tracking.mlflow_pages.serve": None,
+    "areal_flow.tracking.registry.track": 0,
+    "pipelines.report.page.write_report": Path("report.html"),
+}
+"""What some of the commands call, and what that returns, where it takes long."""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    layout = make_recorded_run(tmp_path_factory.mktemp("recorded") / "x")
+    shutil.copytree(layout.checkpoints, layout.sft_checkpoints)
+    return layout
+
+
+@pytest.fixture(params=["runs", "my runs", "/elsewhere"])
+def layout(
+    request: pytest.FixtureRequest,
+    recorded: RunLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> RunLayout:
+    """A run in the default folder, in another one, or far from the working directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    runs = tmp_path / request.param.removeprefix("/") if request.param[0] == "/" else request.param
+    layout = RunLayout(Path(runs).resolve() / "x")
+    shutil.copytree(recorded.root, layout.root)
+    (layout.root.parent / "mlflow.db").touch()
+    return layout
+
+
+def after_training(layout: RunLayout) -> None:
+    print("\n".join(next_commands(layout, "x@0", evaluated=False)))
+
+
+def after_fine_tuning(layout: RunLayout) -> None:
+    SFT.conclude(layout)
+
+
+def after_failing(job: pipelines.jobs.Job) -> Callable[[RunLayout], None]:
+    async def fail(*_: Any, **__: Any) -> Outcome:
+        raise TrainingError("as a test asks for")
+
+    def drive(layout: RunLayout) -> None:
+        failing = replace(job, drive=fail)
+        with hold_run(layout) as writer, pytest.raises(TrainingError):
+            pipelines.jobs._drive(
+                failing,
+                layout,
+                Recipe(),
+                writer,
+                None,
+                resume=True,
+                began=0.0,  # type: ignore[arg-type]
+            )
+
+    return drive
+
+
+def without_a_page(layout: RunLayout) -> None:
+    TRAINING.conclude(layout)
+
+
+def while_the_tracker_is_away(layout: RunLayout) -> None:
+    RunTracking(layout, None)._complain(OSError("away"), at_once=True)
+
+
+def in_mlflow(layout: RunLayout) -> None:
+    print(describe_run(layout).text)
+
+
+@pytest.mark.parametrize(
+    ("printed_by", "names"),
+    [
+        (after_training, {"ui", "trajectories", "lineage", "export", "python"}),
+        (after_fine_tuning, {"track", "train", "export"}),
+        (after_failing(TRAINING), {"train"}),
+        (after_failing(supervised("dpo")), {"dpo"}),
+        (without_a_page, {"report"}),
+        (while_the_tracker_is_away, {"track"}),
+        (in_mlflow, {"report", "trajectories"}),
+    ],
+)
+def test_printed_command_works(
+    layout: RunLayout,
+    printed_by: Callable[[RunLayout], None],
+    names: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(pipelines.report.page, "write_report", broken)
+    monkeypatch.setattr(pipelines.jobs, "track", broken)
+    with caplog.at_level(logging.WARNING):
+        printed_by(layout)
+    captured = capsys.readouterr()
+    text = "\n".join((captured.out, captured.err, *caplog.messages))
+    pattern = r"(?:areal-flow [a-z]|python -c )(?:[^'\"`:\n]|'[^'\n]*'|\"[^\"\n]*\")*"
+    commands = [shlex.split(found) for found in dict.fromkeys(re.findall(pattern, text))]
+    found = {words[0] if words[0] == "python" else words[1] for words in commands}
+    assert found == names
+    for target, returned in HEAVY.items():
+        monkeypatch.setattr(target, lambda *_, returned=returned, **__: returned)
+    for words in commands:
+        if words[0] == "python":
+            exec(words[2], {})
+        else:
+            assert main([word.replace("DIRECTORY", "out") for word in words[1:]]) == 0, words
+
+
+def test_default_folder_of_runs_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("report", "x", runs=tmp_path / "runs") == "areal-flow report x"
+    assert command("report", "x", runs=Path("b c")) == "areal-flow report x --runs 'b c'"
+    assert command("ui", runs=Path("/r")) == "areal-flow ui --runs /r"

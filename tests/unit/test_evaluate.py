@@ -1,0 +1,94 @@
+"""By which settings a model is evaluated, and which models can be compared; without a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelines.evaluate
+from areal_flow.cluster.placement import place_workers
+from areal_flow.config import build_recipe, dump_recipe
+from areal_flow.errors import ConfigError
+from areal_flow.layout import RunLayout
+from areal_flow.recovery.run_directory import write_identity
+from pipelines.cli.main import main
+from pipelines.evaluate import _recipe, _require_alike, _scratch_directory
+
+MakeRun = Callable[..., RunLayout]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(name: str, *, verifier: str = "v@1", **settings: Any) -> RunLayout:
+        layout = RunLayout(tmp_path / name)
+        layout.checkpoints.mkdir(parents=True)
+        write_identity(layout)
+        layout.config.write_text(dump_recipe(build_recipe(settings, source="test")))
+        known = {"verifiers": [[1, verifier]], "files": {}, "model": {}, "sources": {}}
+        layout.inputs.write_text(json.dumps(known))
+        return layout
+
+    return make
+
+
+def test_machine_that_trained_a_run_has_gpus_enough_to_evaluate_it(make_run: MakeRun) -> None:
+    on_gpu = {"device": "cuda"}
+    run = make_run(
+        "r", trainer=on_gpu, generation=on_gpu, cluster={"num_gpus": 2, "num_generators": 1}
+    )
+    workers = place_workers(_recipe(run, (), {}))
+    assert [worker.role for worker in workers if worker.num_gpus] == ["generator"]
+
+
+def test_models_on_a_cpu_are_evaluated_by_two_generators_unless_asked(make_run: MakeRun) -> None:
+    run = make_run("r", cluster={"num_generators": 1})
+    assert _recipe(run, (), {}).cluster.num_generators == 2
+    assert _recipe(run, (), {"cluster": {"num_generators": 1}}).cluster.num_generators == 1
+
+
+def test_workers_on_other_machines_see_the_files_of_an_evaluation(make_run: MakeRun) -> None:
+    for settings, is_in_run in (({}, False), ({"launcher": "ssh"}, True)):
+        run = make_run(f"r{is_in_run}")
+        hosts = {"remote": {"hosts": ["a"], "python": "python3"}} if is_in_run else {}
+        network = {"network": {"host": "10.0.0.1"}} if is_in_run else {}
+        recipe = build_recipe({}, source="test")
+        cluster = recipe.cluster.model_copy(update={**settings, **hosts, **network})
+        with _scratch_directory(run, recipe.model_copy(update={"cluster": cluster})) as scratch:
+            assert (Path(scratch).parent == run.root) is is_in_run
+
+
+def test_models_that_other_verifiers_judge_are_not_compared(make_run: MakeRun) -> None:
+    numeric, exact = make_run("a"), make_run("b", rewards=[{"verifier": "exact"}])
+    with pytest.raises(ConfigError, match=r"runs a and b differ in rewards: expected one verif"):
+        _require_alike([numeric, exact], (), {})
+    with pytest.raises(ConfigError, match=r"differ in the verifier's code"):
+        _require_alike([numeric, make_run("c", verifier="v@2")], (), {})
+    _require_alike([numeric, make_run("d", num_steps=7, trainer={"learning_rate": 1.0})], (), {})
+
+
+def test_models_that_sample_otherwise_are_compared_at_one_sampling(make_run: MakeRun) -> None:
+    runs = [make_run("a"), make_run("b", generation={"temperature": 0.5})]
+    with pytest.raises(ConfigError, match="differ in temperature"):
+        _require_alike(runs, (), {})
+    _require_alike(runs, (), {"evaluation": {"temperature": 0}})
+
+
+def test_evaluate_takes_sampling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    def evaluate_all(*_: Any, **given: Any) -> list[Any]:
+        found.append(given)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(pipelines.evaluate, "evaluate_all", evaluate_all)
+    (tmp_path / "config.json").write_text("{}")
+    sampling = ("--temperature", "0", "--top-p", "0.9", "--max-new-tokens", "7")
+    assert main(["evaluate", str(tmp_path), *sampling]) == 2
+    assert found[0]["settings"] == {
+        "evaluation": {"temperature": 0, "top_p": 0.9},
+        "generation": {"max_new_tokens": 7},
+    }

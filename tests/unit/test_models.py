@@ -1,0 +1,92 @@
+"""Models as they are trained: without noise, known by their kind, and each tensor by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig
+
+from areal_flow.config import SftSettings, TrainerSettings, build_recipe
+from areal_flow.layout import RunLayout
+from areal_flow.models.policy import policy_from_config, policy_tensors
+from areal_flow.models.reward_model import critic_of, is_reward_model
+from areal_flow.trainer.head import token_logprobs
+from areal_flow.trainer.rank import TrainerRank
+from areal_flow.trainer.sequences import pack_sequences
+from areal_flow.trainer.sft import SftTrainer
+from areal_flow.weights.channel import HashingWriter
+from tests.policies import completion_rows, small_policy
+from tests.unit.test_trainer import make_sequences
+
+NOISY = MixtralConfig(
+    vocab_size=13,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=1,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+    router_jitter_noise=0.9,
+)
+"""Experts that have noise at their router in training mode."""
+
+
+def as_ranks_train(policy: Any, path: Path, activations: str) -> None:
+    recipe = build_recipe({"trainer": {"activations": activations}}, source="")
+    channel = HashingWriter()
+    TrainerRank(RunLayout(path), recipe, channel=channel, read_rows=lambda _: []).adopt(policy)
+
+
+def as_fine_tuning_trains(policy: Any, _: Path, activations: str) -> None:
+    settings = TrainerSettings(activations=activations)  # type: ignore[arg-type]
+    SftTrainer(policy, completion_rows(4), SftSettings(num_steps=1), settings, seed=0)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("prepare", [as_ranks_train, as_fine_tuning_trains])
+def test_policy_computes_in_training_what_it_computed_when_it_was_probed(
+    tmp_path: Path, prepare: Any, activations: str
+) -> None:
+    """And recomputed layers have the gradients of what they computed at first."""
+    policy, micro = policy_from_config(NOISY), pack_sequences(make_sequences())
+
+    def logprobs_and_gradients() -> list[torch.Tensor]:
+        policy.zero_grad()
+        logprobs_M = token_logprobs(policy, micro, temperature=1.0)
+        logprobs_M.sum().backward()  # type: ignore[no-untyped-call]
+        return [logprobs_M.detach(), *(parameter.grad for parameter in policy.parameters())]
+
+    expected = logprobs_and_gradients()
+    prepare(policy, tmp_path, activations)
+    for found, before in zip(logprobs_and_gradients(), expected, strict=True):
+        torch.testing.assert_close(found, before, atol=0, rtol=0)
+
+
+def test_critic_has_no_noise_either() -> None:
+    critic, micro = critic_of(policy_from_config(NOISY)), pack_sequences(make_sequences())
+    torch.nn.init.ones_(critic.score.weight)
+    first, second = (token_logprobs(critic, micro, temperature=1.0) for _ in range(2))
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+def test_reward_model_is_known_by_its_kind() -> None:
+    policy = small_policy()
+    assert is_reward_model(critic_of(policy))
+    policy.score = torch.nn.Linear(2, 2)
+    assert not is_reward_model(policy)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_without_memory_have_names_of_their_own(tied: bool) -> None:
+    names = policy_tensors(small_policy(tied=tied)).keys()
+    assert ("lm_head.weight" in names) != tied
+    with torch.device("meta"):
+        assert policy_tensors(small_policy(tied=tied)).keys() == names

@@ -342,7 +342,7 @@ class Recipe(Settings):
         )
         first, _ = self.algorithm.overlong_tokens or (0, 0)
         require(
-            first < self.generation.max_model_len,
+            not self.generation.max_model_len or first < self.generation.max_model_len,
             f"algorithm.overlong_tokens begins at {first}, beyond every sequence of "
             f"generation.max_model_len ({self.generation.max_model_len}): no reward would change",
         )
@@ -364,7 +364,7 @@ class Recipe(Settings):
             f'["{getattr(self.workflow, "call_end", "")}"]: what ends a call must end a completion',
         )
         require(
-            not isinstance(self.workflow, Agent) or self.prompts.chat_template is True,
+            not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
         )
         require(

@@ -76,6 +76,10 @@ DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]
 """What makes rows for supervised fine-tuning, by the model and the source that come with them."""
 
 
+MAX_MODEL_LEN = 128
+"""The context of a model made here, where the recipe leaves it open."""
+
+
 def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     """Write configuration and tokenizer of the policy into the run directory.
 
@@ -90,7 +94,7 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
                 f"directory {Path(recipe.model).resolve()}: write './{recipe.model}' for the "
                 "directory, or rename it to have the one made here"
             )
-        make(layout.model, max_model_len=recipe.generation.max_model_len)
+        make(layout.model, max_model_len=recipe.generation.max_model_len or MAX_MODEL_LEN)
     else:
         _copy_model(recipe, layout)
     if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":

@@ -26,6 +26,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation import answer_held_out
+from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
@@ -39,7 +40,7 @@ from areal_flow.models.directory import (
 from areal_flow.paired import PairedComparison, compare_answers
 from areal_flow.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
 from areal_flow.prompts.prepare import prepare_held_out
-from areal_flow.prompts.rendering import leaves_messages_open
+from areal_flow.prompts.rendering import needs_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import read_inputs
 from areal_flow.settings import flatten, merge
@@ -143,8 +144,9 @@ def evaluate_model(
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
     with _scratch_directory(run, recipe) as scratch:
         layout = RunLayout(Path(scratch).resolve())
-        layout.config.write_text(dump_recipe(recipe))
         copy_model_description(directory, layout.model)
+        recipe, _ = with_context_length(recipe, layout.model)
+        layout.config.write_text(dump_recipe(recipe))
         if own is None:
             write_tokenizer(directory, layout.model)
         publish_model_directory(directory, layout.weights_of(NO_WRITER), version=version or 0)
@@ -222,7 +224,7 @@ def _recipe(
         sets = {"evaluation": {"held_out": _with_sets_of(run, held_out_sets(data))}}
         given = merge(given, sets)
     recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
-    if data and leaves_messages_open(recipe):
+    if data and needs_chat_template(recipe):
         recipe = changed(recipe, "prompts", chat_template=True)
     if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
         return recipe

@@ -39,7 +39,7 @@ from areal_flow.tracking.registry import track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.cli.run_log import log, log_kept, say
 from pipelines.forking import Fork, describe_parent
-from pipelines.preflight import check_devices, found_verifier, try_verifiers
+from pipelines.preflight import check_devices, found_verifier, try_verifiers, try_workflow
 from pipelines.references import newest_checkpoint
 from pipelines.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.stop_signals import Outcome, is_loop_running, wait_for
@@ -125,7 +125,8 @@ def _conclude_sft(layout: RunLayout) -> None:
 
 def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
     prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
-    return "\n".join([*prepared, *try_verifiers(layout, recipe)])
+    tried = [*try_verifiers(layout, recipe), *try_workflow(layout, recipe)]
+    return "\n".join([*prepared, *tried])
 
 
 TRAINING = Job(

@@ -32,10 +32,14 @@ from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.types import Prompt
 from areal_flow.weights.media import check_medium
+from areal_flow.workflows.agent import Agent
+from areal_flow.workflows.registry import ImportedWorkflow
 from areal_flow.workflows.tool_use import ToolUse
 
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
+EPISODE_LIMIT_S = 90.0
+"""How long one episode may take; the trial itself gives it up before."""
 SLOW_STEP_S = 30.0
 """Scoring a step for longer than this is worth a word."""
 
@@ -141,7 +145,10 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
     rows = {source: _given(first, recipe) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
-    found, ended = _trial(layout, rows, limit_s=limit_s)
+    tried, ended = _trial(
+        "areal_flow.rewards.trial", layout, given=json.dumps(rows), limit_s=limit_s
+    )
+    found = {judged["verifier"]: judged for judged in tried}
     for verifier, judged in found.items():
         scores = judged["scores"] or []
         subject = f"rewards.verifier = {verifier!r}"
@@ -200,16 +207,49 @@ def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
+    """Run one episode of a workflow of the user's on the first prompt row; return a line about it.
+
+    The row's answer stands in for all that the policy says. What fails after such an answer may
+    fail because of it, and is only said.
+
+    Raises:
+        ConfigError: it fails before it has an answer, asks for none, gives no number as a reward,
+            exits or hangs.
+    """
+    if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
+        return []
+    subject = f"workflow.path = {recipe.workflow.path!r}"
+    tried, ended = _trial(
+        "areal_flow.cluster.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
+    )
+    if not tried:
+        raise ConfigError(f"{subject} {ended} on the first prompt row: mend it, then start again")
+    (found,) = tried
+    if found["is_wrong"]:
+        raise ConfigError(
+            f"{subject} fails on the first prompt row: {found['error']}. Mend it, then start again"
+        )
+    num_answers = found["num_answers"]
+    line = (
+        f"Workflow {recipe.workflow.path}, tried on the first row with its answer as all that the "
+        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {found['seconds']:.2g} s"
+    )
+    if found["error"]:
+        return [f"{line}, then {found['error']}"]
+    rewards = ["none" if each is None else f"{each:g}" for each in found["rewards"]]
+    return [f"{line}; reward {', '.join(rewards)}"]
+
+
 def _trial(
-    layout: RunLayout, rows: dict[str, dict[str, Any]], *, limit_s: float
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return what was found by verifier, as far as the trial came, and how its process ended."""
+    program: str, layout: RunLayout, *, given: str = "", limit_s: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Return what a trial found, as far as it came, and how its process ended."""
     with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
         output = Path(scratch) / "found.jsonl"
-        command = [sys.executable, "-m", "areal_flow.rewards.trial", str(layout.root), str(output)]
+        command = [sys.executable, "-m", program, str(layout.root), str(output)]
         paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
         environment = os.environ | PROCESS_ENVIRONMENT | paths
-        given = json.dumps(rows)
         try:
             done = subprocess.run(
                 command, input=given, text=True, env=environment, timeout=limit_s, check=False
@@ -219,8 +259,7 @@ def _trial(
         except subprocess.TimeoutExpired:
             ended = f"hangs (no verdict within {limit_s:g} s)"
         lines = output.read_text().splitlines() if output.exists() else []
-    found = [json.loads(line) for line in lines]
-    return {judged["verifier"]: judged for judged in found}, ended
+    return [json.loads(line) for line in lines], ended
 
 
 def _worth(score: dict[str, Any]) -> str:

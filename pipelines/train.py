@@ -33,13 +33,14 @@ from areal_flow.controller.schedules import (
 )
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.evaluation import Answer, answer_held_out
+from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.registry import require_served
 from areal_flow.layout import RunLayout
 from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
-from areal_flow.prompts.rendering import leaves_messages_open
+from areal_flow.prompts.rendering import needs_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
@@ -64,7 +65,14 @@ from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow
-from pipelines.built_in import changed, initial_model, prepare_model, reference_model, with_files
+from pipelines.built_in import (
+    MODELS,
+    changed,
+    initial_model,
+    prepare_model,
+    reference_model,
+    with_files,
+)
 from pipelines.cli.progress import Progress, counted, make_progress
 from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
@@ -89,18 +97,19 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
             "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
             "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
         )
-    given, verifier = recipe, found_verifier(layout, recipe)
+    verifier = found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     check_first_rows(recipe)
     prepare_model(recipe, layout)
+    recipe, length = with_context_length(recipe, layout.model)
     reference = reference_model(recipe, layout)
     require_served(recipe.generation, layout.model)
-    recipe = with_files(recipe, layout)
-    notes = []
-    if leaves_messages_open(recipe):
+    given, recipe = recipe, with_files(recipe, layout)
+    notes = [f"  {length}"] if length and recipe.model not in MODELS else []
+    if needs_chat_template(recipe):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
-        layout.config.write_text(dump_recipe(given))
-        notes.append("  Their rows have messages: prompts.chat_template = true")
+        notes.append("  They are messages: prompts.chat_template = true")
+    layout.config.write_text(dump_recipe(given))
     prepared = prepare_prompts(recipe, layout)
     first = PromptTable(layout.train_prompts, seed=recipe.seed).rows(NUM_COMPARED)
     texts = [prompt.text for prompt in first]

@@ -26,6 +26,7 @@ from distributed.utils import get_ip
 from areal_flow.cluster.placement import ROLES, WorkerPlacement
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.errors import ConfigError
+from areal_flow.machine import is_linux
 
 DASK_SETTINGS = {
     "distributed.scheduler.worker-ttl": None,  # see `health`
@@ -159,7 +160,7 @@ def end_with_parent(parent: int) -> None:
 
     Only Linux does so; elsewhere the worker ends when it finds its scheduler gone.
     """
-    if sys.platform == "linux":
+    if is_linux():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel was asked
             sys.exit(f"expected the parent process {parent}, found {os.getppid()}")

@@ -82,8 +82,9 @@ class GenerationSettings(Settings):
     """The longest completion, in tokens."""
     stop: StopSettings = StopSettings()
     """What ends a completion beside the model's own end-of-sequence tokens."""
-    max_model_len: int = Field(128, ge=2)
-    """The longest prompt with its completion, in tokens."""
+    max_model_len: int = Field(0, ge=0)
+    """The longest prompt with its completion, in tokens; 0: what the model has, as far as
+    `trainer.tokens_per_micro_batch` and memory reach."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that one generator decodes at a time."""
     kv_cache_tokens: int = Field(0, ge=0)
@@ -119,7 +120,7 @@ class GenerationSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> GenerationSettings:
         require(
-            self.max_new_tokens < self.max_model_len,
+            not self.max_model_len or self.max_new_tokens < self.max_model_len,
             f"generation.max_new_tokens ({self.max_new_tokens}) must leave room for a prompt in "
             f"max_model_len ({self.max_model_len})",
         )

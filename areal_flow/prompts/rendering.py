@@ -15,6 +15,7 @@ from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.files import read_prompts
 from areal_flow.prompts.rows import messages_in
 from areal_flow.types import Prompt
+from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.tool_use import ToolUse
 from areal_flow.workflows.tools import tools_by_name
@@ -77,18 +78,24 @@ def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
     return chat
 
 
-def leaves_messages_open(recipe: Recipe) -> bool:
-    """Return whether rows have messages, and the recipe does not say if a chat template puts them.
+def needs_chat_template(recipe: Recipe) -> bool:
+    """Return whether there are messages, and the recipe does not say if a chat template puts them.
+
+    An agent and a system prompt are messages; so are rows that have a list of them.
 
     The first good row of each file counts, held-out ones included.
 
     Raises:
         PromptError: a file is empty, or of an unknown kind.
     """
+    if recipe.prompts.chat_template is not None:
+        return False
+    if recipe.prompts.system or isinstance(recipe.workflow, Agent):
+        return True
     files = [(part.prompts.path, part) for part in recipe.by_source().values()]
     files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
     fields = [(path, of.prompts.question_field) for path, of in files if path and path.exists()]
-    return recipe.prompts.chat_template is None and any(_has_messages(*each) for each in fields)
+    return any(_has_messages(*each) for each in fields)
 
 
 def _has_messages(path: Path, field: str) -> bool:

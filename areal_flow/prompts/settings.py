@@ -114,7 +114,7 @@ class PromptSettings(Settings):
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(
-            self.chat_template or not self.system,
+            self.chat_template is not False or not self.system,
             f"prompts.system ({self.system[:40]!r}) needs prompts.chat_template = true",
         )
         require(

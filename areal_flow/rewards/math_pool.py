@@ -22,6 +22,7 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.errors import RewardError
+from areal_flow.machine import usable_cores
 from areal_flow.types import Verdict
 
 START_S = 60.0
@@ -56,7 +57,7 @@ class MathPool:
         They end when the pool is closed, or when nobody has it any more.
         """
         self.limits = limits or MathLimits()
-        num = num_processes or len(os.sched_getaffinity(0))
+        num = num_processes or usable_cores()
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._threads = ThreadPoolExecutor(num, thread_name_prefix="algebra")

@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from areal_flow.rewards.math_equality import algebraic_elements, is_same
@@ -26,6 +27,8 @@ ROUNDING = 12
 RECYCLED_CALLS = 2000
 MAX_REQUEST_BYTES = 4096
 """A line of this size is written, and read, as a whole."""
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit of what `getrusage` says of memory."""
 _RECYCLED, _OUT_OF_MEMORY = 3, 4
 _ENDINGS = {
     -signal.SIGPROF: ("timeout", "the limit of processor time"),
@@ -66,7 +69,8 @@ def main(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
     while True:
         busy_with[:8] = bytes(8)
         if (pid := os.fork()) == 0:
-            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+            with suppress(ValueError, OSError):  # macOS has no such limit
+                resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
             _serve(replies, busy_with, cpu_s, wall_s, memory_bytes)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code == 0:
@@ -90,7 +94,7 @@ def _serve(
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         # sympy takes a MemoryError for a "no": what it had taken by then tells
-        used_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used_bytes = MAXRSS_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if verdict != "right" and used_bytes > memory_bytes // 2:
             os._exit(_OUT_OF_MEMORY)
         _write(replies, {"number": request["number"], "verdict": verdict, "detail": detail})

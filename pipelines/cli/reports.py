@@ -189,7 +189,8 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("trajectories", f"{found['num_trajectories']:,}, of {found['num_prompts']:,} prompts"),
         (
             "tokens",
-            f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} masked",
+            f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} not: too "
+            "old, or the environment's",
         ),
         (
             "dataset",
@@ -239,7 +240,7 @@ def _steps(lineage: Lineage) -> Table:
             "from": f"v{row.policy_version}",
             "reward": f"{row.reward_mean:.3f}",
             "trained": f"{row.num_trained_tokens:,}",
-            "masked": f"{row.num_masked_tokens:,}",
+            "not trained": f"{row.num_masked_tokens:,}",
             "loss": f"{row.loss:.4f}",
             "weights": row.weights_hash[:12],
             "parent": row.parent_hash[:12],
@@ -257,7 +258,7 @@ def _policy_versions(records: Sequence[dict[str, Any]]) -> Table:
         {
             "version": versions,
             "trained": f"{trained:,}",
-            "masked": f"{masked:,}",
+            "not trained": f"{masked:,}",
             "": "█" * round(_BARS * trained / most),
         }
         for versions, trained, masked in found

@@ -207,7 +207,8 @@ def _status(shown: ShownTrajectory) -> str:
     staleness = "-" if row["staleness"] is None else f"{row['staleness']:.2f}"
     return (
         f"trained in step {row['step']}, which started from version {row['policy_version']}: "
-        f"{_count(row['num_trained_tokens'], 'token')} trained, {row['num_masked_tokens']} masked; "
+        f"{_count(row['num_trained_tokens'], 'token')} trained, "
+        f"{row['num_masked_tokens']} not; "
         f"mean staleness {staleness} of at most {shown.max_staleness}"
     )
 

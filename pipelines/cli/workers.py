@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
 from areal_flow.generation.vllm_support import BUILDS, installed_vllm
+from areal_flow.machine import is_linux, system_name, usable_cores
 from areal_flow.rewards.sandbox.limits import SandboxError
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from pipelines.cli.settings import Given
@@ -91,8 +92,14 @@ def doctor(*, sandbox_url: str = "", folders: Given) -> Report:
 def _subjects(runs: Path, sandbox_url: str) -> Iterator[Subject]:
     found = ".".join(map(str, sys.version_info[:3]))
     yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    enough = (cores or 1) >= MIN_CORES
+    yield (
+        "system",
+        system_name(),
+        is_linux() or (None if os.name == "posix" else False),
+        _of_system(),
+    )
+    cores = usable_cores()
+    enough = cores >= MIN_CORES
     means = "generation and training overlap" if enough else "one core: they take turns, slowly"
     yield "cores", str(cores), True, means
     existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
@@ -107,6 +114,18 @@ def _subjects(runs: Path, sandbox_url: str) -> Iterator[Subject]:
     yield gpus
     yield from _engines("cuda" if gpus[2] else "cpu")
     yield _sandbox(sandbox_url)
+
+
+def _of_system() -> str:
+    """Return what works on systems like this one."""
+    if is_linux():
+        return "all works on Linux"
+    if os.name == "posix":
+        return (
+            "only on Linux: sandboxes ('code', the tool 'python'), weights in shared memory, vLLM; "
+            "not tested on this system"
+        )
+    return "Linux or macOS is needed: on Windows use WSL"
 
 
 def _loopback() -> Subject:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from areal_flow.config import dump_recipe
-from areal_flow.errors import RewardError
+from areal_flow.config import Recipe, dump_recipe, load_recipe
+from areal_flow.errors import ConfigError, RewardError
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.inputs import record_inputs
 from areal_flow.recovery.run_directory import create_run
-from pipelines.preflight import try_verifiers
+from pipelines.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.train import prepare_run
+from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import cli, small_arguments, small_recipe
 from tests.policies import write_model_directory
 
@@ -126,6 +129,126 @@ def tried(
     recipe = small_recipe(rewards=[{"verifier": f"own:{verifier}", "timeout_s": timeout_s}])
     layout.config.write_text(dump_recipe(recipe))
     return try_verifiers(layout, recipe)
+
+
+AGENTS = """
+import json, sys, time
+from urllib.request import Request, urlopen
+
+def ask(base_url, api_key, content):
+    asked = {"model": "policy", "messages": [{"role": "user", "content": content}]}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urlopen(Request(base_url + "/chat/completions", json.dumps(asked).encode(), headers)) as f:
+        return json.load(f)["choices"][0]["message"]["content"]
+
+def works(prompt, answer, base_url, api_key):
+    return ask(base_url, api_key, prompt) == answer
+
+def reads_json(prompt, base_url, api_key):
+    return json.loads("{" + ask(base_url, api_key, prompt))["reward"]
+
+def leaves_it_to_the_recipe(prompt, base_url, api_key):
+    ask(base_url, api_key, prompt)
+
+def raises(prompt):
+    return {}["nothing"]
+
+def asks_nothing(prompt):
+    return 1.0
+
+def praises(prompt, base_url, api_key):
+    return "well done: " + ask(base_url, api_key, prompt)
+
+def exits(prompt):
+    import os
+    os._exit(3)
+
+class Shouts:
+    async def run(self, prompt, context):
+        raise ValueError("no")
+"""
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """Return a run of an agent that is prepared and not started."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "agents.py").write_text(AGENTS)
+    model = write_model_directory(folder / "model")
+    give_chat_template(model, CHATML)
+    recipe = of_agent("works", model=str(model))
+    layout = RunLayout(folder / "runs" / "r")
+    create_run(layout, recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        prepare_run(layout, recipe)
+    return layout
+
+
+def of_agent(name: str, **changes: Any) -> Recipe:
+    kind = "imported" if name.istitle() else "agent"
+    return small_recipe(
+        sft={"num_steps": 0},
+        prompts={"num_held_out": 4},
+        generation={"max_new_tokens": 12, "max_model_len": 0},
+        trainer={"tokens_per_micro_batch": 4096},
+        workflow={"name": kind, "path": f"agents:{name}"},
+        rewards=[] if kind == "agent" else [{"verifier": "numeric"}],
+        **changes,
+    )
+
+
+def tried_agent(layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.syspath_prepend(str(layout.root.parents[1]))
+    settled = load_recipe(layout.config)
+    of = of_agent(name)
+    recipe = settled.model_copy(update={"workflow": of.workflow, "rewards": of.rewards})
+    layout.config.write_text(dump_recipe(recipe))
+    record_inputs(
+        layout, recipe, verifier=found_verifier(layout, recipe), model=layout.model, reference=None
+    )
+    return try_workflow(layout, recipe)
+
+
+def test_context_and_chat_template_that_are_left_open_are_settled(chatting: RunLayout) -> None:
+    recipe = load_recipe(chatting.config)
+    assert recipe.generation.max_model_len == 2048, "the model's"
+    assert recipe.prompts.chat_template is True
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("works", "1 answer, "),
+        ("works", "s; reward 1"),
+        ("reads_json", ", then JSONDecodeError: "),
+        ("leaves_it_to_the_recipe", "s; reward none"),
+    ],
+)
+def test_agent_is_tried_on_the_first_row(
+    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, said: str
+) -> None:
+    (line,) = tried_agent(chatting, agent, monkeypatch)
+    assert line.startswith(f"Workflow agents:{agent}, tried on the first row")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("raises", "KeyError: 'nothing' (at raises, agents.py, line 21)"),
+        ("asks_nothing", "the agent agents:asks_nothing had no answer from its base_url"),
+        ("praises", "expected a finite number as the reward, found 'well done: "),
+        ("exits", "exits (status 3) on the first prompt row"),
+        ("Shouts", "ValueError: no (at run, agents.py, line 35)"),
+    ],
+)
+def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
+    chatting: RunLayout, monkeypatch: pytest.MonkeyPatch, agent: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^workflow.path = 'agents:{agent}' ") as refused:
+        tried_agent(chatting, agent, monkeypatch)
+    assert said in str(refused.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")

@@ -40,12 +40,18 @@ def error_of(table: dict[str, object]) -> str:
         ({"generation": {"stop": {"strings": [""]}}}, "must have no empty string"),
         ({"generation": {"stop": {"token_ids": [-1]}}}, "token_ids ([-1]) must be tokens"),
         ({"evaluation": {"min_new_tokens": 65}}, "must not exceed generation.max_new_tokens (64)"),
-        ({"generation": {"max_new_tokens": 128}}, "must leave room for a prompt"),
+        (
+            {"generation": {"max_new_tokens": 128, "max_model_len": 128}},
+            "must leave room for a prompt",
+        ),
         ({"prompts": {"source": "file"}}, "--data FILE"),
         ({"prompts": {"template": "no place"}}, "must contain {question}"),
         ({"prompts": {"num_terms": [9, 3]}}, "prompts.num_terms ([9, 3]) must be"),
         ({"algorithm": {"num_minibatches": 99}}, "32 groups of a batch"),
-        ({"trainer": {"tokens_per_micro_batch": 16}}, "must hold one sequence"),
+        (
+            {"trainer": {"tokens_per_micro_batch": 16}, "generation": {"max_model_len": 128}},
+            "must hold one sequence",
+        ),
         (
             {"algorithm": {"name": "ppo_critic"}, "trainer": {"lora": {"rank": 4}}},
             "trains a critic, which each rank holds whole",

@@ -39,7 +39,7 @@ def write_rows(path: Path, places: Sequence[int]) -> Path:
 
 def asked(path: Path, **difficulty: Any) -> Recipe:
     prompts = {"source": "file", "path": str(path), "num_held_out": 0, "difficulty": difficulty}
-    return build_recipe({"prompts": prompts}, source="test")
+    return build_recipe({"prompts": prompts, "generation": {"max_model_len": 128}}, source="test")
 
 
 @pytest.fixture(scope="module")

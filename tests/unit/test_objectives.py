@@ -430,7 +430,13 @@ REFUSED = {
     ("changes", "reason"),
     [
         ({"controller": {"group_size": 1, "batch_size": 4}}, "a group of one teaches nothing"),
-        ({"algorithm": {"overlong_tokens": [9000, 9001]}}, "beyond every sequence"),
+        (
+            {
+                "algorithm": {"overlong_tokens": [9000, 9001]},
+                "generation": {"max_model_len": 128},
+            },
+            "beyond every sequence",
+        ),
         ({"algorithm": {"proximal": "interpolated"}, "schedule": "sync"}, "plain PPO"),
     ],
 )

@@ -87,7 +87,9 @@ def test_assertions_are_refused_before_a_run_where_programs_run_in_containers(
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     code = {"verifier": "code", "settings": {"sandbox_url": "http://pool"}}
     prompts = {"path": str(tmp_path / "p.jsonl"), "num_held_out": 1}
-    recipe = build_recipe({"rewards": [code], "prompts": prompts}, source="test")
+    recipe = build_recipe(
+        {"rewards": [code], "prompts": prompts, "generation": {"max_model_len": 128}}, source="test"
+    )
     layout = RunLayout(tmp_path)
     write_tiny_model(layout.model, max_model_len=256)
     prepare_prompts(recipe, layout)

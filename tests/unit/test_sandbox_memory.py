@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_flow import machine
 from areal_flow.rewards.sandbox import pool
 from areal_flow.rewards.sandbox.limits import Limits
 from areal_flow.rewards.sandbox.pool import SandboxPool, memory_budget
@@ -64,5 +65,5 @@ def test_budget_is_half_of_what_machine_and_container_allow(
         ((limited, unlimited), 500_000),
         ((unlimited, tmp_path / "none"), total // 2),
     ):
-        monkeypatch.setattr(pool, "CGROUP_LIMITS", files)
+        monkeypatch.setattr(machine, "CGROUP_LIMITS", files)
         assert memory_budget() == budget

@@ -11,14 +11,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
-import psutil
-
+from areal_flow.machine import usable_bytes, usable_cores
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.run import Outcome, Program, run_programs
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
@@ -28,19 +25,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """To run something in a sandbox; what then still dies is an error of the infrastructure."""
-CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def memory_budget() -> int:
     """Return the bytes that all programs together may use: half of what this machine allows."""
-    allowed = [psutil.virtual_memory().total]
-    for file in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # it does not exist, or says "max"
-            allowed.append(int(file.read_text()))
-    return int(min(allowed)) // 2
+    return usable_bytes() // 2
 
 
 class SandboxPool:
@@ -65,7 +54,7 @@ class SandboxPool:
         """
         self.limits = limits or Limits()
         self.tier = tier or choose_tier()
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = usable_cores()
         self._modules = modules
         self._zygotes = [ZygoteClient(self.tier, modules=modules) for _ in range(num_cores)]
         self._slots = threading.BoundedSemaphore(2 * num_cores)

@@ -8,6 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from areal_flow.machine import is_linux, system_name
 from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
@@ -99,7 +100,8 @@ def choose_tier(tiers: tuple[str, ...] | None = None, *, url: str = "") -> str:
             reasons.append(f"{ContainerPool.tier}: {error}")
         else:
             return ContainerPool.tier
-    raise SandboxError(NO_TIER.format(reasons="; ".join(reasons) or "none is allowed"))
+    nothing = "none is allowed" if is_linux() else f"this is {system_name()}"
+    raise SandboxError(NO_TIER.format(reasons="; ".join(reasons) or nothing))
 
 
 def check_tier(zygote: ZygoteClient) -> None:

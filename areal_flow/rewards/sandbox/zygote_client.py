@@ -13,6 +13,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+from areal_flow.machine import is_linux
 from areal_flow.rewards.sandbox.inside import zygote
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 
@@ -116,7 +117,9 @@ class ZygoteClient:
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the tiers that this project knows, the strongest first."""
+    """Return the tiers that this project knows, the strongest first; only Linux has any."""
+    if not is_linux():
+        return ()
     return zygote.NAMESPACES, zygote.LANDLOCK
 
 

@@ -1,0 +1,117 @@
+"""Runs one episode of a workflow of the user's as a generator will: a program of its own.
+
+The answer of the prompt row stands in for all that the policy says, and every reward is 0, so that
+neither weights nor reward workers are needed. What is written to a file is JSON.
+
+    python -m areal_flow.cluster.agent_trial RUN_DIRECTORY OUTPUT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from areal_flow.cluster import reward_tasks
+from areal_flow.cluster.generator_tasks import GeneratorRole
+from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.failures import cause_of
+from areal_flow.layout import RunLayout
+from areal_flow.prompts.table import PromptTable
+from areal_flow.types import (
+    Completion,
+    Episode,
+    GroupRequest,
+    Prompt,
+    Score,
+    Tokens,
+    VersionSpan,
+    answer_text,
+    as_tokens,
+)
+from areal_flow.workflows.agent_session import CallRefused
+from areal_flow.workflows.context import contexts_of
+
+LIMIT_S = 60.0
+"""An episode that takes longer is given up; that says nothing against it."""
+NO_WRITER = 0
+
+
+@dataclass
+class Trial:
+    """What came of one episode."""
+
+    num_answers: int = 0
+    rewards: tuple[float | None, ...] = ()
+    seconds: float = 0.0
+    error: str = ""
+    is_wrong: bool = False
+    """Whether the error is the workflow's own whatever the policy says."""
+
+
+class StandIn(GeneratorRole):
+    """A generator whose policy always says the same."""
+
+    def __init__(self, context: WorkerContext, answer: str) -> None:
+        super().__init__(context)
+        self._answer = as_tokens([*self.encode(answer), *self.sampling.stop_token_ids[:1]])
+        self.num_answers = 0
+
+    async def generate(self, request: GroupRequest) -> Sequence[Completion]:
+        tokens = self._answer[: request.sampling.max_new_tokens]
+        spans = (VersionSpan(0, len(tokens)),)
+        is_whole = len(tokens) == len(self._answer)
+        logprobs = np.zeros(len(tokens), np.float32)
+        said = Completion(tokens, logprobs, spans, "stop" if is_whole else "length")
+        self.num_answers += len(request.seeds)
+        if request.on_token is not None:
+            for index in range(len(request.seeds)):
+                for token in tokens.tolist():
+                    request.on_token(index, token)
+        return [said] * len(request.seeds)
+
+    async def score(self, prompt: Prompt, completions: Sequence[Tokens]) -> Sequence[Score]:
+        return [Score(0.0)] * len(completions)
+
+    async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+        return await asyncio.to_thread(reward_tasks.call_tool, path, calls)
+
+
+async def try_episode(layout: RunLayout) -> Trial:
+    """Return what comes of an episode of the first prompt row."""
+    context = WorkerContext(layout.root, NO_WRITER)
+    prompt = PromptTable(layout.train_prompts, seed=context.recipe.seed).row(0)
+    policy = StandIn(context, answer_text(prompt.answer))
+    episode = Episode(0, prompt, (0,), 0, NO_WRITER, datetime.now(UTC))
+    (member,) = contexts_of(episode, policy)
+    trial, began = Trial(), perf_counter()
+    try:
+        async with asyncio.timeout(LIMIT_S) as limit:
+            drafts = await policy.workflow.run(prompt, member)
+        trial.rewards = tuple(draft.score.reward if draft.score else None for draft in drafts)
+        trial.is_wrong = not drafts
+        trial.error = "" if drafts else "expected a trajectory, found none"
+    except Exception as error:  # noqa: BLE001 - the user's
+        is_late = limit.expired()
+        trial.error = f"no end within {LIMIT_S:g} s" if is_late else cause_of(error)
+        trial.is_wrong = not is_late and (isinstance(error, CallRefused) or not policy.num_answers)
+    trial.num_answers, trial.seconds = policy.num_answers, perf_counter() - began
+    return trial
+
+
+def main(run_directory: Path, output: Path) -> None:
+    """Write what comes of an episode."""
+    trial = asyncio.run(try_episode(RunLayout(run_directory)))
+    output.write_text(json.dumps(asdict(trial)) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,68 @@
+"""How long a sequence may be where a recipe leaves that open: what all parts have room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe, build_recipe
+from areal_flow.generation.registry import choose_engine
+from areal_flow.machine import usable_bytes
+
+CACHE_SHARE = 0.5
+"""Of memory, for the keys and values of all generators."""
+LEAST = 128
+"""Where memory seems to have room for less, it is tried with this many tokens."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
+    """Return the recipe with `generation.max_model_len`, and what set it if it was left open.
+
+    Raises:
+        ConfigError: the recipe's other lengths do not fit into that.
+    """
+    if recipe.generation.max_model_len:
+        return recipe, ""
+    from transformers import AutoConfig  # slow, and only where a recipe leaves this open
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    bounds = room_by_part(recipe, config, memory_bytes=usable_bytes())
+    part, length = min(bounds.items(), key=lambda bound: bound[1])
+    source = f"generation.max_model_len = {length}, which is what {part} has room for"
+    return build_recipe(
+        recipe.model_dump(mode="json", exclude_none=True),
+        {"generation": {"max_model_len": length}},
+        source=source,
+        spelling=f"{{}} ({part})",
+    ), source
+
+
+def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str, int]:
+    """Return how many tokens of one sequence each part of a run has room for.
+
+    vLLM has caches of its own, which need not hold all sequences at their longest.
+
+    Args:
+        config: the model's, with the field names of transformers.
+    """
+    generation = recipe.generation
+    rooms = {"trainer.tokens_per_micro_batch": recipe.trainer.tokens_per_micro_batch}
+    if longest := getattr(config, "max_position_embeddings", None):
+        rooms["the model"] = longest
+    if generation.kv_cache_tokens:
+        rooms["generation.kv_cache_tokens"] = generation.kv_cache_tokens
+    elif choose_engine(generation).name == "torch":
+        num_sequences = generation.max_num_seqs * max(1, recipe.cluster.num_generators)
+        token_bytes = cached_numbers(config) * DTYPE_BYTES[generation.dtype]
+        num_tokens = int(CACHE_SHARE * memory_bytes / token_bytes / num_sequences)
+        rooms[f"memory for {num_sequences} sequences at a time"] = max(LEAST, num_tokens)
+    return rooms
+
+
+def cached_numbers(config: Any) -> int:
+    """Return how many numbers of keys and values one token has in all layers."""
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_key_values = getattr(config, "num_key_value_heads", None) or num_heads
+    return int(2 * config.num_hidden_layers * num_key_values * head_size)

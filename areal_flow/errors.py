@@ -26,6 +26,10 @@ class ArealFlowError(Exception):
     def __reduce__(self) -> tuple[type[ArealFlowError], tuple[str]]:
         return type(self), (str(self),)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: the message says what to do, and our frames do not."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(ArealFlowError):
     """A setting is wrong; nothing was started."""

@@ -72,9 +72,10 @@ def _is_users(frame: FrameSummary) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in words what was raised, and where in the user's code."""
+    """Return in words what was raised, and where in the user's code if it came through that."""
     frames = users_frames(traceback.extract_tb(error.__traceback__))
-    return f"{type(error).__name__}: {error}" + (f" (at {place(frames)})" if frames else "")
+    where = f" (at {place(frames)})" if any(map(_is_users, frames)) else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def place(frames: Sequence[FrameSummary]) -> str:

@@ -187,6 +187,14 @@ def test_second_interrupt_ends_the_cell_at_once_in_few_lines(kernel: tuple[Kerne
     assert notebook.run("print('alive')").printed == "alive\n"
 
 
+def test_mistake_is_shown_without_our_frames(kernel: tuple[Kernel, Path]) -> None:
+    notebook, _ = kernel
+    cell = notebook.run("areal_flow.train(prompts='absent.jsonl')")
+    assert len(cell.error) == 1
+    assert "expected a prompt file at" in cell.error[0]
+    assert len(cell.error[0].splitlines()) < 4
+
+
 def test_signal_stops_a_script_after_its_step_and_the_script_goes_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     script = subprocess.Popen(

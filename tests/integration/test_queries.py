@@ -279,7 +279,7 @@ def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> 
 def test_lineage_of_a_run_and_of_its_genesis(ask: Ask, tmp_path: Path) -> None:
     assert "version 6 of run small" in ask("lineage", "small")
     assert "version 3 of run small" in ask("lineage", "small", "--step", "3")
-    assert "0 trained, 0 masked" in ask("lineage", "small", "--step", "0")
+    assert "0 trained, 0 not" in ask("lineage", "small", "--step", "0")
     assert "no step 7 yet" in ask("lineage", "small", "--step", "7", code=1)
     ask("lineage", "small", "--step", "2", "--to", tmp_path / "used.parquet")
     assert set(pq.read_table(tmp_path / "used.parquet")["step"].to_pylist()) == {1, 2}

@@ -56,6 +56,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
+from vllm.model_executor.models.transformers import base as transformers_models  # noqa: E402
 from vllm.v1.engine.core_client import SyncMPClient  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
@@ -165,9 +166,18 @@ class SplitExecutor(MultiprocExecutor):
 
 
 def _compile_nothing_on_cpu(config: VllmConfig) -> None:
-    """Spare the first step a C++ compiler, and half a minute."""
+    """Spare the first step a C++ compiler, and half a minute.
+
+    For compilation vLLM changes classes of transformers in place, and a process that builds
+    policies of such a class for itself, as ours does to check weights, then fails.
+    """
     if config.device_config.device_type == "cpu":
         torch._dynamo.config.disable = True
+        transformers_models.Base._decorate_cls_for_torch_compile = _leave_as_it_is
+
+
+def _leave_as_it_is(*_arguments: Any, **_keywords: Any) -> None:
+    """Do nothing."""
 
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:

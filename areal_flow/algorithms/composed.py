@@ -29,6 +29,7 @@ from areal_flow.algorithms.importance import (
     proximal_logprobs,
 )
 from areal_flow.algorithms.logprobs import (
+    at_bound,
     bounded_exp,
     overflow_fraction,
     sequence_means,
@@ -260,7 +261,7 @@ class ComposedAlgorithm(Settings):
             if self.kl_in == "loss":
                 losses_T = losses_T + self.kl_coefficient * kl_T
             metrics["kl_policy_reference"] = mean(kl_T)
-        ended_T = (found.low_T | found.high_T) & found.ends_gradients
+        ended_T = (found.low_T | found.high_T | at_bound(found.ratio_T)) & found.ends_gradients
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
     def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

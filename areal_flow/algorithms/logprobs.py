@@ -5,6 +5,7 @@ Letters: T positions, or trained tokens of a micro-batch, S its sequences; V voc
 
 from __future__ import annotations
 
+from math import exp
 from typing import TYPE_CHECKING
 
 from areal_flow.algorithms.protocol import Metric, mean
@@ -70,6 +71,11 @@ def bounded_exp(log_ratio_T: Tensor) -> Tensor:
 def beyond_bound(log_ratio_T: Tensor) -> Tensor:
     """Return where `bounded_exp` bounds a ratio."""
     return (log_ratio_T > MAX_LOG_RATIO) & log_ratio_T.isfinite()
+
+
+def at_bound(ratio_T: Tensor) -> Tensor:
+    """Return where `bounded_exp` made a ratio, and left it without gradient."""
+    return ratio_T > 0.999 * exp(MAX_LOG_RATIO)
 
 
 def overflow_fraction(*log_ratios_T: Tensor) -> Metric:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
@@ -181,10 +183,14 @@ def ready(policy: Any, device: torch.device | str) -> Any:
 
 
 def recompute_layers(policy: Any) -> None:
-    """Have each layer keep its input alone for the backward pass, and compute the rest again."""
-    policy.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    """Have each layer keep its input alone for the backward pass, and compute the rest again.
+
+    Without transformers' own switch, which asks for training mode: some layers would add noise.
+    """
     for layer in layers_of(policy):
-        layer.training = True  # transformers asks this; what is in the layer stays as it is
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def layers_of(policy: Any) -> list[Any]:

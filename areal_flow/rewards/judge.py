@@ -32,7 +32,9 @@ Answer to judge:
 {completion}
 
 How good is the answer to judge, from 0 (wrong) to 1 (right)? End with a line "Score: x"."""
-_SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_SCORE = re.compile(
+    r"Score\**:[\s*]*([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?![\d/%eE]|[.,]\d)(?! of\b)", re.IGNORECASE
+)
 _PLACE = re.compile(r"\{(prompt|answer|completion)\}")
 
 
@@ -166,7 +168,7 @@ class JudgeReward:
                 score, message = float(found["score"]), str(found.get("detail", ""))
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ServiceError(f"{self._url}: no score in {str(found)[:200]!r}") from error
-        if not self._lowest <= score <= self._highest:
+        if not (math.isfinite(score) and self._lowest <= score <= self._highest):
             scale = f"expected a score from {self._lowest:g} to {self._highest:g}, found {score:g}"
             return Score(None, "error", error=f"{self._url}: {scale}: see `scale`", message=message)
         return Score(score, message=message)
@@ -174,7 +176,8 @@ class JudgeReward:
 
 def _is_range(scale: Any) -> bool:
     is_pair = isinstance(scale, list | tuple) and len(scale) == 2
-    return is_pair and all(isinstance(x, int | float) for x in scale) and scale[0] < scale[1]
+    is_finite = is_pair and all(isinstance(x, int | float) and math.isfinite(x) for x in scale)
+    return is_finite and scale[0] < scale[1]
 
 
 class ServiceError(Exception):

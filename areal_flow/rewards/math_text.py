@@ -86,29 +86,41 @@ def final_answer(completion: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return what the last box that is not empty holds, else what follows the last `####`."""
+    """Return what the last box that is not empty holds, else the line after the last `####`."""
+    if boxed := _boxed_answer(text, max_chars=4 * MAX_CHARS):
+        return boxed
+    return _after_mark(text).partition("\n")[0].strip() or None
+
+
+def marked_text(text: str) -> str | None:
+    """Return the same at any length: a whole box, or all that follows the last `####`."""
+    return _boxed_answer(text, max_chars=len(text)) or _after_mark(text) or None
+
+
+def _after_mark(text: str) -> str:
+    return text.rpartition(MARK)[2].strip() if MARK in text else ""
+
+
+def _boxed_answer(text: str, *, max_chars: int) -> str:
+    """Return what the last boxes hold that are no further apart than a comma; empty without one."""
     boxes: list[str] = []
     end = after = len(text)
     for _ in range(MAX_ELEMENTS + 1):
         if (start := text.rfind(BOX, 0, end)) < 0:
             break
-        content, stop = _boxed(text, start + len(BOX))
+        content, stop = _boxed(text, start + len(BOX), max_chars)
         if boxes and not (0 <= after - stop <= _LINK_CHARS and _LINK.fullmatch(text[stop:after])):
             break
         end = start
         if content and BOX not in content:
             boxes.insert(0, content)
             after = start
-    if boxes:
-        return ", ".join(dict.fromkeys(boxes))
-    if MARK in text:
-        return text.rpartition(MARK)[2].strip().partition("\n")[0].strip() or None
-    return None
+    return ", ".join(dict.fromkeys(boxes))
 
 
-def _boxed(text: str, start: int) -> tuple[str, int]:
+def _boxed(text: str, start: int, max_chars: int) -> tuple[str, int]:
     """Return what a box holds, and where it ends; one that is not closed ends with its line."""
-    limit = start + 4 * MAX_CHARS
+    limit = start + max_chars
     opening = _OPENING.match(text, start)
     line_end = _LINE_END.search(text, start, limit)
     assert opening is not None  # both match nothing, too

@@ -9,15 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.rewards import math_text
-from areal_flow.rewards.math_text import BOX, MARK, marked_answer, tidied
+from areal_flow.rewards.math_text import BOX, MARK, marked_answer, marked_text, tidied
 from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?", re.ASCII)
-_FRACTION = re.compile(r"(-?)\\[dtc]?frac\{(-?\d+)\}\{(\d+)\}", re.ASCII)
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_NUMBER = re.compile(rf"-?{_DECIMAL}(?:/\d+)?", re.ASCII)
+_FRACTION = re.compile(
+    rf"(-?)({_DECIMAL})? ?\\frac *\{{ *(-?{_DECIMAL}) *\}} *\{{ *(-?{_DECIMAL}) *\}}", re.ASCII
+)
+"""Sign, whole part of a mixed number, numerator and denominator."""
 _LAST_NUMBER = re.compile(f"{_FRACTION.pattern}|{_NUMBER.pattern}", re.ASCII)
+_IN_TERM = re.compile(
+    r"(?:[A-Za-z\d)\]}][\^_] *\{? *|\\(?:frac|sqrt)\b[^{}]*(?:\{[^{}]*\})?\{? *)$"
+)
+"""What stands before a number that is a part of a longer term, such as `x^{2}`."""
 _SPACE = re.compile(r" *([-/]) *|(?<=\d) (?=\d{3}(?!\d))")
 _MAX_DIGITS = 400
+_TERM_CHARS = 40
 _TAIL_CHARS = 500
 """Where the last number is looked for first."""
 
@@ -26,7 +35,9 @@ _TAIL_CHARS = 500
 def verify_numeric(*, prompt: str, completion: str, answer: Any) -> Score:
     """Compare the last `\\boxed{}`, else what follows the last `####`, else the last number.
 
-    The answer may be a number, or a text with one, such as GSM8K's solution ending in `#### n`.
+    Boxes with no more than a comma, `and` or `or` between them are one answer, which is no number.
+    A mark with nothing behind it is no answer. The answer may be a number, or a text with one, such
+    as GSM8K's solution ending in `#### n`.
     Both are compared as exact fractions. Only ASCII digits are digits.
     """
     expected = number_of(answer)
@@ -50,8 +61,8 @@ def verify_exact(*, prompt: str, completion: str, answer: Any) -> Score:
     compared as JSON: `42`, `true`, `["a", "b"]`.
     """
     right = answer_text(answer)
-    found = " ".join((marked_answer(completion) or completion).split())
-    expected = " ".join((marked_answer(right) or right).split())
+    found = " ".join((marked_text(completion) or completion).split())
+    expected = " ".join((marked_text(right) or right).split())
     return _compared(found == expected, found)
 
 
@@ -73,32 +84,52 @@ def final_answer(text: str) -> str | None:
     """
     if (marked := marked_answer(text)) is not None or MARK in text or BOX in text:
         return marked
-    tail = max(0, len(text) - _TAIL_CHARS)
-    numbers = [*_LAST_NUMBER.finditer(text, tail)]
-    if tail and (not numbers or numbers[-1].start() == tail):
-        numbers = [*_LAST_NUMBER.finditer(text)]
-    if not numbers:
+    tail = text[-_TAIL_CHARS:]
+    found = _last_number(tail)
+    is_cut = len(text) > len(tail) and (found is None or tail.startswith(found))
+    return _last_number(text) if is_cut else found
+
+
+def _last_number(text: str) -> str | None:
+    text = tidied(text) if "\\" in text else text
+    if not (numbers := [*_LAST_NUMBER.finditer(text)]):
         return None
-    last, begin = numbers[-1], numbers[-1].start()
-    return text[begin - 1 : last.end()] if text[begin - 1 : begin] in (*"{^_",) else last[0]
+    last = numbers[-1]
+    term = _IN_TERM.search(text, max(0, last.start() - _TERM_CHARS), last.start())
+    return text[term.start() if term else last.start() : last.end()]
 
 
 def parse_number(text: str) -> Fraction | None:
     r"""Return an exact number, or None.
 
-    Accepts `1,234`, `-2.50`, `$3`, `3/4`, `\frac{3}{4}`, `18%`, `18.`.
+    Accepts `1,234`, `-2.50`, `$3`, `3/4`, `\frac{3}{4}`, `2\frac{1}{2}`, `18%`, `18.`.
     """
     if len(text) > _MAX_DIGITS:
         return None
     cleaned = _without_signs(text)
     if not _NUMBER.fullmatch(cleaned):
-        cleaned = _FRACTION.sub(r"\1\2/\3", _without_signs(tidied(text)))
-    if not _NUMBER.fullmatch(cleaned):
-        return None
+        cleaned = _without_signs(tidied(text))
     try:
-        return Fraction(cleaned.replace(",", ""))
+        if _NUMBER.fullmatch(cleaned):
+            return Fraction(cleaned.replace(",", ""))
+        if fraction := _FRACTION.fullmatch(cleaned):
+            return _mixed_number(*(part and part.replace(",", "") for part in fraction.groups()))
     except (ValueError, ZeroDivisionError):
         return None
+    return None
+
+
+def _mixed_number(sign: str, whole: str | None, numerator: str, denominator: str) -> Fraction:
+    """Return a fraction, and a whole part before it added to it.
+
+    Raises:
+        ValueError: a part beside a whole one is no natural number.
+        ZeroDivisionError: the denominator is 0.
+    """
+    if whole and not (whole + numerator + denominator).isdigit():
+        raise ValueError(f"expected a mixed number, found {whole} {numerator}/{denominator}")
+    size = Fraction(whole or 0) + Fraction(numerator) / Fraction(denominator)
+    return -size if sign else size
 
 
 def _without_signs(text: str) -> str:

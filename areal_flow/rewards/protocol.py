@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import count
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -38,11 +39,18 @@ class RewardSettings(Settings):
 
 
 def part_names(rewards: Sequence[RewardSettings]) -> list[str]:
-    """Return what each part of a sum is called: its verifier, numbered from a second one on."""
+    """Return what each part of a sum is called: its verifier, numbered from a second one on.
+
+    A number that makes the name of another part is passed over.
+    """
+    taken = {reward.verifier for reward in rewards}
     names: list[str] = []
-    for place, reward in enumerate(rewards):
-        number = 1 + sum(other.verifier == reward.verifier for other in rewards[:place])
-        names.append(reward.verifier if number == 1 else f"{reward.verifier}_{number}")
+    for reward in rewards:
+        numbered = (f"{reward.verifier}_{number}" for number in count(2))
+        is_first = reward.verifier not in names
+        names.append(
+            reward.verifier if is_first else next(n for n in numbered if n not in {*taken, *names})
+        )
     return names
 
 

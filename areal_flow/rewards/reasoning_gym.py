@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards import math_text
-from areal_flow.rewards.math_text import marked_answer
+from areal_flow.rewards.math_text import marked_text
 from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score
 
@@ -58,7 +58,7 @@ def final_answer(completion: str) -> str:
     _, mark, after = completion.rpartition(begin)
     if mark:
         return after.partition(end)[0].strip()
-    return (marked_answer(completion) or completion).strip()
+    return (marked_text(completion) or completion).strip()
 
 
 vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__),)

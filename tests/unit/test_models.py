@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import MixtralConfig, OPTConfig, PretrainedConfig
 
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.layout import RunLayout
@@ -38,6 +38,19 @@ NOISY = MixtralConfig(
 )
 """Experts that have noise at their router in training mode."""
 
+DROPPING = OPTConfig(
+    vocab_size=13,
+    hidden_size=32,
+    word_embed_proj_dim=32,
+    ffn_dim=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    dropout=0.5,
+    pad_token_id=0,
+)
+"""Layers that drop by a function, in training mode."""
+
 
 def as_ranks_train(policy: Any, path: Path, activations: str) -> None:
     recipe = build_recipe({"trainer": {"activations": activations}}, source="")
@@ -52,11 +65,12 @@ def as_fine_tuning_trains(policy: Any, _: Path, activations: str) -> None:
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("prepare", [as_ranks_train, as_fine_tuning_trains])
+@pytest.mark.parametrize("config", [NOISY, DROPPING], ids=["noisy", "dropping"])
 def test_policy_computes_in_training_what_it_computed_when_it_was_probed(
-    tmp_path: Path, prepare: Any, activations: str
+    tmp_path: Path, config: PretrainedConfig, prepare: Any, activations: str
 ) -> None:
     """And recomputed layers have the gradients of what they computed at first."""
-    policy, micro = policy_from_config(NOISY), pack_sequences(make_sequences())
+    policy, micro = policy_from_config(config), pack_sequences(make_sequences())
 
     def logprobs_and_gradients() -> list[torch.Tensor]:
         policy.zero_grad()

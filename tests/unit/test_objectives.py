@@ -294,6 +294,16 @@ def test_gradient_is_reported_as_ended_where_there_is_none(
     assert found.clipped_T.tolist() == (given_.logprobs_T.grad == 0).tolist()
 
 
+@pytest.mark.parametrize("name", ["ppo", "sapo", "dppo", "m2po", "cispo"])
+def test_gradient_of_a_ratio_beyond_all_bounds_is_reported_as_ended(name: str) -> None:
+    algorithm = build_recipe({"algorithm": {"name": name}}, source="").algorithm
+    given_ = inputs([0.0, -1.0], [-30.0, -1.1], [-30.0, -1.1], [-1.0, -1.0])
+    found = algorithm.loss(given_)
+    found.losses_T.sum().backward()
+    assert found.clipped_T.tolist() == (given_.logprobs_T.grad == 0).tolist()
+    assert found.clipped_T[0] == (name != "cispo")
+
+
 def test_gspo_keeps_the_gradients_of_tokens_apart() -> None:
     """Of a token that its weight masks, or whose advantage ends it, beside one that is trained."""
     algorithm = GSPO(

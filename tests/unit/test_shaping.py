@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from areal_flow.errors import ConfigError, RewardError
 from areal_flow.rewards import retries
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
-from areal_flow.rewards.protocol import RewardInput, RewardSettings
+from areal_flow.rewards.protocol import RewardInput, RewardSettings, part_names
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
 from areal_flow.trainer.batch_metrics import _part_means
@@ -142,6 +143,11 @@ def test_verifier_may_stand_twice_with_other_settings_and_each_part_has_a_name()
     assert {*_part_means([row])} == {f"reward/{name}_mean" for name in names}
 
 
+def test_numbered_parts_keep_clear_of_names_that_others_have() -> None:
+    chosen = [RewardSettings(verifier=name) for name in ("m:a", "m:a", "m:a_2", "m:a")]
+    assert part_names(chosen) == ["m:a", "m:a_3", "m:a_2", "m:a_4"]
+
+
 def test_verifier_that_stands_twice_with_the_same_settings_is_refused() -> None:
     twice = [{"verifier": "numeric", "weight": weight} for weight in (1.0, 0.5)]
     with pytest.raises(ConfigError, match=r"rewards: \['numeric'\] named twice with the same set"):
@@ -211,6 +217,29 @@ def test_score_beyond_the_scale_of_a_judge_is_no_reward(
 def test_score_of_a_service_is_bounded_by_the_scale_that_is_set() -> None:
     assert asked(lambda _: 95).reward == 95
     assert asked(lambda _: 95, scale=(0, 1)).reward is None
+    for infinite in (inf, -inf, nan):
+        assert asked(lambda _, score=infinite: score).verdict == "error"
+    with pytest.raises(RewardError, match="two numbers"):
+        JudgeReward(url="http://x", scale=(0, inf))
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("**Score:** 1", 1.0),
+        ("Score: .5", 0.5),
+        ("Score: +1.0, since it is right.", 1.0),
+        ("Score: 0.5.", 0.5),
+        *(
+            (f"Score: {unclear}", None)
+            for unclear in ("1e2", "1/10", "0,5", "1 of 10", "1%", "1.0.1")
+        ),
+    ],
+)
+def test_score_is_the_whole_number_that_a_judge_says(said: str, score: float | None) -> None:
+    found = asked(lambda _: {"choices": [{"message": {"content": said}}]}, model="m")
+    assert found.reward == score
+    assert found.verdict == (None if score is not None else "infrastructure_error")
 
 
 def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> None:

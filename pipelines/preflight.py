@@ -25,9 +25,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import Verifier
-from areal_flow.rewards.code_rows import code_task
 from areal_flow.rewards.registry import recipe_rewards
-from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
 from areal_flow.types import Prompt
@@ -130,13 +128,10 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
         RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
     """
     lines = []
-    for url in _sandbox_urls(recipe):
-        tier = choose_tier(url=url)
-        if tier == ContainerPool.tier:
-            _refuse_assertions(layout)
-        where = f"in containers at {url}" if tier == ContainerPool.tier else "in sandboxes here"
+    if _runs_programs(recipe):
+        tier = choose_tier()
         lost = f": {LOST[tier]}" if LOST[tier] else ""
-        lines.append(f"Model-written code runs {where}, tier {tier}{lost}")
+        lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
     chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
     if not chosen:
         return lines
@@ -165,29 +160,10 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     return lines
 
 
-def _sandbox_urls(recipe: Recipe) -> list[str]:
-    """Return for each kind of programs that are run, if any, where else they may run than here."""
+def _runs_programs(recipe: Recipe) -> bool:
     workflow = recipe.workflow
-    used = [r.settings.get("sandbox_url", "") for r in recipe.rewards if r.verifier == "code"]
-    if isinstance(workflow, ToolUse) and "python" in workflow.tools:
-        used.append("")
-    return [*dict.fromkeys(used)]
-
-
-def _refuse_assertions(layout: RunLayout) -> None:
-    """Refuse prompts whose tests would share a container with what they judge.
-
-    Raises:
-        RewardError: with the first of them.
-    """
-    for prompt in PromptTable(layout.train_prompts, seed=0).rows():
-        task = code_task({"prompt": prompt.text, **prompt.metadata}, "pass")
-        if task is not None and task.mode not in ContainerPool.modes:
-            raise RewardError(
-                f"prompt {prompt.prompt_id!r} has tests of mode {task.mode!r}, which are not run "
-                "in containers elsewhere: write them as inputs and outputs (mode 'stdin' or "
-                "'call'), or run reward workers where a sandbox works"
-            )
+    is_tool = isinstance(workflow, ToolUse) and "python" in workflow.tools
+    return is_tool or any(reward.verifier == "code" for reward in recipe.rewards)
 
 
 def _common_error(scores: list[dict[str, Any]]) -> str:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from areal_flow.errors import RewardError
 from areal_flow.rewards.code_rows import NoTests, code_task
 from areal_flow.rewards.protocol import RewardInput
-from areal_flow.rewards.sandbox.containers import ContainerPool
-from areal_flow.rewards.sandbox.grading import Judgement, Pool, grade
+from areal_flow.rewards.sandbox.grading import Judgement, grade
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.pool import SandboxPool
-from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
 from areal_flow.types import Score
-
-logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 DEFAULT = Limits()
@@ -43,21 +37,12 @@ class CodeReward:
         memory_bytes: int = DEFAULT.memory_bytes,
         output_bytes: int = DEFAULT.output_bytes,
         num_threads: int = DEFAULT.num_threads,
-        sandbox_url: str = "",
     ) -> None:
         """Take what a run of a program may use: the fields of `Limits`.
 
-        Args:
-            sandbox_url: of a pool of containers, for workers on which no sandbox works.
-
         Raises:
-            RewardError: one of them is no limit, or no URL.
+            RewardError: one of them is no limit.
         """
-        if sandbox_url and not sandbox_url.startswith(("http://", "https://")):
-            raise RewardError(
-                f"reward 'code': expected sandbox_url = 'http(s)://...', found {sandbox_url!r}"
-            )
-        self._url = sandbox_url
         self._limits = Limits(
             cpu_s=cpu_s,
             wall_per_cpu=wall_per_cpu,
@@ -72,13 +57,7 @@ class CodeReward:
         Raises:
             SandboxError: no tier does.
         """
-        tier = choose_tier(url=self._url)
-        self._pool: Pool
-        if tier == ContainerPool.tier:
-            logger.warning("model-written code runs in containers at %s: %s", self._url, LOST[tier])
-            self._pool = ContainerPool(self._url, self._limits)
-        else:
-            self._pool = SandboxPool(self._limits, tier=tier)
+        self._pool = SandboxPool(self._limits)
         self._threads = ThreadPoolExecutor(MAX_RUNS, thread_name_prefix="sandbox")
 
     def close(self) -> None:
@@ -98,7 +77,7 @@ class CodeReward:
         return Score(float(found.verdict == "right"), found.verdict, message=found.detail)
 
 
-def judge_completion(pool: Pool, given: RewardInput) -> Judgement:
+def judge_completion(pool: SandboxPool, given: RewardInput) -> Judgement:
     """Return the verdict on a completion by its row.
 
     Raises:

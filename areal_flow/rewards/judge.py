@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import RewardError
 from areal_flow.rewards.protocol import RewardInput, overlong
-from areal_flow.rewards.retries import TRANSIENT_STATUSES, wait_s
 from areal_flow.types import Score, answer_text
 
 if TYPE_CHECKING:
@@ -32,6 +31,9 @@ Answer to judge:
 {completion}
 
 How good is the answer to judge, from 0 (wrong) to 1 (right)? End with a line "Score: x"."""
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Of HTTP; what they say may have passed."""
+FIRST_WAIT_S = 0.5
 _SCORE = re.compile(
     r"Score\**:[\s*]*([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?![\d/%eE]|[.,]\d)(?! of\b)", re.IGNORECASE
 )
@@ -142,7 +144,7 @@ class JudgeReward:
 
         failure = ""
         for attempt in range(self._num_retries + 1):
-            await asyncio.sleep(wait_s(attempt))
+            await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) if attempt else 0.0)
             try:
                 async with session.post(self._url, json=request) as response:
                     if response.status == 200:

@@ -70,14 +70,10 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 
 
-def doctor(*, sandbox_url: str = "", folders: Given) -> Report:
-    """Say what this machine has and what will work.
-
-    Args:
-        sandbox_url: Of a pool of containers, to be tried if no sandbox works here.
-    """
+def doctor(*, folders: Given) -> Report:
+    """Say what this machine has and what will work."""
     marks = {True: "ok", False: "FAIL", None: "-"}
-    found = list(_subjects(folders.runs.resolve(), sandbox_url))
+    found = list(_subjects(folders.runs.resolve()))
     failed = [what for what, _, works, _ in found if works is False]
     rows = [
         {"": marks[works], "what": what, "found": said, "means": means}
@@ -89,7 +85,7 @@ def doctor(*, sandbox_url: str = "", folders: Given) -> Report:
     return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
 
 
-def _subjects(runs: Path, sandbox_url: str) -> Iterator[Subject]:
+def _subjects(runs: Path) -> Iterator[Subject]:
     found = ".".join(map(str, sys.version_info[:3]))
     yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
     yield (
@@ -113,7 +109,7 @@ def _subjects(runs: Path, sandbox_url: str) -> Iterator[Subject]:
     gpus = _gpus()
     yield gpus
     yield from _engines("cuda" if gpus[2] else "cpu")
-    yield _sandbox(sandbox_url)
+    yield _sandbox()
 
 
 def _of_system() -> str:
@@ -137,9 +133,9 @@ def _loopback() -> Subject:
     return "loopback", "127.0.0.1", True, "all that the local cluster listens on"
 
 
-def _sandbox(url: str) -> Subject:
+def _sandbox() -> Subject:
     try:
-        tier = choose_tier(url=url)
+        tier = choose_tier()
     except SandboxError as error:
         return "sandbox", "none", None, f"only for the verifier 'code': {error}"
     return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"

@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, RewardError
-from areal_flow.rewards import retries
+from areal_flow.rewards import judge
 from areal_flow.rewards.code_reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, part_names
@@ -258,7 +258,7 @@ def test_words_of_a_completion_are_not_taken_for_places_of_the_question() -> Non
 
 
 def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
     statuses = [503, 429]
 
     def judged(_: dict[str, Any]) -> float:
@@ -273,7 +273,7 @@ def test_service_that_recovers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
 def test_service_that_fails_gives_no_score(
     status: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(judge, "FIRST_WAIT_S", 0.01)
     requests: list[Any] = []
 
     def refused(request: dict[str, Any]) -> float:

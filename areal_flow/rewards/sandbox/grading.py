@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.inside import plain, program
-from areal_flow.rewards.sandbox.limits import SandboxError
 from areal_flow.rewards.sandbox.pool import SandboxPool
 from areal_flow.rewards.sandbox.run import Outcome, Program
 from areal_flow.types import Verdict
 
 Mode = Literal["stdin", "call", "assert"]
-Pool = SandboxPool | ContainerPool
 _NUMBER = re.compile(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", re.ASCII)
 _MAX_DETAIL = 200
 
@@ -58,7 +55,7 @@ class Judgement:
 RIGHT = Judgement("right")
 
 
-def grade(pool: Pool, task: CodeTask) -> Judgement:
+def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
     """Run a program on its tests; the first that it does not pass decides.
 
     Raises:
@@ -66,13 +63,11 @@ def grade(pool: Pool, task: CodeTask) -> Judgement:
     """
     if not (task.tests or task.test_source):
         return Judgement("bad_reference", "there are no tests")
-    if task.mode not in pool.modes:
-        raise SandboxError(f"tests of mode {task.mode!r} are not run in tier {pool.tier!r}")
     found = _GRADERS[task.mode](pool, task)
     return Judgement(found.verdict, found.detail[-_MAX_DETAIL:])
 
 
-def _grade_stdin(pool: Pool, task: CodeTask) -> Judgement:
+def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
     source = _bytes(task.source)
     for number, (given, expected) in enumerate(task.tests):
         script = Program(program.SCRIPT, source, stdin=_bytes(str(given)))
@@ -85,7 +80,7 @@ def _grade_stdin(pool: Pool, task: CodeTask) -> Judgement:
     return RIGHT
 
 
-def _grade_calls(pool: Pool, task: CodeTask) -> Judgement:
+def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
     """Have one process answer all calls, and another one those that it had no time for.
 
     So each call has the time of a run to itself, if it needs it, as each test of `stdin` has.
@@ -111,7 +106,7 @@ def _grade_calls(pool: Pool, task: CodeTask) -> Judgement:
     return RIGHT
 
 
-def _call(pool: Pool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
+def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
     """Run a program that answers a call a test."""
     calls: list[dict[str, Any]] = [
         {"of": None, "name": task.entry_point, "kwargs": {},
@@ -139,7 +134,7 @@ def _compare_answer(line: bytes, expected: Any) -> Judgement:
     return RIGHT
 
 
-def _grade_asserts(pool: Pool, task: CodeTask) -> Judgement:
+def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
     nonce = secrets.token_hex(16)
     first = {
         "nonce": nonce,
@@ -228,7 +223,7 @@ def _refuse(value: Any) -> int:
     raise TypeError(f"expected plain data in a test, found a {type(value).__name__}")
 
 
-_GRADERS: dict[str, Callable[[Pool, CodeTask], Judgement]] = {
+_GRADERS: dict[str, Callable[[SandboxPool, CodeTask], Judgement]] = {
     "stdin": _grade_stdin,
     "call": _grade_calls,
     "assert": _grade_asserts,

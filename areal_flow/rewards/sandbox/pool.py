@@ -35,8 +35,6 @@ def memory_budget() -> int:
 class SandboxPool:
     """Runs programs, in threads of its callers."""
 
-    modes = ("stdin", "call", "assert")
-
     def __init__(
         self,
         limits: Limits | None = None,

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from areal_flow.machine import is_linux, system_name
-from areal_flow.rewards.sandbox.containers import ContainerPool
 from areal_flow.rewards.sandbox.inside import program
 from areal_flow.rewards.sandbox.limits import Limits, SandboxError
 from areal_flow.rewards.sandbox.run import Program, run_programs
@@ -18,14 +17,12 @@ from areal_flow.rewards.sandbox.zygote_client import ZygoteClient, available_tie
 NO_TIER = (
     "model-written code is not run here: no sandbox passes its self-test ({reasons}). Expected "
     "Linux 5.13 or newer on x86_64 or aarch64 with seccomp, and user namespaces or Landlock: allow "
-    "them (sysctl user.max_user_namespaces, the container's seccomp profile), run reward workers "
-    "where they are, or set sandbox_url of the verifier 'code' to a pool of containers"
+    "them (sysctl user.max_user_namespaces, the container's seccomp profile), or run reward "
+    "workers where they are"
 )
 LOST = {
     "namespaces": "",
     "landlock": "without user namespaces programs have no /tmp, and can see names of files",
-    "containers": "no sandbox works here. Tests of mode 'assert' are refused; what programs reach "
-    "is for the pool to limit",
 }
 """What a tier lacks, in words."""
 _CANARIES = """
@@ -71,12 +68,11 @@ print(json.dumps(can))
 """
 
 
-def choose_tier(tiers: tuple[str, ...] | None = None, *, url: str = "") -> str:
+def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
     """Return the strongest tier that passes its self-test.
 
     Args:
         tiers: those of this machine that may be used; all by default.
-        url: of a pool of containers, for where none of them passes.
 
     Raises:
         SandboxError: none does, with the reason of each.
@@ -93,13 +89,6 @@ def choose_tier(tiers: tuple[str, ...] | None = None, *, url: str = "") -> str:
             reasons.append(f"{tier}: {error}")
         else:
             return tier
-    if url:
-        try:
-            ContainerPool(url).check()
-        except SandboxError as error:
-            reasons.append(f"{ContainerPool.tier}: {error}")
-        else:
-            return ContainerPool.tier
     nothing = "none is allowed" if is_linux() else f"this is {system_name()}"
     raise SandboxError(NO_TIER.format(reasons="; ".join(reasons) or nothing))
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from areal_flow.errors import RunError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Of run directories: what lies where, and the columns of the datasets. Version 1 had no number."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 

@@ -215,14 +215,6 @@ class GroupReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class LogHead:
-    """How far the trajectory log is: rows committed, and the dataset's version."""
-
-    trajectory_watermark: int = 0
-    lance_version: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Discard:
     """A committed trajectory that will never be trained, and why."""
 

@@ -57,7 +57,6 @@ from areal_flow.types import (
     EngineStats,
     Episode,
     GroupReceipt,
-    LogHead,
     PolicyHashes,
     Prompt,
     Score,
@@ -181,7 +180,7 @@ class TimedCommitter(TrajectoryCommitter):
 
     milliseconds: list[float]
 
-    def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
+    def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         began = perf_counter()
         head = super().commit(receipts)
         self.milliseconds.append(1e3 * (perf_counter() - began))

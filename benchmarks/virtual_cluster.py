@@ -23,7 +23,6 @@ from areal_flow.types import (
     NOTHING_TRAINED,
     Episode,
     GroupReceipt,
-    LogHead,
     PolicyHashes,
     ServedWeights,
     StepRequest,
@@ -167,10 +166,10 @@ class VirtualCluster:
         """`Rollouts.write`."""
         return rolled_out
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         """`Logs.commit`."""
         self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)
-        return LogHead(self._num_committed)
+        return self._num_committed
 
     async def append(self, row: dict[str, object]) -> None:
         """`Logs.append`."""

@@ -404,7 +404,7 @@ class Training:
             verifier=self.provenance.verifier,
         )
         return plan_initial_state(
-            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.head
+            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.watermark
         )
 
     async def _restore_trainer(self) -> str:

@@ -30,9 +30,6 @@ class StepRow(pa.DataFrameModel):
     trajectory_watermark: pl.Int64 = pa.Field(
         ge=0, description="rows in the log when this row was written"
     )
-    lance_version: pl.Int64 = pa.Field(
-        ge=0, description="of the trajectory dataset, at the same moment"
-    )
 
     parent_hash: str = pa.Field(description="weights_hash of the row before; empty at the genesis")
     weights_hash: str = pa.Field(description="of the master weights")

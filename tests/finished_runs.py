@@ -97,7 +97,7 @@ def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int
             trained = [trajectory_id(step, member) for member in range(2)]
             columns["trajectory_ids"] = trained
             columns["failed_submissions"] = [7] if step == 2 else []
-        watermark = committer.head.trajectory_watermark
+        watermark = committer.watermark
         metrics = {"zeal": step, PASS_RATE: 0.5}
         metrics |= {f"pass_rate/difficulty_{n}": step / n for n in (2, 10)}
         metrics["speed/generated_tokens_per_s"] = step

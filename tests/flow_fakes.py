@@ -18,7 +18,6 @@ from areal_flow.types import (
     NOTHING_TRAINED,
     Episode,
     GroupReceipt,
-    LogHead,
     PolicyHashes,
     Prompt,
     ServedWeights,
@@ -165,20 +164,16 @@ class MemoryLog:
     acknowledge_s: float = 0.01
     committed: list[TrajectoryReceipt] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    version: int = 0
+    num_commits: int = 0
 
-    @property
-    def head(self) -> LogHead:
-        return LogHead(len(self.committed), self.version)
-
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
-        self.version += 1
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
+        self.num_commits += 1
         known = {trajectory.trajectory_id for trajectory in self.committed}
         for receipt in receipts:
             self.committed += [t for t in receipt.trajectories if t.trajectory_id not in known]
-        head = self.head
+        watermark = len(self.committed)
         await asyncio.sleep(self.acknowledge_s)
-        return head
+        return watermark
 
     async def append(self, row: dict[str, Any]) -> None:
         assert all(row["step"] != earlier["step"] for earlier in self.rows)

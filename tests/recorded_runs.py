@@ -15,7 +15,7 @@ from areal_flow.recovery.run_directory import create_run
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import LogHead, StepRequest
+from areal_flow.types import StepRequest
 from areal_flow.weights.channel import HashingWriter
 from tests.policies import write_model_directory
 from tests.rows import written_group
@@ -57,7 +57,7 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
                 request,
                 result,
                 entries=StepEntries(),
-                log_head=LogHead(8, 0),
+                watermark=8,
                 next_submission_index=0,
                 num_waiting_tokens=0,
                 provenance=PROVENANCE,

@@ -46,7 +46,6 @@ def step_row(step: int, **columns: Any) -> dict[str, Any]:
         "loss": 1 / max(1, step),
         "reward_mean": 0.1 * step,
         "metrics": {PASS_RATE: 0.25 * step},
-        "lance_version": 10 + step,
         "trajectory_watermark": 100 * step,
         "committed_at": BEGAN + timedelta(seconds=step),
         **columns,

@@ -65,7 +65,7 @@ class Flow:
         self.gate = Gate(recipe.controller, max_running=max_running)
         self.buffer = Buffer(recipe)
         self.accounting = initial.accounting
-        self.log_head = initial.log_head
+        self.watermark = initial.watermark
         self.policy_version = initial.policy_version
         self.parent_hash = initial.weights_hash
         self.stop_requested = False
@@ -230,7 +230,7 @@ class Flow:
             return
         # The head moves here, together with the buffer, and not when Lance commits: a ledger row
         # that is made in between must not name groups that the accounting does not know yet.
-        self.log_head = await self.backends.logs.commit(written)
+        self.watermark = await self.backends.logs.commit(written)
         for receipt in written:
             self.num_pending_groups -= 1
             self.accounting.commit(sum(t.num_tokens for t in receipt.trajectories))
@@ -323,7 +323,7 @@ class Flow:
             request,
             result,
             entries=self.accounting.close_entries(),
-            log_head=self.log_head,
+            watermark=self.watermark,
             next_submission_index=self.next_submission_index,
             num_waiting_tokens=self.buffer.num_waiting_tokens,
             provenance=self.provenance,

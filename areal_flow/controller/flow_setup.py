@@ -16,7 +16,6 @@ from areal_flow.types import (
     EngineStats,
     Episode,
     GroupReceipt,
-    LogHead,
     Prompt,
     ServedWeights,
     StepRequest,
@@ -36,7 +35,8 @@ class InitialState:
     discards: tuple[Discard, ...] = ()
     engine_totals: tuple[EngineStats, ...] = ()
     """What engines had done before, an evaluation for instance; the flow must not count that."""
-    log_head: LogHead = field(default_factory=LogHead)
+    watermark: int = 0
+    """Rows of the trajectory log."""
     accounting: TokenAccounting = field(default_factory=TokenAccounting)
 
 
@@ -64,8 +64,12 @@ class Rollouts(Protocol):
 class Logs(Protocol):
     """The only committer of trajectories and of steps."""
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
-        """Make written groups visible, all in one version; once, whatever is retried."""
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
+        """Make written groups visible, all in one version; once, whatever is retried.
+
+        Returns:
+            The watermark: how many rows the log has then.
+        """
 
     async def append(self, row: dict[str, Any]) -> None:
         """Commit a step's row, durably; refuse if this step is there already."""

@@ -12,7 +12,6 @@ from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.speed import reward_metrics, speed_metrics, update_metrics
 from areal_flow.types import (
     NOTHING_TRAINED,
-    LogHead,
     PolicyHashes,
     StepRequest,
     StepResult,
@@ -52,7 +51,7 @@ def step_row(
     result: StepResult,
     *,
     entries: StepEntries,
-    log_head: LogHead,
+    watermark: int,
     next_submission_index: int,
     num_waiting_tokens: int,
     provenance: Provenance,
@@ -64,7 +63,7 @@ def step_row(
 
     Args:
         entries: what happened since the row before.
-        log_head: how far the trajectory log is when the row is written.
+        watermark: rows of the trajectory log when the row is written.
         next_submission_index: the prompt cursor then.
         num_waiting_tokens: committed then, and neither trained nor discarded.
         num_generators: of the recipe.
@@ -84,7 +83,7 @@ def step_row(
         "failed_submissions": list(entries.failed_submissions),
         "num_failed_members": entries.num_member_errors,
         "seconds_generate": entries.seconds_generate,
-        **asdict(log_head),
+        "trajectory_watermark": watermark,
         "next_submission_index": next_submission_index,
         "num_waiting_tokens": num_waiting_tokens,
         **asdict(provenance),
@@ -124,7 +123,7 @@ def genesis_row(
         request,
         StepResult(0, hashes, NOTHING_TRAINED, numeric_environment),
         entries=StepEntries(),
-        log_head=LogHead(),
+        watermark=0,
         next_submission_index=0,
         num_waiting_tokens=0,
         provenance=provenance,

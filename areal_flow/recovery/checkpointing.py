@@ -16,7 +16,6 @@ from areal_flow.errors import TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import (
     checkpoint_hashes,
-    checkpoint_path,
     list_checkpoints,
     prune_checkpoints,
 )
@@ -104,8 +103,6 @@ class Checkpoints:
                 logger.warning("%s; the ledger still leads to it", lost)
                 return
         self.writer.check_current()
-        path = checkpoint_path(self.layout.checkpoints, row["step"])
-        self.trajectories.tag(f"checkpoint-{path.name}", row["lance_version"])
         self.registry.wake()
         await asyncio.to_thread(self._prune)
 
@@ -117,6 +114,5 @@ class Checkpoints:
         root, keep = self.layout.checkpoints, self.settings.keep_checkpoints
         if len(list_checkpoints(root)) <= keep + 1:
             return
-        for path in prune_checkpoints(root, keep=keep, protected=self.registry.protected()):
-            self.trajectories.untag(f"checkpoint-{path.name}")
+        prune_checkpoints(root, keep=keep, protected=self.registry.protected())
         self.registry.wake()

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_flow.controller.accounting import StepEntries, TokenAccounting
 from areal_flow.controller.flow_setup import InitialState
-from areal_flow.types import Discard, GroupReceipt, LogHead, TrajectoryReceipt, submission_index_of
+from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt, submission_index_of
 
 PLAN_COLUMNS = [
     "weights_hash",
@@ -39,7 +39,7 @@ def plan_initial_state(
     ledger: Sequence[Mapping[str, Any]],
     unconsumed: Sequence[TrajectoryReceipt],
     committed: CommittedGroups,
-    log_head: LogHead,
+    watermark: int,
 ) -> InitialState:
     """Return where the flow goes on.
 
@@ -47,7 +47,7 @@ def plan_initial_state(
         ledger: `PLAN_COLUMNS` of every row, by step.
         unconsumed: committed trajectories that no row trained or discarded.
         committed: what the log holds in all.
-        log_head: how far the trajectory log is.
+        watermark: rows of the trajectory log.
     """
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
@@ -71,7 +71,7 @@ def plan_initial_state(
         resubmit=tuple(i for i in range(cursor) if i not in indices and i not in given_up),
         waiting=tuple(GroupReceipt(i, (), tuple(waiting[i])) for i in sorted(waiting)),
         discards=tuple(discards),
-        log_head=log_head,
+        watermark=watermark,
         accounting=TokenAccounting(
             committed=committed.num_tokens,
             trained=total["num_trained_tokens"],

@@ -21,7 +21,7 @@ from areal_flow.store.dataset import create_dataset, read_rows, storage_errors
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
-from areal_flow.types import GroupReceipt, LogHead, TrajectoryReceipt
+from areal_flow.types import GroupReceipt, TrajectoryReceipt
 from schemas import EvaluationRow, arrow_schema, validate
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class CommittedLogs:
         self._ledger = ledger
         self._rounds: dict[Maintenance, asyncio.Task[None]] = {}
 
-    async def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
+    async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
         return await self._write(self._committer.maintenance, self._committer.commit, receipts)
 
     async def append(self, row: dict[str, Any]) -> None:

@@ -159,7 +159,6 @@ class Lineage:
         environments = self._spans("numeric_environment")
         for span in environments:
             span["numeric_environment"] = json.loads(span["numeric_environment"])
-        head = ("trajectory_watermark", "lance_version")
         return {
             **self.chain,
             "forked_from": self.forked_from,
@@ -169,7 +168,7 @@ class Lineage:
             "num_prompts": len(self.prompts),
             "num_trained_tokens": sum(step["num_trained_tokens"] for step in steps),
             "num_masked_tokens": sum(step["num_masked_tokens"] for step in steps),
-            **{name: steps[-1][name] for name in head},
+            "trajectory_watermark": steps[-1]["trajectory_watermark"],
             "forks": self.forks,
             "chat_template": self.chat_template_hash,
             "verifiers": verifiers,

@@ -1,7 +1,7 @@
 """What a growing dataset needs of its one writer, beside the commits themselves.
 
 Commits are counted; every so many, compaction is due. Nobody else commits while the result of one
-is named. Whatever is committed can be forced to disk, and versions can be kept by name. A writer
+is named. Whatever is committed can be forced to disk. A writer
 that died before its commit leaves data files that no version names: the next writer removes them.
 """
 
@@ -75,9 +75,7 @@ class Maintenance:
         affordable = sum(_file_sizes(self._path / "data")) // (4 * max(manifests, default=1))
         retained = max(LEAST_VERSIONS, affordable)
         if len(manifests) > retained * 5 // 4:
-            dataset.cleanup_old_versions(
-                retain_versions=retained, error_if_tagged_old_versions=False
-            )
+            dataset.cleanup_old_versions(retain_versions=retained)
 
     def sync(self) -> None:
         """Force every file that exists now to disk, each once; Lance itself does not."""
@@ -89,16 +87,6 @@ class Maintenance:
                     _force_to_disk(file)
             _force_to_disk(Path(folder))
         self._synced = present
-
-    def tag(self, name: str, version: int) -> None:
-        """Keep a version for as long as its tag; without it the version goes with time."""
-        with suppress(OSError, ValueError):  # cleanup was faster: the watermark still names it
-            open_dataset(self._path).tags.create(name, version)
-
-    def untag(self, name: str) -> None:
-        """Let a version go; one that has no tag is gone already."""
-        with suppress(OSError, ValueError):
-            open_dataset(self._path).tags.delete(name)
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:

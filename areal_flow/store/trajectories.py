@@ -28,7 +28,7 @@ from areal_flow.store.dataset import (
     that_count,
 )
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.types import GroupReceipt, LogHead, submission_index_of
+from areal_flow.types import GroupReceipt, submission_index_of
 from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
 
@@ -81,12 +81,15 @@ class TrajectoryCommitter:
             self._mark(index)
 
     @property
-    def head(self) -> LogHead:
-        """How far the log is; the watermark counts rows that were superseded, too."""
-        return LogHead(self._dataset.count_rows(), int(self._dataset.version))
+    def watermark(self) -> int:
+        """How many rows the log has; those that were superseded count, too."""
+        return int(self._dataset.count_rows())
 
-    def commit(self, receipts: Sequence[GroupReceipt]) -> LogHead:
-        """Append the groups' fragments in one version; skip groups that are there already.
+    def commit(self, receipts: Sequence[GroupReceipt]) -> int:
+        """Append the groups' fragments in one version, but for groups that are there already.
+
+        Returns:
+            The watermark after it.
 
         Raises:
             RunError: another driver took over; this one must end.
@@ -97,7 +100,7 @@ class TrajectoryCommitter:
         descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
         fragments = [*map(FragmentMetadata.from_json, descriptions)]
         if not fragments:
-            return self.head
+            return self.watermark
         _refuse_other_rows(fragments, new)
         self._writer.check_current()
         with self.maintenance.commit():
@@ -108,7 +111,7 @@ class TrajectoryCommitter:
             )
         for receipt in new:
             self._mark(receipt.submission_index)
-        return self.head
+        return self.watermark
 
     def _is_committed(self, submission_index: int) -> bool:
         return submission_index < len(self._committed) and bool(self._committed[submission_index])

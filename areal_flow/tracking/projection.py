@@ -54,7 +54,7 @@ _STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
 ]
 _CHECKPOINT_COLUMNS = [
-    *("weights_hash", "lance_version", "trajectory_watermark", "committed_at", "metrics"),
+    *("weights_hash", "trajectory_watermark", "committed_at", "metrics"),
 ]
 _SCORE_COLUMNS = [
     *("held_out", "prompt_id", "sample", "reward", "num_output_tokens", "difficulty"),
@@ -184,7 +184,6 @@ class Projection:
                 "step": str(step),
                 "run": self._layout.name,
                 "weights_hash": weights_hash,
-                "trajectories_version": str(rows[step]["lance_version"]),
                 "trajectories_watermark": str(rows[step]["trajectory_watermark"]),
                 TRAINED_AT_TAG: rows[step]["committed_at"].isoformat(),
                 **_rate_tag(BATCH_PASS_RATE_TAG, dict(rows[step]["metrics"]).get(PASS_RATE)),

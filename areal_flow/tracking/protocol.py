@@ -50,8 +50,8 @@ class Tracker(Protocol):
         The newest gets the run's alias. `best` goes to the highest pass rate of all runs.
 
         Args:
-            present: the tags of each directory, which say of which version of the trajectories it
-                was made; ascending by step. Those of a registered one may have changed.
+            present: the tags of each directory, ascending by step. Those of a registered one may
+                have changed.
         """
 
     def protected(self) -> frozenset[Path]:

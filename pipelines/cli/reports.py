@@ -192,11 +192,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['num_trained_tokens']:,} trained, {found['num_masked_tokens']:,} not: too "
             "old, or the environment's",
         ),
-        (
-            "dataset",
-            f"{found['trajectory_watermark']:,} trajectories in the log, Lance version "
-            f"{found['lance_version']}",
-        ),
+        ("dataset", f"{found['trajectory_watermark']:,} trajectories in the log"),
         ("verifier", _spans(found["verifiers"], "verifier") or "none"),
         ("chat template", found["chat_template"] or "none"),
         ("config", _spans(found["config_hashes"], "config_hash")),

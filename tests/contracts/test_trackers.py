@@ -154,7 +154,6 @@ def test_sink_shows_what_the_run_recorded(make_sink: MakeSink, layout: RunLayout
         "step": "2",
         "run": "r",
         "weights_hash": "w2",
-        "trajectories_version": "12",
         "trajectories_watermark": "200",
         "trained_at": "2026-01-01T00:00:02+00:00",
         "rollout_pass_rate": "0.500000",

@@ -25,7 +25,7 @@ from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
 from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.rank import TrainerRank
-from areal_flow.types import LogHead, StepRequest, StepResult
+from areal_flow.types import StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
 from pipelines.summary import summarise
 from schemas import StepRow, validate
@@ -124,7 +124,7 @@ def ledger_table(result: StepResult) -> pa.Table:
         request("parent"),
         result,
         entries=StepEntries(),
-        log_head=LogHead(4, 0),
+        watermark=4,
         next_submission_index=0,
         num_waiting_tokens=0,
         provenance=Provenance(1, "", ""),

@@ -14,7 +14,7 @@ from areal_flow.controller.records import (
     step_row,
 )
 from areal_flow.recovery.restore import result_from_row
-from areal_flow.types import Discard, LogHead, PolicyHashes, StepRequest
+from areal_flow.types import Discard, PolicyHashes, StepRequest
 
 PROVENANCE = Provenance(3, "config", "code")
 GENESIS = genesis_row(
@@ -81,7 +81,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         request,
         result_from_row(GENESIS),
         entries=entries,
-        log_head=LogHead(40, 5),
+        watermark=40,
         next_submission_index=12,
         num_waiting_tokens=33,
         provenance=PROVENANCE,
@@ -105,7 +105,6 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
         "num_failed_members": 2,
         "seconds_generate": 1.5,
         "trajectory_watermark": 40,
-        "lance_version": 5,
         "next_submission_index": 12,
         "num_waiting_tokens": 33,
         "writer_epoch": 3,

@@ -20,7 +20,6 @@ from areal_flow.types import (
     Discard,
     Episode,
     GroupReceipt,
-    LogHead,
     PolicyHashes,
     TrajectoryReceipt,
     VersionSpan,
@@ -63,7 +62,7 @@ def plan(log: MemoryLog, rows: list[dict[str, Any]] | None = None) -> InitialSta
         sum(t.num_tokens for t in log.committed),
     )
     unconsumed = [t for t in log.committed if t.trajectory_id not in consumed]
-    return plan_initial_state(rows, unconsumed, committed, log.head)
+    return plan_initial_state(rows, unconsumed, committed, len(log.committed))
 
 
 async def run_to_end(flow: Flow) -> None:
@@ -161,7 +160,7 @@ def test_given_up_submissions_are_not_submitted_again() -> None:
         {**GENESIS, "step": 1, "next_submission_index": 6, "failed_submissions": [4]},
     ]
     committed = CommittedGroups(submission_indices={0}, num_tokens=0)
-    start = plan_initial_state(ledger, [], committed, LogHead())
+    start = plan_initial_state(ledger, [], committed, 0)
     assert start.next_submission_index == 6
     assert start.resubmit == (2, 3, 5)
 
@@ -247,18 +246,18 @@ LEDGER = [
 
 
 def test_given_up_and_committed_submissions_are_not_submitted_again() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 3, 7}), LogHead(8, 3))
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 3, 7}), 8)
     assert planned.resubmit == (5, 8)
     assert planned.next_submission_index == 9
     assert (planned.policy_version, planned.weights_hash) == (2, "w2")
-    assert planned.log_head == LogHead(8, 3)
+    assert planned.watermark == 8
 
 
 def test_cursor_is_beyond_whatever_was_committed() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 9, 11}), LogHead())
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0, 2, 9, 11}), 0)
     assert planned.next_submission_index == 12
     assert planned.resubmit == (3, 5, 7, 8, 10)
-    fresh = plan_initial_state(LEDGER[:1], [], CommittedGroups(), LogHead())
+    fresh = plan_initial_state(LEDGER[:1], [], CommittedGroups(), 0)
     assert (fresh.next_submission_index, fresh.resubmit) == (0, ())
 
 
@@ -269,7 +268,7 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
         receipt(8, 0, version=3, num_tokens=5),
         receipt(7, 1, version=2),
     ]
-    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7, 8}), LogHead())
+    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7, 8}), 0)
     assert [(g.submission_index, g.trajectories) for g in planned.waiting] == [
         (3, (left[1],)),
         (7, (left[0], left[3])),
@@ -280,13 +279,13 @@ def test_waiting_groups_are_whole_and_in_order_and_newer_ones_are_discarded() ->
 def test_what_another_verifier_scored_is_not_trained() -> None:
     left = [receipt(3, 0, version=1), receipt(7, 0, version=2, num_tokens=5)]
     other = frozenset({trajectory_id(7, 0)})
-    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7}, 0, other), LogHead())
+    planned = plan_initial_state(LEDGER, left, CommittedGroups({3, 7}, 0, other), 0)
     assert [group.submission_index for group in planned.waiting] == [3]
     assert planned.discards == (Discard(trajectory_id(7, 0), 5, "other_verifier"),)
 
 
 def test_accounts_go_on_from_the_sums_of_the_ledger() -> None:
-    planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), LogHead())
+    planned = plan_initial_state(LEDGER, [], CommittedGroups({0}, num_tokens=170), 0)
     assert planned.accounting == TokenAccounting(
         committed=170,
         trained=100,

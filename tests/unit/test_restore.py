@@ -11,7 +11,7 @@ from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, genesis_row, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.recovery.restore import LedgerReplay, restore_newest
-from areal_flow.types import NOTHING_TRAINED, LogHead, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 
 CPU = '{"device": "cpu"}'
 PROVENANCE = Provenance(1, "config", "code")
@@ -62,7 +62,7 @@ class Rows:
                     request,
                     result,
                     entries=StepEntries(),
-                    log_head=LogHead(),
+                    watermark=0,
                     next_submission_index=0,
                     num_waiting_tokens=0,
                     provenance=PROVENANCE,

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import lance
@@ -39,7 +38,6 @@ from areal_flow.store.trajectories import (
 from areal_flow.types import (
     Discard,
     GroupReceipt,
-    LogHead,
     PolicyHashes,
     StepMetrics,
     StepRequest,
@@ -82,7 +80,7 @@ def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
         request,
         StepResult(step, PolicyHashes(f"w{step}", "s"), metrics, "{}"),
         entries=entries,
-        log_head=LogHead(10, 2),
+        watermark=10,
         next_submission_index=5,
         num_waiting_tokens=0,
         provenance=PROVENANCE,
@@ -105,7 +103,7 @@ def test_written_groups_are_invisible_until_committed(path: Path) -> None:
     assert open_dataset(path).count_rows() == 0
     committer = TrajectoryCommitter(path, WRITER)
     committer.commit([receipt])
-    assert open_dataset(path).count_rows() == committer.head.trajectory_watermark == 2
+    assert open_dataset(path).count_rows() == committer.watermark == 2
 
 
 def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
@@ -114,10 +112,10 @@ def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
     committer.commit([first])
     committer.commit([first])
     committer.commit([written_group(path, 0), written_group(path, 1)])
-    assert committer.head.trajectory_watermark == open_dataset(path).count_rows() == 4
+    assert committer.watermark == open_dataset(path).count_rows() == 4
     reopened = TrajectoryCommitter(path, WRITER)
     reopened.commit([written_group(path, 1)])
-    assert reopened.head.trajectory_watermark == open_dataset(path).count_rows() == 4
+    assert reopened.watermark == open_dataset(path).count_rows() == 4
 
 
 def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
@@ -129,20 +127,20 @@ def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
     committer = TrajectoryCommitter(path, WRITER)
     with pytest.raises(StorageError, match=r"of 4 rows, those of groups \[0, 1\], found 6"):
         committer.commit(groups[:2])
-    assert committer.commit(groups).trajectory_watermark == 6
-    assert committer.commit(groups[1:]).trajectory_watermark == 6
+    assert committer.commit(groups) == 6
+    assert committer.commit(groups[1:]) == 6
     assert open_dataset(path).to_table()["submission_index"].to_pylist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Path) -> None:
     committer = TrajectoryCommitter(path, WRITER)
-    head = committer.commit([written_group(path, index) for index in (2, 0, 1)])
-    assert head.trajectory_watermark == 6
+    watermark = committer.commit([written_group(path, index) for index in (2, 0, 1)])
+    assert watermark == 6
     indices = open_dataset(path).to_table()["submission_index"].to_pylist()
     assert indices == [2, 2, 0, 0, 1, 1]
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
-    assert committer.commit(again).trajectory_watermark == 8
-    assert committer.commit(again) == committer.head == committer.commit([])
+    assert committer.commit(again) == 8
+    assert committer.commit(again) == committer.watermark == committer.commit([])
     found = TrainingRows(path, NOBODY)(["00000000-0000-00", "00000000-0001-00"])
     assert [row["reward"] for row in found] == [1.0, 0.0]
 
@@ -179,7 +177,7 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
     )
     for index in range(3):
         committer.commit([written_group(layout.trajectories, index)])
-    watermark = committer.head.trajectory_watermark
+    watermark = committer.watermark
     ledger.append({**ledger_row(0), "trajectory_watermark": watermark})
     before_append = lance.dataset(str(layout.trajectories))
     plan = Compaction.plan(before_append, {"target_rows_per_fragment": 64})
@@ -208,29 +206,7 @@ def test_reading_survives_compaction(path: Path) -> None:
     assert len(open_dataset(path).get_fragments()) <= 2
     wanted = ["00000020-0000-00", "00000003-0001-00"]
     assert [row["trajectory_id"] for row in read_rows(wanted)] == wanted
-    assert committer.head.trajectory_watermark == 42
-
-
-def test_versions_are_tagged_while_others_are_committed(path: Path) -> None:
-    committer = TrajectoryCommitter(path, WRITER)
-    committer.commit([written_group(path, 0)])
-    done = Event()
-
-    def tag_and_untag() -> None:
-        while not done.is_set():
-            committer.maintenance.tag("checkpoint", 1)
-            committer.maintenance.untag("checkpoint")
-
-    with ThreadPoolExecutor(1) as beside:
-        tagging = beside.submit(tag_and_untag)
-        try:
-            for index in range(1, 20):
-                committer.commit([written_group(path, index)])
-        finally:
-            done.set()
-        tagging.result()
-    assert committer.head.trajectory_watermark == 40
-    assert not open_dataset(path).tags.list()
+    assert committer.watermark == 42
 
 
 def test_dataset_that_is_being_created_is_found_whole_or_not_at_all(tmp_path: Path) -> None:

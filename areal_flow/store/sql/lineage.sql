@@ -9,7 +9,7 @@ FROM trajectories WHERE status = 'trained' ORDER BY step, trajectory_id;
 CREATE VIEW ledger_rows AS
 SELECT step, parent_hash, weights_hash, served_hash, policy_version, writer_epoch,
        num_trained_tokens, num_masked_tokens, reward_mean, loss, trajectory_watermark,
-       lance_version, config_hash, code_version, numeric_environment, committed_at
+       config_hash, code_version, numeric_environment, committed_at
 FROM steps ORDER BY step;
 
 CREATE VIEW weights_hashes AS

@@ -7,6 +7,7 @@
     ├── SchemaError         rows do not satisfy their schema
     ├── RunError            the run directory: exists, is locked, is incomplete
     ├── StorageError        a write failed; the last committed state is intact
+    ├── EpisodeError        a workflow made no trajectory
     ├── EngineError         a generator cannot serve
     ├── RewardError         a verifier cannot be loaded or keeps failing
     │   └── InfrastructureError  no verdict here, through no fault of the completion; ask elsewhere
@@ -53,6 +54,10 @@ class RunError(ArealFlowError):
 
 class StorageError(ArealFlowError):
     """A write failed; the last committed state is intact."""
+
+
+class EpisodeError(ArealFlowError):
+    """A workflow made no trajectory of a group, or of any group of a task."""
 
 
 class EngineError(ArealFlowError):

@@ -19,10 +19,11 @@ import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
-from areal_flow.errors import ArealFlowError
+from areal_flow.errors import EpisodeError
 from areal_flow.held_out import HELD_OUT
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
+from areal_flow.workflows.group import all_of
 from schemas.content import row_arrays
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ async def answer_held_out(
     """Answer every prompt with the newest weights; return rows of the evaluation schema.
 
     Beside training, newer weights arrive while prompts are answered: no token is older than the
-    evaluation's `policy_version`, and each row says which versions sampled it. An answer that
-    failed is a row without a reward, which does not pass.
+    evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
+    workflow or its verifier failed is a row without a reward, which does not pass.
 
     Args:
         settings: how many answers a prompt of each set has, and how they are sampled.
@@ -62,7 +63,8 @@ async def answer_held_out(
         writer_epoch: of the driver that will append the rows, 0 if none will.
 
     Raises:
-        ArealFlowError: no prompt could be answered; the message is the first cause.
+        EpisodeError: no prompt could be answered; the message is the first cause.
+        ArealFlowError: generators or reward workers failed, which is no fault of an answer.
     """
     began = datetime.now(UTC)
     episodes = [
@@ -81,20 +83,17 @@ async def answer_held_out(
         for index, prompt in enumerate(prompts)
     ]
     tasks = _tasks(episodes)
-    found = await asyncio.gather(*(_table_or_error(answer, task, name) for task in tasks))
-    rows = await asyncio.to_thread(_all_rows, tasks, found, decode)
-    _warn_of_failures(rows, name)
-    oldest = min(span["version"] for row in rows for span in row["version_spans"])
-    made = {"evaluation": name, "writer_epoch": writer_epoch, "policy_version": oldest}
-    return [{**made, **row} for row in rows]
+    found = await all_of(_table_or_error(answer, task, name) for task in tasks)
+    made = {"evaluation": name, "writer_epoch": writer_epoch}
+    return await asyncio.to_thread(_all_rows, tasks, found, decode, made)
 
 
 async def _table_or_error(
     answer: Answer, task: Sequence[Episode], name: str
-) -> pa.Table | ArealFlowError:
+) -> pa.Table | EpisodeError:
     try:
         return await answer(task, name=name)
-    except ArealFlowError as error:
+    except EpisodeError as error:
         return error
 
 
@@ -127,28 +126,33 @@ def _set_of(prompt: Prompt) -> str:
 
 def _all_rows(
     tasks: Sequence[Sequence[Episode]],
-    found: Sequence[pa.Table | ArealFlowError],
+    found: Sequence[pa.Table | EpisodeError],
     decode: Decode,
+    made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
+    """Return the rows of all tasks, each with what is `made` and the version that they are of."""
     tables = [table for table in found if isinstance(table, pa.Table)]
     for error in () if tables else found:
         raise error
     verifier = tables[0]["verifier"][0].as_py()
-    return [
+    rows = [
         row
         for task, answered in zip(tasks, found, strict=True)
         for row in _rows(task, answered, decode, verifier=verifier)
     ]
+    _warn_of_failures(rows, made["evaluation"])
+    oldest = min(span["version"] for row in rows for span in row["version_spans"])
+    return [{**made, "policy_version": oldest, **row} for row in rows]
 
 
 def _rows(
-    episodes: Sequence[Episode], found: pa.Table | ArealFlowError, decode: Decode, *, verifier: str
+    episodes: Sequence[Episode], found: pa.Table | EpisodeError, decode: Decode, *, verifier: str
 ) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     texts: dict[tuple[int, int], str] = {}
     errors: tuple[str, ...]
-    if isinstance(found, ArealFlowError):
+    if isinstance(found, EpisodeError):
         errors = (str(found),)
     else:
         errors = rollout_notes(found).errors

@@ -75,6 +75,7 @@ class RunLayout:
     checkpoints = _Within("checkpoints")
     weights = _Within("weights")
     rendezvous = _Within("rendezvous")
+    processes = _Within("processes")
     forks = _Within("forks.jsonl")
     tracking = _Within("tracking.json")
     log = _Within("train.log")
@@ -91,6 +92,10 @@ class RunLayout:
     def weights_of(self, writer_epoch: int) -> Path:
         """Return the weights channel of one driver's life; no other driver's generators look."""
         return self.weights / f"{writer_epoch:08d}"
+
+    def processes_of(self, writer_epoch: int) -> Path:
+        """Return what the processes of one driver's life share: certificates, what they execute."""
+        return self.processes / f"{writer_epoch:08d}"
 
     def rendezvous_file(self, writer_epoch: int, name: str) -> Path:
         """Return the file by which the ranks of one replica group find each other."""

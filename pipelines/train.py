@@ -330,14 +330,16 @@ class Training:
 
     async def _answer(self, name: str, answer: Answer) -> None:
         """Answer the held-out prompts and append the answers as an evaluation."""
+        table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
+        tokenizer = await asyncio.to_thread(tokenizer_of, self.layout.model)
         rows = await answer_held_out(
             answer,
-            PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed).rows(),
+            await asyncio.to_thread(table.rows),
             settings=self.recipe.evaluation,
             name=name,
             seed=self.recipe.seed,
             writer_epoch=self.writer.writer_epoch,
-            decode=partial(texts_of, tokenizer_of(self.layout.model)),
+            decode=partial(texts_of, tokenizer),
         )
         await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
         self.tracking.wake()

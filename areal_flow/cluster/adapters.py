@@ -17,7 +17,7 @@ from distributed.client import FuturesCancelledError
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.registry import WorkerRecord
-from areal_flow.cluster.results import KillsWorkers, result_of, run_task
+from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
 from areal_flow.errors import ArealFlowError, InfrastructureError, TrainerLost, TrainingError
 from areal_flow.types import Episode, GroupReceipt, Score, ServedWeights, StepRequest, StepResult
@@ -117,16 +117,16 @@ class Scoring:
             ArealFlowError: as raised by the task.
         """
         reward_workers = self._pool.registry.present("reward")
-        options: dict[str, Any] = {"resource": "reward", "what": what}
+        task, options = (self._client, self._pool.executions), dict[str, Any](what=what)
         for worker in reward_workers[:MAX_RESCORINGS]:
             try:
-                return await run_task(
-                    self._client, function, *arguments, is_last_try=False, **options
+                return await run_reward_task(
+                    *task, function, *arguments, is_last_try=False, **options
                 )
             except InfrastructureError as error:
                 logger.warning("no verdict, and so asked again: %s", error)
             options |= {"workers": [worker.address], "allow_other_workers": True}
-        return await run_task(self._client, function, *arguments, is_last_try=True, **options)
+        return await run_reward_task(*task, function, *arguments, is_last_try=True, **options)
 
     async def row_by_row(self, table: Future, episodes: Sequence[Episode]) -> list[Score]:
         """Score each row by a task of its own: one over which workers die fails alone.
@@ -134,7 +134,7 @@ class Scoring:
         One after the other, since a worker that dies takes all tasks with it that it has.
         """
         killed, scores = reward_tasks.SCORING_KILLS, list[Score]()
-        num_rows = await run_task(self._client, len, table, resource="reward", what="rows")
+        num_rows = await run_reward_task(self._client, self._pool.executions, len, table)
         for row in range(num_rows):
             if scores == [killed] * reward_tasks.MAX_KILLING_ROWS:
                 return [killed] * num_rows
@@ -279,7 +279,10 @@ class ReadyGroups:
             if len(batch) > 1:
                 return [(await self._receipts([rollout]))[0] for rollout in batch]
             if known is None and isinstance(error, KillsWorkers):
-                scores = await self._scoring.row_by_row(tables[0], episodes)
+                try:
+                    scores = await self._scoring.row_by_row(tables[0], episodes)
+                except ArealFlowError as worse:
+                    return [worse]
                 return await self._receipts(batch, scores)
             return [error]
         self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, seconds)
@@ -395,7 +398,7 @@ class DaskWeights:
         self._pool = pool
 
     async def publish(self, version: int) -> None:
-        await asyncio.to_thread(self._channel.publish, version)
+        await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
 
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
         """Return when all have loaded but those that are silent; see `WorkerPool`.

@@ -21,7 +21,7 @@ from areal_flow.cluster.reward_tasks import (
     score_completions,
 )
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
-from areal_flow.errors import ArealFlowError
+from areal_flow.errors import EpisodeError
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import choose_engine, engine_factory
 from areal_flow.models.directory import stop_token_ids
@@ -172,15 +172,15 @@ async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
 
     Raises:
         EngineError, WeightsError: the generator cannot serve.
-        ArealFlowError: no member of any group has a trajectory; the message is the last cause.
+        EpisodeError: no member of any group has a trajectory; the message is the last cause.
     """
     context = worker_context()
-    role = _role(context)
+    role = await _role(context)
     started_at = datetime.now(UTC)
     await role.serve(version)
     groups = await all_of(run_group(role.workflow, episode, role) for episode in episodes)
     if not any(group.drafts for group in groups):
-        raise ArealFlowError(groups[-1].errors[-1])
+        raise EpisodeError(groups[-1].errors[-1])
     return rollout_table(
         list(zip(episodes, groups, strict=True)),
         generator=context.worker_name,
@@ -217,7 +217,8 @@ async def import_engine(dask_worker: Worker) -> None:
 
 async def prepare_generator(dask_worker: Worker) -> None:
     """Load the engine now rather than at the first rollout; for `client.run`."""
-    await _role(worker_context(dask_worker)).serve(0)
+    role = await _role(worker_context(dask_worker))
+    await role.serve(0)
 
 
 def engine_stats(dask_worker: Worker) -> EngineStats:
@@ -226,5 +227,8 @@ def engine_stats(dask_worker: Worker) -> EngineStats:
     return role.stats() if role else EngineStats()
 
 
-def _role(context: WorkerContext) -> GeneratorRole:
-    return context.ensure(GeneratorRole, lambda: GeneratorRole(context))
+async def _role(context: WorkerContext) -> GeneratorRole:
+    """Return this generator's role, which may take its time to be made: an agent's rewards do."""
+    if (role := context.get(GeneratorRole)) is not None:
+        return role
+    return await asyncio.to_thread(context.ensure, GeneratorRole, lambda: GeneratorRole(context))

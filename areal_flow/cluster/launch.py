@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import dask
 from distributed import Client, Scheduler, Security
 
 from areal_flow.cluster.control import serve_pool
+from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.health import watch_health
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import WorkerPlacement, machines_of, place_workers
 from areal_flow.cluster.pool import WorkerPool
 from areal_flow.cluster.settings import ClusterSettings, NetworkSettings
-from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.cluster.worker_context import EXECUTIONS, WorkerContext
 from areal_flow.cluster.worker_process import (
     DASK_SETTINGS,
     connection_security,
@@ -78,13 +81,15 @@ async def launch_cluster(
     with (
         dask.config.set(DASK_SETTINGS),
         _quiet_dask(),
-        with_certificates(settings.network) as network,
+        _folder_of(context) as folder,
     ):
+        network = with_certificates(settings.network, folder)
         settings = settings.model_copy(update={"network": network})
         security = connection_security(network)
         async with await _listening_scheduler(settings, security) as scheduler:
             launcher = make_launcher(scheduler.address, settings, standby)
-            pool = WorkerPool(scheduler, launcher, machines_of(settings))
+            executions = Executions(folder / EXECUTIONS)
+            pool = WorkerPool(scheduler, launcher, machines_of(settings), executions)
             serve_pool(pool)
             try:
                 await pool.start_until_joined(placements)
@@ -97,6 +102,17 @@ async def launch_cluster(
                         yield RunningCluster(client, pool, address, dashboard, network)
             finally:
                 await pool.stop()
+
+
+@contextmanager
+def _folder_of(context: WorkerContext) -> Iterator[Path]:
+    """Make the folder that the processes share, which only this user reads, while it is entered."""
+    folder = context.layout.processes_of(context.writer_epoch)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _listening_scheduler(settings: ClusterSettings, security: Security) -> Scheduler:

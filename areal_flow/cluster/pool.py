@@ -27,6 +27,7 @@ import dask
 from distributed import SchedulerPlugin
 from distributed.scheduler import heartbeat_interval
 
+from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
 from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
@@ -48,8 +49,11 @@ class WorkerPool(SchedulerPlugin):
 
     name = "areal-flow-pool"
 
-    def __init__(self, scheduler: Any, launcher: Launcher, machines: Machines) -> None:
+    def __init__(
+        self, scheduler: Any, launcher: Launcher, machines: Machines, executions: Executions
+    ) -> None:
         """Take this process's scheduler, and what starts processes on which machines."""
+        self.executions = executions
         self.scheduler = scheduler
         self.registry = WorkerRegistry()
         self._launcher = launcher
@@ -130,7 +134,12 @@ class WorkerPool(SchedulerPlugin):
         role = next((role for role in ROLES if role in state.resources), "")
         num_slots = int(state.resources.get(role, 0))
         newcomer = WorkerRecord(
-            str(state.name), role, num_slots, address=worker, nanny=state.nanny or ""
+            str(state.name),
+            role,
+            num_slots,
+            address=worker,
+            nanny=state.nanny or "",
+            process=str(state.server_id),
         )
         record = self.registry.joined(newcomer, now=monotonic())
         joining = self._joining.get(record.name)
@@ -151,7 +160,7 @@ class WorkerPool(SchedulerPlugin):
         if record.role == "trainer":
             self.trainer_lost.set()
         if record.role == "reward":
-            record.ran_tasks = give_up_at_next_death(scheduler, worker)
+            give_up_at_next_death(scheduler, worker, self.executions.last(record.process).key)
         self._notify()
         if not record.is_ours:
             self._died(record, "its process is gone")
@@ -234,7 +243,6 @@ class WorkerPool(SchedulerPlugin):
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process, the old one forgotten: its name must be free to register."""
         await self._forget(record)
-        record.ran_tasks = False
         if self._closing or not record.is_wanted:
             return
         assert record.placement is not None
@@ -247,15 +255,13 @@ class WorkerPool(SchedulerPlugin):
 
     def _died(self, record: WorkerRecord, cause: str) -> None:
         cause = self._killed.pop(record.name, cause)
-        if state := self.scheduler.workers.get(record.address):  # it has not noticed yet
-            record.ran_tasks = bool(state.processing)
         if self._closing or not record.is_wanted:
             return
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_exception(_start_failure(record, cause))
             return
-        record.died(cause, now=monotonic())
+        record.died(cause, now=monotonic(), last=self.executions.last(record.process))
         if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
             if record.is_ours:

@@ -11,10 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from areal_flow.cluster.death_advice import advice
+from areal_flow.cluster.executions import Execution
 from areal_flow.cluster.placement import WorkerPlacement
 
 NUM_EARLY_DEATHS = 3
 """A worker is not started again after so many deaths in a row, each of them early."""
+NUM_DEATHS_OVER_TASKS = 12
+"""Nor after so many in a row over tasks, in processes that ended none. A group that kills takes
+ten: two with others, two alone, and two for each of its first three rows."""
 EARLY_S = 15.0
 """A death is early if the worker lived for less than this."""
 
@@ -29,12 +33,16 @@ class Death:
     lived_s: float
     """From when it joined; 0 if it never did."""
     cause: str
-    is_of_its_task: bool = False
-    """Whether the code of a user's that it ran may have ended it; see `KillsWorkers`."""
+    last: Execution = field(default_factory=Execution)
+    """What it did; a task that it executed may have ended it. See `KillsWorkers`."""
 
     @property
     def is_early(self) -> bool:
-        return self.lived_s < EARLY_S and not self.is_of_its_task
+        return self.lived_s < EARLY_S and not self.last.key
+
+    @property
+    def is_fruitless(self) -> bool:
+        return bool(self.last.key) and not self.last.num_ended
 
 
 @dataclass(slots=True)
@@ -54,8 +62,8 @@ class WorkerRecord:
     silence_s: float = 0.0
     """For how long its heartbeat has been overdue, as of the latest look."""
     deaths: list[Death] = field(default_factory=list)
-    ran_tasks: bool = False
-    """Whether the process that ended last had tasks."""
+    process: str = ""
+    """The identity of the process that joined last."""
     is_leaving: bool = False
     is_quarantined: bool = False
 
@@ -81,21 +89,31 @@ class WorkerRecord:
         """Whether it is there or will be: one of ours is started again."""
         return self.is_wanted and (self.is_ours or bool(self.address))
 
-    def died(self, cause: str, *, now: float) -> None:
+    def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
         """Note a death that nobody asked for; after too many early ones it is quarantined.
 
-        A reward worker that dies over a task is not: the task is given up.
+        A reward worker that dies over a task is not, but for one that never ends any: it is the
+        task that is given up.
         """
         lived_s = now - self.joined_at if self.joined_at else 0.0
-        self.deaths.append(Death(lived_s, cause, self.role == "reward" and self.ran_tasks))
+        self.deaths.append(Death(lived_s, cause, last or Execution()))
         self.joined_at = 0.0
-        latest = self.deaths[-NUM_EARLY_DEATHS:]
-        are_early = all(death.is_early for death in latest)
-        self.is_quarantined = len(latest) == NUM_EARLY_DEATHS and are_early
+        early, fruitless = self._latest(NUM_EARLY_DEATHS), self._latest(NUM_DEATHS_OVER_TASKS)
+        self.is_quarantined = (
+            len(early) == NUM_EARLY_DEATHS and all(death.is_early for death in early)
+        ) or (
+            len(fruitless) == NUM_DEATHS_OVER_TASKS
+            and all(death.is_fruitless for death in fruitless)
+        )
+
+    def _latest(self, number: int) -> list[Death]:
+        return self.deaths[-number:]
 
     def why_quarantined(self) -> str:
         """Return which worker is quarantined, why, and what to look at."""
-        latest = self.deaths[-NUM_EARLY_DEATHS:]
+        latest = self._latest(
+            NUM_DEATHS_OVER_TASKS if self.deaths[-1].is_fruitless else NUM_EARLY_DEATHS
+        )
         lives = ", ".join(f"{death.lived_s:.1f}" for death in latest)
         return (
             f"{self.name} is quarantined: this {self.title} died {len(latest)} times in a row, "
@@ -143,5 +161,5 @@ class WorkerRegistry:
         key = newcomer.name if ours else newcomer.nanny or newcomer.address
         record = self._by_key.setdefault(key, newcomer)
         record.name, record.address, record.joined_at = newcomer.name, newcomer.address, now
-        record.silence_s = 0.0
+        record.silence_s, record.process = 0.0, newcomer.process
         return record

@@ -9,12 +9,21 @@ from uuid import uuid4
 
 from dask.utils import funcname, key_split
 from distributed import Client, Future, KilledWorker
+from distributed.client import FutureCancelledError
 
-from areal_flow.errors import ArealFlowError, EngineError
+from areal_flow.cluster.executions import Executions
+from areal_flow.errors import ArealFlowError, EngineError, RewardError
+
+MAX_VICTIMS = 20
+"""How often a task may lose its worker over other tasks before it is given up, too."""
 
 
-class KillsWorkers(EngineError):
-    """The process of each worker that ran the task has ended: it may be the task's own doing."""
+class WorkersLost(EngineError):
+    """Workers that had the task have ended, whichever of their tasks that is to be laid to."""
+
+
+class KillsWorkers(RewardError):
+    """Two reward workers ended while they executed the task: it may be the task's own doing."""
 
 
 async def run_task(
@@ -23,23 +32,55 @@ async def run_task(
     *arguments: Any,
     resource: str,
     num_slots: int = 1,
-    what: str = "",
+    key: str = "",
     **options: Any,
 ) -> Any:
     """Run a function on a worker that has a resource; return its result.
 
     Args:
         num_slots: how many of the resource it takes; with 0 it runs beside those that have it.
-        what: Dask's pages call the task ROLE/WHAT; by default the function's name.
+        key: by default one that Dask's pages show as ROLE/FUNCTION.
         options: of `Client.submit`.
 
     Raises:
         ArealFlowError: as raised by the task, or what became of it.
     """
     role = resource.partition("-")[0]  # of a trainer rank
-    key = f"{role}/{what or funcname(function)}-{uuid4().hex}"
+    key = key or _new_key(role, funcname(function))
     options |= {"key": key, "resources": {resource: num_slots}}
     return await result_of(client.submit(function, *arguments, **options))
+
+
+async def run_reward_task(
+    client: Client,
+    executions: Executions,
+    function: Callable[..., Any],
+    *arguments: Any,
+    what: str = "",
+    **options: Any,
+) -> Any:
+    """Run a function on a reward worker; again, while it is others that workers ended over.
+
+    Args:
+        what: Dask's pages call the task reward/WHAT; by default the function's name.
+
+    Raises:
+        KillsWorkers: two workers ended while they executed it.
+        ArealFlowError: as raised by the task, or what became of it.
+    """
+    key = _new_key("reward", what or funcname(function))
+    for attempt in range(MAX_VICTIMS):
+        options |= {"key": f"{key}-{attempt}", "resource": "reward"}
+        try:
+            return await run_task(client, function, *arguments, **options)
+        except WorkersLost as error:
+            if executions.num_ends(key) >= 2:
+                raise KillsWorkers(str(error)) from error
+    raise EngineError(f"reward workers ended {MAX_VICTIMS} times over other tasks")
+
+
+def _new_key(role: str, what: str) -> str:
+    return f"{role}/{what}-{uuid4().hex}"
 
 
 async def result_of(future: Future) -> Any:
@@ -54,8 +95,10 @@ async def result_of(future: Future) -> Any:
         raise
     except KilledWorker as error:
         # It may be of a task whose result this one needs.
-        kind = KillsWorkers if error.task == future.key else EngineError
+        kind = WorkersLost if error.task == future.key else EngineError
         raise kind(f"each worker that ran {key_split(error.task)} died") from error
+    except FutureCancelledError:
+        raise EngineError("the task was cancelled on the cluster") from None
     except asyncio.CancelledError:
         if future.cancelled():
             raise EngineError("the task was cancelled on the cluster") from None
@@ -64,14 +107,13 @@ async def result_of(future: Future) -> Any:
         raise ArealFlowError(f"{type(error).__name__}: {error}") from error
 
 
-def give_up_at_next_death(scheduler: Any, worker: str) -> bool:
-    """Have the tasks that a worker had when it ended fail if the next one that has them ends, too.
+def give_up_at_next_death(scheduler: Any, worker: str, executed: str) -> None:
+    """Have the task that a worker executed at its end fail if the next one that has it ends, too.
 
-    Returns:
-        Whether it had any.
+    Args:
+        executed: its key; tasks that only waited there are as they were before.
     """
     event = scheduler.get_events(worker)[-1][1]
     keys = () if event["expected"] else event["processing-tasks"]
     for task in filter(None, map(scheduler.tasks.get, keys)):
-        task.suspicious = max(task.suspicious, scheduler.allowed_failures)
-    return bool(keys)
+        task.suspicious = scheduler.allowed_failures if task.key == executed else 0

@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 from distributed import get_client
 
-from areal_flow.cluster.results import KillsWorkers, run_task
+from areal_flow.cluster.results import KillsWorkers, run_reward_task
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import (
     ArealFlowError,
@@ -49,6 +49,7 @@ from areal_flow.store.codec import (
     scored_table,
 )
 from areal_flow.types import Episode, GroupReceipt, Prompt, Score, Tokens, VersionSpan
+from areal_flow.workflows.group import all_of
 
 MID_EPISODE_PRIORITY = 10
 """Of tasks that an episode waits for, over those that only follow one."""
@@ -136,7 +137,7 @@ async def score_and_write(
             return await _scores(*group)
 
     groups = zip(tables, ([episode] for episode in episodes), given, strict=True)
-    scores = await asyncio.gather(*(scored(*group) for group in groups))
+    scores = await all_of(scored(*group) for group in groups)
     if not is_last_try:
         _check_infrastructure(chain.from_iterable(scores))
     seconds = monotonic() - began
@@ -193,9 +194,11 @@ async def on_reward_worker(
         RewardError: no reward worker lives to answer.
         ArealFlowError: as raised by the task.
     """
-    options: dict[str, Any] = {"resource": "reward", "priority": MID_EPISODE_PRIORITY}
+    client, executions = get_client(), worker_context().executions
     try:
-        found: Sequence[Any] = await run_task(get_client(), function, what, items, **options)
+        found: Sequence[Any] = await run_reward_task(
+            client, executions, function, what, items, priority=MID_EPISODE_PRIORITY
+        )
         return found
     except KillsWorkers:
         if len(items) == 1:

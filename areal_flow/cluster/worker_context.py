@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 from distributed import Worker, WorkerPlugin, get_worker
 
+from areal_flow.cluster.executions import Execution, Executions
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "areal-flow"
+EXECUTIONS = "executions"
+"""Where processes write down what they execute, in the folder that they share."""
 SERVED_METRIC = "areal_flow_served_weights"
 
 Part = TypeVar("Part")
@@ -47,6 +50,10 @@ class WorkerContext(WorkerPlugin):
         self.writer_epoch = writer_epoch
         self.worker_name = ""
         self.host = "127.0.0.1"
+
+    @cached_property
+    def executions(self) -> Executions:
+        return Executions(self.layout.processes_of(self.writer_epoch) / EXECUTIONS)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -66,12 +73,26 @@ class WorkerContext(WorkerPlugin):
         """
         self.worker_name = str(worker.name)
         self.host = worker.ip
+        self._process = worker.id if "reward" in worker.state.total_resources else ""
+        self._executes = Execution()
         self._parts: dict[type, Any] = {}
         self._making = threading.Lock()
         worker.metrics[SERVED_METRIC] = self._served_weights
         _align_received_tables()
         if os.getpgrp() != os.getpid():
             os.setpgrp()
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        """Write down which task a reward worker begins, and that it has ended: it has one slot."""
+        if not self._process:
+            return
+        now = self._executes
+        if (start, finish) == ("constrained", "executing"):
+            self._executes = Execution(str(key), now.num_ended)
+        elif start == "executing" and key == now.key:
+            self._executes = Execution("", now.num_ended + 1)
+        if self._executes is not now:
+            self.executions.note(self._process, self._executes)
 
     async def teardown(self, worker: Worker) -> None:
         """Close the parts of a worker that ends, or that another run's context takes over.

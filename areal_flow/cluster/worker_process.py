@@ -11,11 +11,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import dask
@@ -92,26 +89,24 @@ def connection_security(network: NetworkSettings) -> Security:
     )
 
 
-@contextmanager
-def with_certificates(network: NetworkSettings) -> Iterator[NetworkSettings]:
-    """Yield settings with certificates: where none are given, new ones that only this user reads.
+def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings:
+    """Return settings with certificates: where none are given, new ones in a folder.
 
-    Whoever reaches the scheduler can run code, and any user of a machine reaches its loopback.
+    Whoever reaches the scheduler can run code, and any user of a machine reaches its loopback. So
+    the folder must be one that only this user reads.
     """
     if network.has_tls:
-        yield network
-        return
+        return network
     made = Security.temporary()
-    with TemporaryDirectory(prefix="areal-flow-tls-") as folder:  # of mode 0700
-        texts = {
-            "tls_ca": made.tls_ca_file,
-            "tls_certificate": made.tls_worker_cert,
-            "tls_key": made.tls_worker_key,
-        }
-        paths = {name: Path(folder, f"{name}.pem") for name in texts}
-        for name, path in paths.items():
-            path.write_text(texts[name])
-        yield network.model_copy(update=paths)
+    texts = {
+        "tls_ca": made.tls_ca_file,
+        "tls_certificate": made.tls_worker_cert,
+        "tls_key": made.tls_worker_key,
+    }
+    paths = {name: folder / f"{name}.pem" for name in texts}
+    for name, path in paths.items():
+        path.write_text(texts[name])
+    return network.model_copy(update=paths)
 
 
 def main(options: str, parent: str) -> None:

@@ -37,7 +37,13 @@ from areal_flow.controller.records import (
     step_row,
 )
 from areal_flow.controller.skipped_steps import SkippedSteps
-from areal_flow.errors import ArealFlowError, EngineError, SchemaError, WeightsError
+from areal_flow.errors import (
+    ArealFlowError,
+    EngineError,
+    EpisodeError,
+    SchemaError,
+    WeightsError,
+)
 from areal_flow.types import EngineStats, Episode, GroupReceipt, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
@@ -167,7 +173,9 @@ class Flow:
                 failure = error
                 if isinstance(error, SchemaError):  # the same rows again would be no better
                     break
-                if isinstance(error, EngineError | WeightsError):  # what was rolled out is lost
+                if isinstance(
+                    error, EngineError | WeightsError | EpisodeError
+                ):  # what was rolled out is lost
                     rolled_out = None
                 await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
                 continue

@@ -56,7 +56,8 @@ class Rollouts(Protocol):
 
         Raises:
             SchemaError: its rows are not valid.
-            EngineError, WeightsError: its rows were lost with their generator; roll it out again.
+            EngineError, WeightsError, EpisodeError: its rows were lost with their generator; roll
+                it out again.
             ArealFlowError: this attempt failed; the message is the root cause.
         """
 

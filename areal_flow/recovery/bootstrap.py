@@ -6,6 +6,7 @@ nothing it still writes counts. Once all are dead, what they wrote and no log na
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -55,6 +56,7 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     leftovers = [
         *layout.weights.glob("[0-9]*"),
         *layout.rendezvous.glob("[0-9]*"),
+        *layout.processes.glob("[0-9]*"),
         *layout.checkpoints.glob(".partial-*"),
     ]
     for leftover in leftovers:
@@ -103,7 +105,7 @@ async def restore_policy(
     while replay.step < ledger.head:
         note_fork(layout, await replay.advance())
         on_replayed(replay.step - replay.checkpoint, num_steps)
-    channel.publish(ledger.head)
+    await asyncio.to_thread(channel.publish, ledger.head)
     return replay.hashes.weights_hash, num_steps
 
 

@@ -182,7 +182,8 @@ class MlflowTracker:
 
             logging.getLogger("mlflow").setLevel(logging.WARNING)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-            self._client = _FailingFast(client)
+            is_server = self.uri.startswith(("http://", "https://"))
+            self._client = _FailingFast(client) if is_server else client
         return self._client
 
     def _known_run(self) -> Any | None:

@@ -149,6 +149,8 @@ class Projection:
             return
         run = Run(self._layout.root)
         made = _evaluations_made(run)
+        if not made:  # they are being written, or a driver died over them
+            return
         for evaluation in made:
             self._deliver_evaluation(run, evaluation)
         last = made[-1]

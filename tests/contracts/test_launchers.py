@@ -15,6 +15,7 @@ import psutil
 import pytest
 from distributed import Client, Scheduler
 
+from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import LAUNCHERS, make_launcher
 from areal_flow.cluster.placement import (
     WorkerPlacement,
@@ -52,7 +53,7 @@ def generator(settings: ClusterSettings, **environment: str) -> WorkerPlacement:
 async def empty_pool(settings: ClusterSettings) -> AsyncIterator[WorkerPool]:
     async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
         launcher = make_launcher(scheduler.address, settings)
-        pool = WorkerPool(scheduler, launcher, machines_of(settings))
+        pool = WorkerPool(scheduler, launcher, machines_of(settings), Executions(Path("nowhere")))
         try:
             yield pool
         finally:

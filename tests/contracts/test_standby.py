@@ -13,6 +13,7 @@ import psutil
 import pytest
 from distributed import Scheduler
 
+from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import make_launcher
 from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
 from areal_flow.cluster.placement import Machines, WorkerPlacement, worker_environment
@@ -32,7 +33,7 @@ async def joined(standby: StandbyWorkers) -> int:
     """Have a pool start `PLACEMENT` and end it; return the number of its process."""
     async with Scheduler(host=HOST, port=0, dashboard_address=f"{HOST}:0") as scheduler:
         launcher = make_launcher(scheduler.address, ClusterSettings(), standby)
-        pool = WorkerPool(scheduler, launcher, Machines())
+        pool = WorkerPool(scheduler, launcher, Machines(), Executions(Path("nowhere")))
         try:
             await pool.start_until_joined([PLACEMENT])
             (worker,) = scheduler.workers.values()

@@ -456,7 +456,7 @@ def test_run_that_was_never_tracked_makes_no_database(layout: RunLayout, tmp_pat
 
 
 def test_short_timeouts_are_in_the_environment_only_while_mlflow_is_asked(
-    layout: RunLayout, database: str, monkeypatch: pytest.MonkeyPatch
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeout, retries = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
     monkeypatch.delenv(timeout, raising=False)
@@ -464,17 +464,28 @@ def test_short_timeouts_are_in_the_environment_only_while_mlflow_is_asked(
     seen: list[tuple[str | None, str | None]] = []
     from mlflow import MlflowClient
 
-    search = MlflowClient.search_experiments
-
     def watched(*arguments: Any, **options: Any) -> Any:
         seen.append((os.environ.get(timeout), os.environ.get(retries)))
-        return search(*arguments, **options)
+        return []
 
     monkeypatch.setattr(MlflowClient, "search_experiments", watched)
     before = dict(os.environ)
-    assert MlflowTracker(layout, TrackingSettings(), database).is_reachable()
-    assert seen == [("5", "7")], "a value of the user's own is kept"
+    for uri in ("http://127.0.0.1:1", f"sqlite:///{layout.root}/mlflow.db"):
+        assert MlflowTracker(layout, TrackingSettings(), uri).is_reachable()
+    assert seen == [("5", "7"), (None, "7")], "a value of the user's own is kept"
     assert dict(os.environ) == before
+
+
+def test_evaluations_without_a_row_yet_are_delivered_when_they_have_one(layout: RunLayout) -> None:
+    append_evaluation(layout, 0, [1.0])
+    lance.dataset(str(layout.evaluations)).delete("true")
+    sink = MemoryTracker()
+    projection = Projection(layout, sink)
+    projection.deliver()
+    assert "held_out/pass_rate" not in sink.metrics
+    append_evaluation(layout, 0, [1.0])
+    projection.deliver()
+    assert "held_out/pass_rate" in sink.metrics
 
 
 def test_run_of_a_name_that_another_folder_has_gets_another_alias(tmp_path: Path) -> None:

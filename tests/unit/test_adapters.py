@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from areal_flow.cluster.adapters import (
     ReadyGroups,
     Scoring,
 )
+from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.trainer_replicas import TrainerReplicas
@@ -37,6 +39,8 @@ from areal_flow.testing import MemoryWriter
 from areal_flow.types import GroupReceipt, Score, ServedWeights
 from tests.episodes import episode_of
 from tests.unit.virtual_time import run_in_virtual_time
+
+NO_EXECUTIONS = Executions(Path("nowhere"))
 
 
 class FakeClient:
@@ -242,6 +246,7 @@ class FakeRewardWorkers:
     ) -> None:
         self.sizes: list[int] = []
         self.registry = self
+        self.executions = NO_EXECUTIONS
         self.num_running = self.most_running = 0
         self._num_workers = num_workers
         self._seconds = seconds_a_group
@@ -360,6 +365,7 @@ class Poisoned:
 
     def __init__(self, *rows: int, num_rows: int = 4) -> None:
         self.registry = self
+        self.executions = NO_EXECUTIONS
         self.num_deaths = 0
         self._poisoned, self._num_rows = rows, num_rows
 
@@ -483,6 +489,7 @@ class BrokenSandboxes:
 
     def __init__(self, *addresses: str, num_broken: int) -> None:
         self.registry = self
+        self.executions = NO_EXECUTIONS
         self.tries: list[tuple[list[str] | None, bool]] = []
         self._workers = [SimpleNamespace(address=address) for address in addresses]
         self._num_broken = num_broken

@@ -72,7 +72,9 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
     """One worker that is a generator and a reward worker at once."""
     monkeypatch.setattr(os, "setpgrp", lambda: None)
     context = WorkerContext(layout.root, 1)
-    context.setup(SimpleNamespace(name="both-0", ip="", metrics={}))
+    context.setup(
+        SimpleNamespace(name="both-0", ip="", metrics={}, state=SimpleNamespace(total_resources={}))
+    )
 
     async def here(function: Callable[..., Any], *arguments: Any) -> Any:
         found = function(*arguments)
@@ -343,12 +345,14 @@ def test_several_groups_are_judged_at_once_where_the_verifier_waits(
 def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run_task(client: Any, function: Any, what: Any, items: Any, **_: Any) -> Any:
+    async def run_reward_task(*arguments: Any, **_: Any) -> Any:
+        items = arguments[-1]
         if "poisoned" in items:
             raise KillsWorkers("each worker died")
         return [f"{item}!" for item in items]
 
-    monkeypatch.setattr(reward_tasks, "run_task", run_task)
+    monkeypatch.setattr(reward_tasks, "run_reward_task", run_reward_task)
+    monkeypatch.setattr(reward_tasks, "worker_context", lambda: SimpleNamespace(executions=None))
     monkeypatch.setattr(reward_tasks, "get_client", lambda: None)
     for function, failed in reward_tasks.IF_IT_KILLS.items():
         found = reward_tasks.on_reward_worker(function, "of", ["a", "poisoned", "b"])

@@ -17,7 +17,15 @@ import pytest
 
 from areal_flow.config import EvaluationSettings, build_recipe
 from areal_flow.controller.records import member_seed
-from areal_flow.errors import ArealFlowError, ConfigError
+from areal_flow.errors import (
+    ArealFlowError,
+    ConfigError,
+    EngineError,
+    EpisodeError,
+    RewardError,
+    StorageError,
+    WeightsError,
+)
 from areal_flow.evaluation import answer_held_out
 from areal_flow.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
@@ -134,7 +142,7 @@ class AnsweringAsTasksDo(Answering):
 
     async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
         if all(episode.prompt.prompt_id == "p64" for episode in episodes):
-            raise ArealFlowError("ValueError: no tool for this")
+            raise EpisodeError("ValueError: no tool for this")
         return await super().answer(episodes, name=name)
 
 
@@ -147,8 +155,22 @@ def test_answer_that_failed_in_a_task_of_its_own_counts_as_not_passed_and_is_sai
     validate(pa.Table.from_pylist(rows, schema=arrow_schema(EvaluationRow)), EvaluationRow)
     assert "before: 1 of 65 answers have no reward" in caplog.text
     assert "no tool for this" in caplog.text
-    with pytest.raises(ArealFlowError, match="no tool for this"):
+    with pytest.raises(EpisodeError, match="no tool for this"):
         answers_of(AnsweringAsTasksDo(FailsAlone()), prompts=PROMPTS[64:65])
+
+
+@pytest.mark.parametrize("kind", [EngineError, WeightsError, RewardError, StorageError])
+def test_failure_that_is_no_fault_of_an_answer_is_not_recorded_as_one(
+    kind: type[ArealFlowError],
+) -> None:
+    class Lost(Answering):
+        async def answer(self, episodes: Sequence[Episode], *, name: str) -> pa.Table:
+            if episodes[0].submission_index:
+                raise kind("each worker died")
+            return await super().answer(episodes, name=name)
+
+    with pytest.raises(kind, match="each worker died"):
+        answers_of(Lost(SingleTurn()))
 
 
 def test_answers_are_decoded_beside_the_event_loop() -> None:

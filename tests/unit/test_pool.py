@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from areal_flow.cluster.control import add_to, remove_from
+from areal_flow.cluster.executions import Execution, Executions
 from areal_flow.cluster.placement import Machines, WorkerPlacement, place_beside
 from areal_flow.cluster.pool import START_TIMEOUT_S, WorkerPool
+from areal_flow.cluster.registry import NUM_DEATHS_OVER_TASKS
 from areal_flow.errors import ConfigError, EngineError, RunError
 from tests.unit.virtual_time import run_in_virtual_time
 
@@ -36,6 +40,7 @@ class FakeScheduler:
             resources=placement.resources,
             address=address,
             nanny=None,
+            server_id=address.replace("/", "-"),
             processing=[task for task in self.tasks.values() if task.role == placement.role],
         )
         self._plugin.add_worker(self, address)
@@ -109,9 +114,11 @@ def with_pool(
     async def run() -> None:
         scheduler = FakeScheduler()
         launcher = FakeLauncher(scheduler)
-        pool = WorkerPool(scheduler, launcher, machines or Machines())
-        await test(pool, launcher)
-        await pool.stop()
+        with TemporaryDirectory() as folder:
+            executions = Executions(Path(folder))
+            pool = WorkerPool(scheduler, launcher, machines or Machines(), executions)
+            await test(pool, launcher)
+            await pool.stop()
         assert launcher.running == {}
 
     run_in_virtual_time(run())
@@ -167,23 +174,43 @@ def test_task_that_kills_reward_workers_is_given_up_at_the_second_death_and_cond
         record = pool.registry.named("reward-0")
         assert record is not None
 
-        async def die() -> None:
+        async def die(over: str = "", *, num_ended: int = 1) -> None:
+            if over:
+                pool.executions.note(record.process, Execution(over, num_ended))
             if is_noticed_first:
                 await launcher.scheduler.remove_worker(record.address, stimulus_id="its end")
             launcher.end("reward-0", "exit status 1")
             await asyncio.sleep(1)
 
-        for key in "abc":
+        for key in "abcx":
             tasks[key] = SimpleNamespace(key=key, role="reward", suspicious=0)
-            await die()  # of the process that had no task yet
+        for key in "abc":
+            await die()  # of the process that executed no task yet
             for _ in range(2):
                 assert key in tasks
-                await die()
+                await die(key)
             assert key not in tasks
+        assert "x" in tasks, "it only waited"
         assert not record.is_quarantined
+        for _ in range(NUM_DEATHS_OVER_TASKS):
+            assert not record.is_quarantined
+            await die("x", num_ended=0)
+            tasks["x"] = SimpleNamespace(key="x", role="reward", suspicious=0)
+        assert record.is_quarantined
+        assert f"died {NUM_DEATHS_OVER_TASKS} times in a row" in record.why_quarantined()
+
+    with_pool(test)
+
+
+def test_reward_worker_that_dies_without_a_task_is_quarantined() -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined([REWARD])
+        record = pool.registry.named("reward-0")
+        assert record is not None
         for _ in range(3):
             assert not record.is_quarantined
-            await die()
+            launcher.end("reward-0", "exit status 1")
+            await asyncio.sleep(1)
         assert record.is_quarantined
 
     with_pool(test)

@@ -24,6 +24,8 @@ from areal_flow.types import EngineStats, GroupRequest
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter, publish_model_directory
 from tests.policies import write_model_directory
 
+NO_RESOURCES = SimpleNamespace(total_resources={})
+
 
 class FakeEngine:
     """An `Engine` that notes what is done to it."""
@@ -107,7 +109,9 @@ def test_generator_says_what_it_serves_and_what_its_update_cost(
     hashes = [(channel.root / "00000000" / "hash").read_text()]
 
     async def serve() -> list[dict[str, Any]]:
-        worker: Any = SimpleNamespace(name="generator-0", ip="127.0.0.1", metrics={}, plugins={})
+        worker: Any = SimpleNamespace(
+            name="generator-0", ip="127.0.0.1", metrics={}, plugins={}, state=NO_RESOURCES
+        )
         context = worker.plugins[PLUGIN_NAME] = WorkerContext(run_directory, 0)
         context.setup(worker)
         role = context.ensure(GeneratorRole, lambda: GeneratorRole(context))
@@ -166,7 +170,7 @@ def test_teardown_closes_every_part_that_can_be_closed(
     run_directory: Path, engines: list[FakeEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def live() -> Slow:
-        worker: Any = SimpleNamespace(name="generator-0", ip="", metrics={})
+        worker: Any = SimpleNamespace(name="generator-0", ip="", metrics={}, state=NO_RESOURCES)
         context = WorkerContext(run_directory, 0)
         context.setup(worker)
         context.ensure(Stubborn, Stubborn)
@@ -193,7 +197,9 @@ from distributed.protocol import deserialize, serialize
 from areal_flow.cluster.worker_context import WorkerContext
 
 os.setpgrp = lambda: None
-WorkerContext(Path("."), 0).setup(SimpleNamespace(name="reward-0", ip="", metrics={}))
+state = SimpleNamespace(total_resources={})
+worker = SimpleNamespace(name="reward-0", ip="", metrics={}, state=state)
+WorkerContext(Path("."), 0).setup(worker)
 header, (frame,) = serialize(pa.table({"numbers": pa.array(range(9), pa.int64())}))
 for offset in range(8):
     moved = memoryview(bytearray(offset) + bytes(frame))[offset:]

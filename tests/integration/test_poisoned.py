@@ -1,0 +1,39 @@
+"""Completions over which reward workers die, beside others that wait for the same workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from areal_flow.cluster.executions import Executions
+from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.placement import WorkerPlacement, worker_environment
+from areal_flow.cluster.results import KillsWorkers, run_reward_task
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.cluster.worker_context import WorkerContext
+
+REWARD = WorkerPlacement("reward-0", "reward", 1, worker_environment(1))
+POISONED = (1, 4)
+
+
+async def test_tasks_that_wait_beside_those_that_kill_their_worker_get_their_results(
+    tmp_path: Path,
+) -> None:
+    def judge(number: int) -> int:
+        if number in (1, 4):
+            os._exit(3)
+        time.sleep(0.05)
+        return number
+
+    async with launch_cluster([REWARD], ClusterSettings(), WorkerContext(tmp_path, 1)) as cluster:
+        executions: Executions = cluster.pool.executions
+        tasks = [run_reward_task(cluster.client, executions, judge, n) for n in range(8)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        (record,) = cluster.pool.registry.all()
+        assert len(record.deaths) == 2 * len(POISONED)
+        assert not record.is_quarantined
+    for number, result in enumerate(found):
+        assert isinstance(result, KillsWorkers) if number in POISONED else result == number
+    assert not list((tmp_path / "processes").iterdir()), "keys and notes end with their driver"

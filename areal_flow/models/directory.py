@@ -65,10 +65,15 @@ def check_model_directory(directory: Path) -> None:
     for pattern, advice in needed.items():
         if not any(directory.glob(pattern)):
             raise ModelError(f"{directory} has no {pattern}{advice}")
-    vocab_size = _read_json(directory / "config.json").get("vocab_size")
-    if vocab_size is not None:
+    if (vocab_size := vocab_size_of(directory)) is not None:
         _check_vocabulary(directory, vocab_size)
     _check_chat_template(directory)
+
+
+def vocab_size_of(directory: Path) -> int | None:
+    """Return how many tokens the model's embedding has, if config.json says so."""
+    found: int | None = _read_json(directory / "config.json").get("vocab_size")
+    return found
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:

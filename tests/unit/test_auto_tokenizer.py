@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +13,24 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from areal_flow.config import build_recipe
 from areal_flow.errors import ModelError
+from areal_flow.layout import RunLayout
 from areal_flow.models.auto_tokenizer import (
     auto_tokenizer,
     warn_of_other_tokens,
     write_tokenizer,
 )
-from areal_flow.models.directory import copy_model_description, prompt_tokens, tokenizer_of
-from pipelines.built_in import MODELS
+from areal_flow.models.directory import (
+    check_model_directory,
+    copy_model_description,
+    prompt_tokens,
+    tokenizer_of,
+)
+from areal_flow.models.policy import empty_policy
+from pipelines.built_in import MODELS, prepare_model, reference_model
 from tests.chat_templates import LLAMA_3, give_chat_template
+from tests.unit.test_distillation import DISTILLATION
 
 SUM, WORDS = "12 + 7 - 3 =", "compute the sum\n of 12 and 30"
 
@@ -58,6 +68,29 @@ def test_run_has_the_tokens_that_auto_tokenizer_has_before_and_after_export(
     assert tokenizer_of(source).encode(SUM).ids != tokenizer_of(run).encode(SUM).ids
 
 
+def trainable_own_model(directory: Path) -> Path:
+    file = write_own_model(directory) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 32, "rope_theta": 1e4}))
+    empty_policy(directory).save_pretrained(directory)
+    return directory
+
+
+def test_copy_of_a_model_has_no_token_beyond_its_embedding(tmp_path: Path) -> None:
+    """AutoTokenizer adds `<|endoftext|>` to a Qwen2 without it, as a 531st of 530 tokens."""
+    layout = RunLayout(tmp_path / "run")
+    source = trainable_own_model(tmp_path / "source")
+    table = {"model": str(source), "algorithm": {**DISTILLATION, "reference": str(source)}}
+    recipe = build_recipe(table, source="test")
+    prepare_model(recipe, layout)
+    shutil.copy(source / "model.safetensors", layout.model)
+    check_model_directory(layout.model)
+    tokens = tokenizer_of(layout.model).encode(f"{SUM}<|endoftext|>").ids
+    assert max(tokens) < 530
+    assert reference_model(recipe, layout) == source, "its own tokens are the policy's"
+    again = prepared(layout.model, tmp_path / "again")
+    assert tokenizer_of(again).to_str() == tokenizer_of(layout.model).to_str()
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_auto_tokenizer_takes_the_file_of_a_model_made_here_as_it_is(
     tmp_path: Path, model: str
@@ -84,6 +117,7 @@ def test_warning_shows_both_tokenisations_of_the_first_text_that_differs(
     assert "1 of the first 2 texts" in said
     assert "tokenizer.json: ['1', '2', 'Ġ+Ġ7'" in said
     assert "AutoTokenizer:  ['1', '2', 'Ġ+', 'Ġ'" in said
+    assert "model_type" not in said, "with another one a model may load without its biases"
 
 
 def test_tokenizer_that_does_not_load_is_refused(tmp_path: Path) -> None:

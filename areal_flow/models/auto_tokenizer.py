@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import ModelError
-from areal_flow.models.chat import Message
+from areal_flow.models.chat import Message, Tool, tool_schema
 from areal_flow.models.directory import chat_template_of, tokenizer_of, vocab_size_of
 
 if TYPE_CHECKING:
@@ -27,14 +27,16 @@ logger = logging.getLogger(__name__)
 NUM_COMPARED = 20
 """Texts that are tokenised in both ways, to say whether these differ."""
 _SHOWN_TOKENS = 12
-_ASKED: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "1 + 1 ="}],
-    [
-        {"role": "user", "content": "1 + 1 ="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "And 2 + 2?"},
-    ],
+_QUESTION: Message = {"role": "user", "content": "1 + 1 ="}
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
+_ANSWER: Message = {"role": "assistant", "content": "2"}
+_ASKED: tuple[tuple[list[Message], list[Tool]], ...] = (
+    ([_QUESTION], []),
+    ([_SYSTEM, _QUESTION], []),
+    ([_QUESTION, _ANSWER, _QUESTION], []),
+    ([_QUESTION], [tool_schema("add", "Add numbers.")]),
 )
+"""Messages, and the tools that the policy is told of."""
 
 
 def auto_tokenizer(directory: Path) -> Tokenizer:
@@ -137,12 +139,14 @@ def _compare_chat_template(loaded: Any, directory: Path) -> None:
     template = chat_template_of(directory)
     if template is None:
         return
-    for messages in _ASKED:
+    for messages, tools in _ASKED:
         try:
-            found = template.render(messages)
+            found = template.render(messages, tools=tools)
         except ValueError:  # refused where a run needs it
             continue
-        expected = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = loaded.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
         if found != expected:
             raise ModelError(
                 f"{directory}: expected the chat template to render as apply_chat_template does, "

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENS_AT_ONCE = 1 << 16
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", _MORE_TEMPLATES)
 _NOT_COPIED = ("model.safetensors.index.json", "state.json")
 
 
@@ -108,12 +109,15 @@ def _check_chat_template(directory: Path) -> None:
 
 
 def chat_template_of(directory: Path) -> ChatTemplate | None:
-    """Return the tokenizer's own chat template; the one named `default` of several."""
+    """Return the tokenizer's own chat template; of several `default`, and `tool_use` for tools."""
     settings = _read_json(directory / "tokenizer_config.json")
     file = directory / "chat_template.jinja"
     found = file.read_text() if file.is_file() else settings.get("chat_template")
+    several = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {}
+    for more in directory.glob(_MORE_TEMPLATES):
+        several[more.stem] = more.read_text()
     if isinstance(found, list):
-        found = next((each["template"] for each in found if each["name"] == "default"), None)
+        found = several.get("default")
     if not found:
         return None
     named = {**_read_json(directory / "special_tokens_map.json"), **settings}
@@ -122,7 +126,7 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
         for name, token in named.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    return ChatTemplate(found, special_tokens)
+    return ChatTemplate(found, special_tokens, several.get("tool_use", ""))
 
 
 def copy_model_description(source: Path, target: Path) -> None:
@@ -131,7 +135,9 @@ def copy_model_description(source: Path, target: Path) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
-                shutil.copy(file, target / file.name)
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
 
 
 def tokenizer_of(directory: Path) -> Tokenizer:

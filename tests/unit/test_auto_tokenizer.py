@@ -21,7 +21,9 @@ from areal_flow.models.auto_tokenizer import (
     warn_of_other_tokens,
     write_tokenizer,
 )
+from areal_flow.models.chat import tool_schema
 from areal_flow.models.directory import (
+    chat_template_of,
     check_model_directory,
     copy_model_description,
     prompt_tokens,
@@ -29,7 +31,13 @@ from areal_flow.models.directory import (
 )
 from areal_flow.models.policy import empty_policy
 from pipelines.built_in import MODELS, prepare_model, reference_model
-from tests.chat_templates import LLAMA_3, give_chat_template
+from tests.chat_templates import (
+    CHATML,
+    FORGETS_REASONING,
+    HERMES,
+    LLAMA_3,
+    give_chat_template,
+)
 from tests.unit.test_distillation import DISTILLATION
 
 SUM, WORDS = "12 + 7 - 3 =", "compute the sum\n of 12 and 30"
@@ -151,6 +159,61 @@ def test_prompt_begins_with_special_tokens_as_transformers_puts_them_but_once(
     assert prompt_tokens(tokenizer, "") == []
 
 
+TOOLS = [tool_schema("add", "Add.")]
+
+
+def in_a_list(directory: Path, tool_use: str) -> None:
+    templates = [
+        {"name": "tool_use", "template": tool_use},
+        {"name": "default", "template": CHATML},
+    ]
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+
+
+def in_files(directory: Path, tool_use: str) -> None:
+    (directory / "chat_template.jinja").write_text(CHATML)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+
+
+@pytest.mark.parametrize("put", [in_a_list, in_files])
+def test_template_for_tools_is_chosen_as_apply_chat_template_does(
+    tmp_path: Path, put: Callable[[Path, str], None]
+) -> None:
+    source, asked = tmp_path / "source", [{"role": "user", "content": "1 + 1 ="}]
+    MODELS["tiny"](source, max_model_len=96)
+    give_chat_template(source, CHATML)
+    plain = chat_template_of(source)
+    put(source, HERMES)
+    run = prepared(source, tmp_path / "run")
+    chat, transformers_s = chat_template_of(run), AutoTokenizer.from_pretrained(run)
+    assert chat is not None
+    assert plain is not None
+    for tools in ([], TOOLS):
+        assert chat.render(asked, tools=tools) == transformers_s.apply_chat_template(
+            asked, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+    assert '"name": "add"' in chat.render(asked, tools=TOOLS)
+    assert "<tool_response>" in chat.next_turn("2", ended_by="<|im_end|>", role="tool")
+    assert chat.call_start == "<tool_call>"
+    assert chat.sha256 != plain.sha256
+
+
+def test_template_for_tools_that_rewrites_answers_is_refused_with_tools_alone(
+    tmp_path: Path,
+) -> None:
+    MODELS["tiny"](tmp_path, max_model_len=96)
+    give_chat_template(tmp_path, CHATML)
+    in_a_list(tmp_path, FORGETS_REASONING)
+    chat = chat_template_of(tmp_path)
+    assert chat is not None
+    said = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
+    assert chat.following(said, 1, ended_by="<|im_end|>")
+    with pytest.raises(ValueError, match="rewrites earlier answers"):
+        chat.following(said, 1, ended_by="<|im_end|>", tools=TOOLS)
+
+
 def with_other_default(directory: Path) -> None:
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "default.jinja").write_text("other")
@@ -168,3 +231,15 @@ def test_chat_template_is_rendered_as_apply_chat_template_does(
     spoil(tmp_path / "source")
     with pytest.raises(ModelError, match="as apply_chat_template does, 'other', found '<s>"):
         prepared(tmp_path / "source", tmp_path / "run")
+
+
+@pytest.mark.parametrize("condition", ["messages[0].role == 'system'", "tools"])
+def test_chat_template_is_compared_with_a_system_message_and_with_tools(
+    tmp_path: Path, condition: str
+) -> None:
+    """`unk_token` is in no file: only the class of the tokenizer has one."""
+    source = write_own_model(tmp_path / "source")
+    named = "{% if " + condition + " %}{{ unk_token }}{% endif %}"
+    (source / "chat_template.jinja").write_text(named + CHATML)
+    with pytest.raises(ModelError, match="as apply_chat_template does, '<|endoftext|>"):
+        prepared(source, tmp_path / "run")

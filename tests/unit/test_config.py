@@ -224,7 +224,9 @@ def test_agent_over_a_whole_recipe_has_no_reward_that_nothing_asks(tmp_path: Pat
     (tmp_path / "r.toml").write_text(dump_recipe(Recipe()))
     assert load_recipe(tmp_path / "r.toml", AGENT).rewards == ()
     named = {**AGENT, "rewards": [{"verifier": "exact"}]}
-    with pytest.raises(ConfigError, match=r"nothing asks \['exact'\], .*set rewards = \[\], or") as no:
+    with pytest.raises(
+        ConfigError, match=r"nothing asks \['exact'\], .*set rewards = \[\], or"
+    ) as no:
         build_recipe(named, source="test")
     assert "workflow.missing_reward = 'score'" in str(no.value)
 

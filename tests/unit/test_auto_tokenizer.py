@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -30,7 +31,11 @@ from areal_flow.models.directory import (
     tokenizer_of,
 )
 from areal_flow.models.policy import empty_policy
+from areal_flow.prompts.table import PromptTable
+from areal_flow.recovery.run_directory import create_run
 from pipelines.built_in import MODELS, prepare_model, reference_model
+from pipelines.sft import prepare_sft_run
+from pipelines.train import prepare_run
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,
@@ -241,5 +246,32 @@ def test_chat_template_is_compared_with_a_system_message_and_with_tools(
     source = write_own_model(tmp_path / "source")
     named = "{% if " + condition + " %}{{ unk_token }}{% endif %}"
     (source / "chat_template.jinja").write_text(named + CHATML)
-    with pytest.raises(ModelError, match="as apply_chat_template does, '<|endoftext|>"):
+    with pytest.raises(ModelError, match=r"as apply_chat_template does, '<\|endoftext\|>"):
         prepared(source, tmp_path / "run")
+
+
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_prepared_run_has_auto_tokenizers_tokens_and_a_warning(
+    tmp_path: Path, job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = trainable_own_model(tmp_path / "source")
+    sums = [{"question": SUM, "answer": str(n), "prompt": SUM, "completion": f" {n}"} for n in "12"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    table = {
+        "model": str(source),
+        "prompts": {"path": str(rows), "source": "file", "num_held_out": 0},
+        "sft": {"path": str(rows), "num_steps": int(job == "sft"), "batch_size": 1},
+        "generation": {"max_model_len": 96, "max_new_tokens": 8},
+    }
+    recipe, layout = build_recipe(table, source="test"), RunLayout(tmp_path / "run")
+    create_run(layout, recipe)
+    with caplog.at_level(logging.WARNING):
+        (prepare_sft_run if job == "sft" else prepare_run)(layout, recipe)
+    said = [r.getMessage() for r in caplog.records if "otherwise than tokenizer.json" in r.message]
+    assert len(said) == 1
+    expected = AutoTokenizer.from_pretrained(source)(SUM)["input_ids"]
+    if job == "sft":
+        assert np.load(layout.sft_rows)["tokens"][: len(expected)].tolist() == expected
+    else:
+        assert PromptTable(layout.train_prompts, seed=0).row(0).tokens.tolist() == expected

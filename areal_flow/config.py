@@ -298,9 +298,17 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _without_idle_reward(self) -> Recipe:
-        """Take the default reward away where an agent gives the rewards; nothing would ask it."""
-        if "rewards" not in self.model_fields_set and self._is_rewarded_by_agent:
+        """Take the default reward away where an agent gives the rewards; refuse any other."""
+        if not self._is_rewarded_by_agent:
+            return self
+        if self.rewards == (RewardSettings(),):
             object.__setattr__(self, "rewards", ())
+        require(
+            not self.rewards,
+            f"rewards: nothing asks {[reward.verifier for reward in self.rewards]}, since the "
+            "agent gives the rewards; set rewards = [], or workflow.missing_reward = 'score' to "
+            "have them score what the agent leaves",
+        )
         return self
 
     @property

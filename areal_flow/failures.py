@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 
+from areal_flow.errors import ArealFlowError
+
 logger = logging.getLogger(__name__)
 
 OWN_FILES = Path(__file__).parent
@@ -85,6 +87,16 @@ def place(frames: Sequence[FrameSummary]) -> str:
 
 
 def _formatted(error: BaseException, frames: list[FrameSummary]) -> str:
+    """Return a traceback; what it was raised over has the user's frames alone.
+
+    An error of ours has a message that says all, and no frames if none is the user's.
+    """
     described = traceback.TracebackException.from_exception(error)
+    if isinstance(error, ArealFlowError) and not any(map(_is_users, frames)):
+        frames = []
     described.stack = StackSummary.from_list(frames)
+    over = described.__cause__ or described.__context__
+    while over is not None:
+        over.stack = StackSummary.from_list([*filter(_is_users, over.stack)])
+        over = over.__cause__ or over.__context__
     return "".join(described.format()).rstrip()

@@ -217,7 +217,7 @@ def placed(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
                 f"{key}: several sections have such a setting; expected one of "
                 f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
             )
-        table[homes[0]] = str(value) if isinstance(value, Path) else value
+        table[homes[0]] = str(value.expanduser().absolute()) if isinstance(value, Path) else value
     return nest(table)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
-from areal_flow.models.auto_tokenizer import write_tokenizer
+from areal_flow.models.auto_tokenizer import auto_tokenizer, write_tokenizer
 from areal_flow.models.directory import (
     check_model_directory,
     check_stop_tokens,
@@ -124,8 +124,7 @@ def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
         return None
     directory = resolve_model(recipe.algorithm.reference)
     check_model_directory(directory)
-    found, expected = (tokenizer_of(each).get_vocab() for each in (directory, layout.model))
-    if found != expected:
+    if auto_tokenizer(directory).get_vocab() != tokenizer_of(layout.model).get_vocab():
         raise ModelError(
             f"algorithm.reference: expected the tokens of model {recipe.model!r}, found others in "
             f"{directory}: log-probabilities are compared token by token; take one with the same "

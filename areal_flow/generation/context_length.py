@@ -41,10 +41,12 @@ def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
 def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str, int]:
     """Return how many tokens of one sequence each part of a run has room for.
 
-    vLLM has caches of its own, which need not hold all sequences at their longest.
+    vLLM has caches of its own, which need not hold all sequences at their longest. What memory a
+    GPU has is not known here.
 
     Args:
         config: the model's, with the field names of transformers.
+        memory_bytes: this machine's, which bounds caches on the CPU.
     """
     generation = recipe.generation
     rooms = {"trainer.tokens_per_micro_batch": recipe.trainer.tokens_per_micro_batch}
@@ -52,7 +54,7 @@ def room_by_part(recipe: Recipe, config: Any, *, memory_bytes: int) -> dict[str,
         rooms["the model"] = longest
     if generation.kv_cache_tokens:
         rooms["generation.kv_cache_tokens"] = generation.kv_cache_tokens
-    elif choose_engine(generation).name == "torch":
+    elif choose_engine(generation).name == "torch" and generation.device == "cpu":
         num_sequences = generation.max_num_seqs * max(1, recipe.cluster.num_generators)
         token_bytes = cached_numbers(config) * DTYPE_BYTES[generation.dtype]
         num_tokens = int(CACHE_SHARE * memory_bytes / token_bytes / num_sequences)

@@ -8,6 +8,7 @@ tokenizer.json holds the result, so that no worker loads `transformers` to token
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from itertools import takewhile
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import ModelError
-from areal_flow.models.chat import Message
-from areal_flow.models.directory import chat_template_of, tokenizer_of
+from areal_flow.models.chat import Message, Tool, tool_schema
+from areal_flow.models.directory import chat_template_of, tokenizer_of, vocab_size_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,23 +27,28 @@ logger = logging.getLogger(__name__)
 NUM_COMPARED = 20
 """Texts that are tokenised in both ways, to say whether these differ."""
 _SHOWN_TOKENS = 12
-_ASKED: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "1 + 1 ="}],
-    [
-        {"role": "user", "content": "1 + 1 ="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "And 2 + 2?"},
-    ],
+_QUESTION: Message = {"role": "user", "content": "1 + 1 ="}
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
+_ANSWER: Message = {"role": "assistant", "content": "2"}
+_ASKED: tuple[tuple[list[Message], list[Tool]], ...] = (
+    ([_QUESTION], []),
+    ([_SYSTEM, _QUESTION], []),
+    ([_QUESTION, _ANSWER, _QUESTION], []),
+    ([_QUESTION], [tool_schema("add", "Add numbers.")]),
 )
+"""Messages, and the tools that the policy is told of."""
 
 
 def auto_tokenizer(directory: Path) -> Tokenizer:
     """Return what `AutoTokenizer` makes of a directory, without its padding and truncation.
 
+    Tokens that it adds beyond the model's embedding are left out: a Qwen2 that has no
+    `<|endoftext|>` gets one.
+
     Raises:
         ModelError: it makes none, or none that is fast.
     """
-    return _backend_of(_loaded(directory))
+    return _backend_of(_loaded(directory), directory)
 
 
 def write_tokenizer(source: Path, target: Path) -> None:
@@ -54,7 +60,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
     """
     loaded = _loaded(source)
     _compare_chat_template(loaded, source)
-    tokenizer, file = _backend_of(loaded), target / "tokenizer.json"
+    tokenizer, file = _backend_of(loaded, source), target / "tokenizer.json"
     if tokenizer.to_str() == tokenizer_of(target).to_str():
         return
     tokenizer.save(str(file))
@@ -92,8 +98,8 @@ def warn_of_other_tokens(source: Path, target: Path, texts: Sequence[str]) -> No
         "otherwise than tokenizer.json says. The run uses AutoTokenizer's tokens, as users of the "
         f"exported model do. In {compared[first][:80]!r}, from token {begin}:\n"
         f"  tokenizer.json: {own[first][shown]}\n  AutoTokenizer:  {used[first][shown]}\n"
-        "If the model was trained with tokenizer.json as it is, its answers suffer: change "
-        "model_type in config.json to one of which AutoTokenizer takes the file as it is"
+        "If the model was trained with tokenizer.json as it is, its answers suffer: ask its makers "
+        "for a tokenizer that AutoTokenizer loads as they meant it"
     )
 
 
@@ -110,7 +116,7 @@ def _loaded(directory: Path) -> Any:
         ) from error
 
 
-def _backend_of(loaded: Any) -> Tokenizer:
+def _backend_of(loaded: Any, directory: Path) -> Tokenizer:
     tokenizer: Tokenizer | None = getattr(loaded, "backend_tokenizer", None)
     if tokenizer is None:
         raise ModelError(
@@ -119,7 +125,13 @@ def _backend_of(loaded: Any) -> Tokenizer:
         )
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return tokenizer
+    vocab_size = vocab_size_of(directory)
+    if vocab_size is None or max(tokenizer.get_vocab().values(), default=0) < vocab_size:
+        return tokenizer
+    description = json.loads(tokenizer.to_str())
+    added = description["added_tokens"]
+    description["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+    return type(tokenizer).from_str(json.dumps(description))
 
 
 def _compare_chat_template(loaded: Any, directory: Path) -> None:
@@ -127,12 +139,14 @@ def _compare_chat_template(loaded: Any, directory: Path) -> None:
     template = chat_template_of(directory)
     if template is None:
         return
-    for messages in _ASKED:
+    for messages, tools in _ASKED:
         try:
-            found = template.render(messages)
+            found = template.render(messages, tools=tools)
         except ValueError:  # refused where a run needs it
             continue
-        expected = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = loaded.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
         if found != expected:
             raise ModelError(
                 f"{directory}: expected the chat template to render as apply_chat_template does, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,10 +31,16 @@ class ChatTemplate:
 
     source: str
     special_tokens: Mapping[str, str]
+    tool_use: str = ""
+    """Another template, for conversations with tools; empty: the same."""
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.source.encode()).hexdigest()
+        return hashlib.sha256((self.source + self.tool_use).encode()).hexdigest()
+
+    @cached_property
+    def _with_tools(self) -> ChatTemplate:
+        return replace(self, source=self.tool_use, tool_use="") if self.tool_use else self
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
         """Return the conversation up to where the policy's answer begins.
@@ -45,6 +51,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses these messages, or is wrong.
         """
+        if tools and self.tool_use:
+            return self._with_tools.render(messages, tools=tools)
         from areal_flow.models.huggingface import render_jinja_template
 
         try:
@@ -75,7 +83,8 @@ class ChatTemplate:
             ValueError: the template shows earlier answers otherwise than they were given.
         """
         messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
-        return self.following(messages, 1, ended_by=ended_by)
+        template = self._with_tools if role == "tool" else self
+        return template.following(messages, 1, ended_by=ended_by)
 
     def following(
         self,
@@ -97,8 +106,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template shows earlier answers otherwise than they were given.
         """
-        if self._rewrites:
-            raise ValueError(self._rewrites)
+        if rewrites := (self._with_tools if tools else self)._rewrites:
+            raise ValueError(rewrites)
         shown = [*messages[:at], _said("assistant", _ANSWER), *messages[at + 1 :]]
         _, _, following = self.render(shown, tools=tools).partition(_ANSWER)
         before, _, rest = following.partition(ended_by) if ended_by else ("?", "", "")
@@ -147,6 +156,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template shows no tools, or no calls as JSON with name and arguments.
         """
+        if self.tool_use:
+            return self._with_tools.call_start
         first = self.render([_said("user", "?")])
         function = {"name": _TOOL, "arguments": {"input": "?"}}
         calls = [{"type": "function", "function": function}]

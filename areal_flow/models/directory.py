@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENS_AT_ONCE = 1 << 16
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", _MORE_TEMPLATES)
 _NOT_COPIED = ("model.safetensors.index.json", "state.json")
 
 
@@ -65,10 +66,15 @@ def check_model_directory(directory: Path) -> None:
     for pattern, advice in needed.items():
         if not any(directory.glob(pattern)):
             raise ModelError(f"{directory} has no {pattern}{advice}")
-    vocab_size = _read_json(directory / "config.json").get("vocab_size")
-    if vocab_size is not None:
+    if (vocab_size := vocab_size_of(directory)) is not None:
         _check_vocabulary(directory, vocab_size)
     _check_chat_template(directory)
+
+
+def vocab_size_of(directory: Path) -> int | None:
+    """Return how many tokens the model's embedding has, if config.json says so."""
+    found: int | None = _read_json(directory / "config.json").get("vocab_size")
+    return found
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:
@@ -103,12 +109,15 @@ def _check_chat_template(directory: Path) -> None:
 
 
 def chat_template_of(directory: Path) -> ChatTemplate | None:
-    """Return the tokenizer's own chat template; the one named `default` of several."""
+    """Return the tokenizer's own chat template; of several `default`, and `tool_use` for tools."""
     settings = _read_json(directory / "tokenizer_config.json")
     file = directory / "chat_template.jinja"
     found = file.read_text() if file.is_file() else settings.get("chat_template")
+    several = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {}
+    for more in directory.glob(_MORE_TEMPLATES):
+        several[more.stem] = more.read_text()
     if isinstance(found, list):
-        found = next((each["template"] for each in found if each["name"] == "default"), None)
+        found = several.get("default")
     if not found:
         return None
     named = {**_read_json(directory / "special_tokens_map.json"), **settings}
@@ -117,7 +126,7 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
         for name, token in named.items()
         if name.endswith("_token") and isinstance(token, str | dict)
     }
-    return ChatTemplate(found, special_tokens)
+    return ChatTemplate(found, special_tokens, several.get("tool_use", ""))
 
 
 def copy_model_description(source: Path, target: Path) -> None:
@@ -126,7 +135,9 @@ def copy_model_description(source: Path, target: Path) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name not in _NOT_COPIED:
-                shutil.copy(file, target / file.name)
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copy)
 
 
 def tokenizer_of(directory: Path) -> Tokenizer:

@@ -147,14 +147,14 @@ def check_first_rows(recipe: Recipe) -> None:
     num_good = 0
     for path, of in files:
         if path is not None:
-            check = partial(_check_row, settings=of.prompts)
+            check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.rewards))
             rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
             num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
     _refuse(bad_rows, recipe, num_good=num_good)
 
 
-def _check_row(row: Row, settings: PromptSettings) -> None:
-    columns_of(row, settings)
+def _check_row(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
+    columns_of(row, settings, needs_answer=needs_answer)
     if not messages_in(row, settings.question_field):
         question_of(row, settings)
 
@@ -242,7 +242,9 @@ def _prompt_row(
     algebra: MathPool,
 ) -> Row:
     settings, generation = recipe.prompts, recipe.generation
-    columns, answer = columns_of(row, settings), answer_of(row, settings)
+    needs_answer = bool(recipe.rewards)
+    columns = columns_of(row, settings, needs_answer=needs_answer)
+    answer = answer_of(row, settings, needs_answer=needs_answer)
     verifiers = {reward.verifier for reward in recipe.rewards}
     if "numeric" in verifiers and number_of(answer) is None:
         raise ValueError(

@@ -22,7 +22,7 @@ ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target",
 """What data sets usually call them, the most usual first."""
 
 
-def columns_of(row: Row, settings: PromptSettings) -> Row:
+def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
     """Return the columns of a prompt table that follow from the row alone.
 
     They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty`, 0 where the
@@ -32,7 +32,8 @@ def columns_of(row: Row, settings: PromptSettings) -> Row:
     Raises:
         ValueError: a field is missing, or holds what it must not.
     """
-    answer, difficulty = answer_of(row, settings), row.get("difficulty", 0)
+    answer = answer_of(row, settings, needs_answer=needs_answer)
+    difficulty = row.get("difficulty", 0)
     if isinstance(difficulty, str):
         difficulty = 0
     if type(difficulty) is not int or not 0 <= difficulty <= MAX_DIFFICULTY:
@@ -57,7 +58,7 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
     Raises:
         ValueError: there is no question, or it is a conversation and there is no chat template.
     """
-    _require_fields(row, settings)
+    _require_fields(row, settings, needs_answer=False)
     field = settings.question_field
     value = row[field]
     if not isinstance(value, list):
@@ -101,15 +102,20 @@ def _without_nulls(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def answer_of(row: Row, settings: PromptSettings) -> Any:
-    """Return the right answer of a row, with its own type.
+def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
+    """Return the right answer of a row, with its own type; None if there is none.
+
+    Args:
+        needs_answer: whether anything scores by it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, and it is needed.
     """
-    _require_fields(row, settings)
+    _require_fields(row, settings, needs_answer=needs_answer)
     field = settings.answer_field
-    value = row[field]
+    value = row.get(field)
+    if value is None and not needs_answer:
+        return None
     if value is None or isinstance(value, str):
         return checked_text(value, field)
     try:
@@ -163,12 +169,14 @@ def checked_text(value: Any, field: str) -> str:
     return value
 
 
-def _require_fields(row: Row, settings: PromptSettings) -> None:
+def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
     """Refuse a row without question or answer; say which settings take fields that are there."""
     wanted = {
         "question_field": (settings.question_field, QUESTION_FIELDS),
         "answer_field": (settings.answer_field, ANSWER_FIELDS),
     }
+    if not needs_answer:
+        del wanted["answer_field"]
     missing, advice = [], []
     for setting, (field, usual) in wanted.items():
         if field not in row:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
+from areal_flow.algorithms.staleness import fresh_enough
 from areal_flow.trainer.backend import StepSettings, TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
 from areal_flow.trainer.step import plan_micro_batches
@@ -47,6 +48,9 @@ class InspectedTrajectory:
     reward: float
     tokens: tuple[int, ...]
     versions: tuple[int, ...]
+    too_old: tuple[bool, ...]
+    """Which tokens the bound of staleness leaves out; others without gradient are the
+    environment's."""
     staleness_max: int
     behavior_logprobs: tuple[float, ...]
     proximal_logprobs: tuple[float, ...]
@@ -157,6 +161,7 @@ def inspect_trajectories(
         sequences: of the step, in the order of the request.
         proximal_logprobs: under the policy before the step, one a completion token.
     """
+    bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
     changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
     together = zip(
         request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
@@ -168,6 +173,11 @@ def inspect_trajectories(
             tokens=tuple(sequence.output_tokens.tolist()),
             versions=tuple(
                 version for version, length in sequence.version_spans for _ in range(length)
+            ),
+            too_old=tuple(
+                not fresh_enough(version, **bound)
+                for version, length in sequence.version_spans
+                for _ in range(length)
             ),
             staleness_max=max(
                 (request.policy_version - span.version for span in sequence.version_spans),

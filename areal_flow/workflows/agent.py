@@ -44,7 +44,8 @@ class Agent(TimedWorkflow):
         """Return a trajectory for each conversation of the agent's.
 
         An agent that ends over a refused answer, since its calls, its seconds or its context are
-        used up, has not failed: its conversations are cut, and say by what.
+        used up, has not failed: its conversations are cut, and say by what. One that goes on after
+        its context was full has that conversation cut alone.
 
         Raises:
             ArealFlowError: the agent asked nothing.
@@ -55,32 +56,47 @@ class Agent(TimedWorkflow):
         agent = import_function(self.path, setting="workflow.path", error=ConfigError)
         session = Session(context, max_calls=self.max_calls)
         limit = asyncio.timeout(self.max_seconds)
+        reward = None
         try:
             async with serving(session) as (base_url, api_key), limit:
                 reward = await _call(agent, prompt, base_url=base_url, api_key=api_key)
-                if reward is not None and session.reward is None:
-                    session.rewarded(reward)
         except Exception as error:
             if session.failure is not None:
                 raise session.failure from error
             if isinstance(error, TimeoutError) and limit.expired():
                 session.ended_by = f"workflow.max_seconds ({self.max_seconds:g})"
-            if not session.ended_by:
+            elif over := session.limit_behind(error):
+                session.ended_by = over
+            else:
                 raise
-        drafts = [self._rewarded(draft) for draft in session.drafts()]
-        if session.ended_by:
-            drafts = [draft.cut_by(session.ended_by) for draft in drafts]
+        if reward is not None and session.reward is None:
+            session.rewarded(reward)
+        drafts = [await self._finished(*each, context) for each in session.drafts()]
         if not drafts:
-            raise ArealFlowError(f"the agent {self.path} had no answer from its base_url")
+            why = session.ended_by or ", ".join(session.limits.values())
+            raise ArealFlowError(
+                f"the agent {self.path} had no answer from its base_url"
+                + (f": ended by {why}" if why else "")
+            )
         return drafts
 
-    def _rewarded(self, draft: TrajectoryDraft) -> TrajectoryDraft:
-        if draft.score is not None or self.missing_reward == "score":
-            return draft
-        if self.missing_reward == "discard":
-            missing = "the agent gave no reward: return or post one, or set workflow.missing_reward"
-            return draft.scored(Score(None, "no_reward", error=missing))
-        return draft.scored(Score(self.missing_reward))
+    async def _finished(
+        self, draft: TrajectoryDraft, limit: str, context: EpisodeContext
+    ) -> TrajectoryDraft:
+        """Return a conversation with its reward, and with the limit that it was cut by, if any."""
+        missing = self.missing_reward
+        if draft.score is not None:
+            pass
+        elif missing == "discard":
+            by = f" before it was ended by {limit}" if limit else ""
+            advice = "return or post one, or set workflow.missing_reward"
+            error = f"the agent gave no reward{by}: {advice}"
+            draft = draft.scored(Score(None, "no_reward", error=error))
+        elif missing != "score":
+            draft = draft.scored(Score(missing))
+        elif limit:  # or nothing would carry the limit
+            draft = draft.scored(await context.score(draft.output_tokens))
+        return draft.cut_by(limit) if limit else draft
 
 
 async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:
@@ -91,7 +107,7 @@ async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         given = {p.name: given[p.name] for p in parameters if p.name in given}
     try:
-        if inspect.iscoroutinefunction(agent):
+        if any(map(inspect.iscoroutinefunction, (agent, agent.__call__))):
             return await agent(**given)
         return await _in_own_thread(partial(agent, **given))
     except SystemExit as exit_:  # which would end the generator

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Any
@@ -53,6 +53,8 @@ class Conversation:
     num_answers: int = 0
     is_asked: bool = False
     """Whether a call goes on from here at the moment."""
+    ended_by: str = ""
+    """The limit at which the last call to go on from here was refused."""
 
 
 class Session:
@@ -67,7 +69,9 @@ class Session:
         self.failure: Exception | None = None
         """Why the generator cannot serve: the group will be tried again."""
         self.ended_by = ""
-        """The limit at which an answer was refused."""
+        """The limit at which the episode ended, with all of its conversations."""
+        self.limits: dict[int, str] = {}
+        """Those at which calls were refused, by the status of HTTP that the agent was told."""
 
     def rewarded(self, reward: Any) -> None:
         """Take the agent's reward.
@@ -77,7 +81,7 @@ class Session:
         """
         try:
             number = nan if isinstance(reward, str) else float(reward)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = nan
         if not isfinite(number):
             raise CallRefused(f"expected a finite number as the reward, found {reward!r:.80}")
@@ -108,7 +112,7 @@ class Session:
         """
         self._num_calls += 1
         if self._num_calls > self._max_calls:
-            self.ended_by = f"workflow.max_calls ({self._max_calls})"
+            self.ended_by = self.limits[429] = f"workflow.max_calls ({self._max_calls})"
             raise CallRefused(f"{self.ended_by} calls were made", status=429, code="max_calls")
         messages = [_normal(message) for message in messages]
         conversation, asked = self._asked(messages, tools)
@@ -125,10 +129,11 @@ class Session:
             self.failure = error
             raise
         except ArealFlowError as error:
-            self.ended_by = f"the context: {error}"
+            conversation.ended_by = self.limits[400] = f"the context: {error}"
             raise CallRefused(str(error), code="context_length_exceeded") from error
         finally:
             conversation.is_asked = False
+        conversation.ended_by = ""
         conversation.draft = asked.with_completion(completion)
         message = answer_message(
             self._context.decode(completion.tokens), tools, call_number=self._num_calls
@@ -138,12 +143,25 @@ class Session:
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         return Answer(message, reason, len(asked.tokens), len(completion.tokens))
 
-    def drafts(self) -> list[TrajectoryDraft]:
-        """Return the conversations that have an answer, with the agent's reward if it gave one."""
-        drafts = [c.draft for c in self._conversations if c.num_answers]
-        if self.reward is None:
-            return drafts
-        return [draft.scored(Score(self.reward)) for draft in drafts]
+    def limit_behind(self, error: Exception) -> str:
+        """Return the limit over whose refusal an error was raised; empty if it was over none.
+
+        The agent's client has the refusal as an exception of its own, with the status of HTTP.
+        """
+        statuses = (status for each in _chain(error) for status in _statuses(each))
+        return next((self.limits[s] for s in statuses if s in self.limits), "")
+
+    def drafts(self) -> list[tuple[TrajectoryDraft, str]]:
+        """Return the conversations that have an answer, each with the limit that ended it.
+
+        They have the agent's reward if it gave one.
+        """
+        score = None if self.reward is None else Score(self.reward)
+        return [
+            (c.draft.scored(score) if score else c.draft, self.ended_by or c.ended_by)
+            for c in self._conversations
+            if c.num_answers
+        ]
 
     def _asked(
         self, messages: Sequence[Message], tools: Sequence[Message]
@@ -182,6 +200,22 @@ class Session:
             return tuple(self._context.chat(messages, tools, after=(num_known - 1, last)).tolist())
         except ValueError:
             return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and all that it was raised over."""
+    yield error
+    over = error.__cause__ or error.__context__
+    for each in (*getattr(error, "exceptions", ()), *([over] if over else [])):
+        yield from _chain(each)
+
+
+def _statuses(error: BaseException) -> list[int]:
+    """Return the status of HTTP that an exception has, where clients usually put it."""
+    places = (error, getattr(error, "response", None))
+    names = ("status_code", "status", "code")
+    found = (getattr(place, name, None) for place in places for name in names)
+    return [status for status in found if isinstance(status, int)]
 
 
 def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> dict[str, Any]:

@@ -147,7 +147,13 @@ def _trajectory_table(shown: Sequence[InspectedTrajectory]) -> Table:
             "reward": f"{trajectory.reward:g}",
             "advantage": f"{trajectory.replayed.advantage:.3f}",
             "trained": trajectory.replayed.num_trained,
-            "masked": len(trajectory.tokens) - trajectory.replayed.num_trained,
+            "environment": sum(
+                not trained and not too_old
+                for trained, too_old in zip(
+                    trajectory.replayed.trained, trajectory.too_old, strict=True
+                )
+            ),
+            "too old": sum(trajectory.too_old),
             "staleness": trajectory.staleness_max,
             "w mean": f"{_mean(trajectory.importance_weights):.3f}",
             "w max": f"{max(trajectory.importance_weights, default=1.0):.3f}",
@@ -189,7 +195,8 @@ def _masked(trajectory: InspectedTrajectory, index: int) -> str:
     trained = trajectory.replayed.trained[index]
     changed = trajectory.changed.trained[index] if trajectory.changed else trained
     if trained == changed:
-        return "" if trained else "masked"
+        why = "too old" if trajectory.too_old[index] else "environment"
+        return "" if trained else f"masked: {why}"
     return "masked if changed" if trained else "masked, trained if changed"
 
 

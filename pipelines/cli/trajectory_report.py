@@ -7,6 +7,7 @@ one version follows another, a mark says which version begins.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -135,10 +136,11 @@ def _completion(tokens: Sequence[ShownToken]) -> list[Text]:
         text.append(f"⟨v{version}⟩" if len(spans) > 1 else "", style=f"{colour} reverse")
         for token in span:
             text.append(printable(token.text), style=_token_style(token))
-        staleness, masked = span[0].staleness, sum(token.trained is False for token in span)
+        staleness, reasons = span[0].staleness, Counter(filter(None, map(_why_masked, span)))
         line = Text.assemble(("■ ", colour), f"version {version}: {_count(len(span), 'token')}")
         line.append("" if staleness is None else f", staleness {staleness}")
-        legend.append(line.append(f", {masked} masked" if masked else "", style=_NOT_TRAINED))
+        counted = "".join(f", {number} {reason}" for reason, number in reasons.items())
+        legend.append(line.append(counted, style=_NOT_TRAINED))
     return [text, *legend]
 
 
@@ -160,6 +162,7 @@ def _facts(shown: ShownTrajectory) -> list[tuple[str, str | Text]]:
     )
     return [
         ("reward", _reward(shown)),
+        ("end", row["finish_reason"]),
         ("group", _group(shown)),
         ("status", _status(shown)),
         ("advantage", advantage or "none: no step trained it"),
@@ -184,8 +187,8 @@ def _reward(shown: ShownTrajectory) -> Text:
         text.append(f"\nbefore weights: {', '.join(listed)}")
     for name, value in detail.get("extra", {}).items():
         text.append(f"\n{printable(name)}: {printable(str(value))}")
-    if error := detail.get("error"):
-        text.append(f"\n{printable(error)}", style="red")
+    if told := detail.get("error") or detail.get("message"):
+        text.append(f"\n{printable(told)}", style="red" if "error" in detail else "")
     return text.append(f"  ({shown.row['verifier']})", style="dim")
 
 
@@ -243,7 +246,7 @@ def _token_table(tokens: Sequence[ShownToken]) -> Table:
             "log-prob": f"{token.logprob:.3f}",
             "prob": f"{exp(token.logprob):.3f}",
             "token": Text(repr(printable(token.text)), _token_style(token)),
-            "": _why_masked(token),
+            "": (why := _why_masked(token)) and f"masked: {why}",
         }
         for number, token in enumerate(tokens)
     ]
@@ -252,8 +255,8 @@ def _token_table(tokens: Sequence[ShownToken]) -> Table:
 
 def _why_masked(token: ShownToken) -> str:
     if not token.chosen:
-        return "masked: not the policy's choice"
-    return "masked: too old" if token.trained is False else ""
+        return "not the policy's choice"
+    return "too old" if token.trained is False else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -251,6 +251,18 @@ def test_agent_that_cannot_work_is_refused_before_the_cluster_starts(
     assert said in str(refused.value)
 
 
+def test_command_tries_an_agent_before_the_cluster_starts(
+    chatting: RunLayout, tmp_path: Path
+) -> None:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    recipe = of_agent("raises", model=str(chatting.root.parents[1] / "model"))
+    (tmp_path / "r.toml").write_text(dump_recipe(recipe))
+    done = cli("train", "r.toml", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "workflow.path = 'agents:raises' fails on the first prompt row: KeyEr" in done.stderr
+    assert "Dask" not in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Path) -> None:
     done = cli("sft", "--trainer.device", "cuda", "--cluster.num-gpus", "8", cwd=tmp_path)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from areal_flow.errors import EngineError
 from areal_flow.testing import BigramEngine
-from areal_flow.types import Completion, GroupRequest, Tokens
+from areal_flow.types import Completion, GroupRequest, Score, Tokens, as_tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.agent_session import answer_message
@@ -116,6 +117,40 @@ def test_rewritten_history_begins_another_trajectory() -> None:
     assert {draft.score and draft.score.verdict for draft in drafts} == {"no_reward"}
     assert not drafts[0].loss_mask.all()
     assert drafts[1].loss_mask.all()
+
+
+def test_history_longer_than_the_conversation_goes_on_only_if_its_beginning_is_the_same() -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            said = found.choices[0].message.model_dump()
+            history = [*asked("something else"), said, *asked("and?")]
+            await client.chat.completions.create(model="m", messages=history)
+        return 1.0
+
+    assert [draft.branch for draft in run(agent)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "new", [[], [{"role": "assistant", "content": "I said"}, *asked("and?")]], ids=["none", "own"]
+)
+def test_only_messages_of_others_go_on_from_an_answer(new: list[Any]) -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump(), *new]
+            await client.chat.completions.create(model="m", messages=history)
+        return 1.0
+
+    class Begins(FakeServices):
+        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+            """Put what begins an answer after the messages, as templates do."""
+            begun = super().chat(*arguments, after=after).tolist()
+            return as_tokens([*begun, *self.encode("a")])
+
+    drafts = run(agent, Begins())
+    assert [draft.branch for draft in drafts] == [0, 1]
+    assert all(draft.loss_mask.all() for draft in drafts), "each is a conversation of its own"
 
 
 def test_template_that_rewrites_answers_begins_another_trajectory() -> None:
@@ -222,7 +257,9 @@ def test_agent_that_hangs_or_exits_ends_no_other() -> None:
             run(agent)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", [1.0]])
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), "1", [1.0], pytest.param(10**400, id="huge")]
+)
 def test_reward_that_is_no_finite_number_is_refused_where_it_is_returned(reward: Any) -> None:
     async def agent(base_url: str, api_key: str) -> Any:
         async with client_of(base_url, api_key) as client:
@@ -231,6 +268,17 @@ def test_reward_that_is_no_finite_number_is_refused_where_it_is_returned(reward:
 
     with pytest.raises(agent_module.ArealFlowError, match="expected a finite number as the reward"):
         run(agent)
+
+
+def test_object_whose_call_is_async_is_an_agent() -> None:
+    class Asks:
+        async def __call__(self, base_url: str, api_key: str) -> float:
+            async with client_of(base_url, api_key) as client:
+                await client.chat.completions.create(model="m", messages=asked("hi"))
+            return 0.5
+
+    (draft,) = run(Asks())
+    assert draft.score == Score(0.5)
 
 
 def test_agent_without_async_streams_in_a_thread() -> None:
@@ -397,6 +445,8 @@ def test_first_reward_counts_and_strangers_are_refused() -> None:
             await client.chat.completions.create(model="m", messages=asked("hi"))
             posts = (
                 (f"{root}/reward", {"reward": "much"}, own),
+                (f"{root}/reward", {"reward": float("nan")}, own),
+                (f"{root}/reward", {"reward": 10**400}, own),
                 (f"{root}/reward", {"reward": 0.25}, own),
                 (f"{root}/reward", {"reward": 1.0}, own),
                 (f"{root}/reward", {"reward": 1.0}, {"Authorization": "Bearer x"}),
@@ -408,7 +458,7 @@ def test_first_reward_counts_and_strangers_are_refused() -> None:
         return 0.5
 
     (draft,) = run(agent)
-    assert statuses == [400, 200, 409, 401, 404]
+    assert statuses == [400, 400, 400, 200, 409, 401, 404]
     assert draft.score is not None
     assert draft.score.reward == 0.25
 
@@ -455,10 +505,19 @@ def test_too_many_calls_and_too_long_episodes_are_cut_and_say_so() -> None:
 
     cut = run(asks_on, max_calls=2)
     assert [draft.finish_reason for draft in cut] == ["length"] * 2
+    said = {draft.score and draft.score.message for draft in cut}
+    assert said == {"ended by workflow.max_calls (2)"}
     (late,) = run(sleeps, max_seconds=0.5)
     assert late.finish_reason == "length"
     assert late.score is not None
     assert late.score.reward is None
+    assert "gave no reward before it was ended by workflow.max_seconds (0.5)" in late.score.error
+    services = FakeServices()
+    (left,) = run(sleeps, services, max_seconds=0.5, missing_reward="score")
+    assert left.score is not None
+    assert left.score.verdict in ("right", "wrong"), "by the recipe's rewards"
+    assert left.score.message == "ended by workflow.max_seconds (0.5)"
+    assert [plain(each) for each in services.scored[0]] == [plain(left.output_tokens)]
 
 
 @pytest.mark.parametrize("handles_it", [True, False])
@@ -481,6 +540,85 @@ def test_agent_whose_context_is_full_is_cut_with_the_reason(handles_it: bool) ->
     assert draft.score is not None
     assert draft.score.reward == (0.25 if handles_it else 0.0)
     assert "generation.max_model_len (64)" in draft.score.message
+
+
+TOO_LONG = asked(*["abc"] * 40)
+
+
+@pytest.mark.parametrize("handles_it", [True, False])
+def test_agent_whose_first_call_is_over_the_context_fails_with_the_reason(handles_it: bool) -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            try:
+                await client.chat.completions.create(model="m", messages=TOO_LONG)
+            except openai.BadRequestError:
+                if not handles_it:
+                    raise
+        return 0.0
+
+    async def sleeps() -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(agent_module.ArealFlowError, match=r"ended by .*max_model_len \(64\)"):
+        run(agent)
+    with pytest.raises(agent_module.ArealFlowError, match=r"ended by workflow\.max_seconds \(0\.2"):
+        run(sleeps, max_seconds=0.2)
+
+
+def test_agent_that_folds_its_history_has_that_conversation_cut_alone() -> None:
+    async def folds(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump(), *TOO_LONG]
+            with pytest.raises(openai.BadRequestError, match="max_model_len"):
+                await client.chat.completions.create(model="m", messages=history)
+            await client.chat.completions.create(model="m", messages=asked("in short"))
+        return 1.0
+
+    async def asks_shorter(base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            found = await client.chat.completions.create(model="m", messages=asked("hi"))
+            history = [*asked("hi"), found.choices[0].message.model_dump()]
+            for more in (TOO_LONG, asked("ok")):
+                with suppress(openai.BadRequestError):
+                    await client.chat.completions.create(model="m", messages=[*history, *more])
+        return 1.0
+
+    first, second = run(folds)
+    assert first.score == Score(1.0, message=first.score.message)
+    assert first.finish_reason == "length"
+    assert "max_model_len (64)" in first.score.message
+    assert second.score == Score(1.0)
+    (whole,) = run(asks_shorter)
+    assert whole.score == Score(1.0)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_failure_of_an_agents_own_after_a_limit_is_its_failure(is_grouped: bool) -> None:
+    async def asks_once(base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=asked("hi"))
+
+    async def breaks(base_url: str, api_key: str) -> float:
+        await asks_once(base_url, api_key)
+        with pytest.raises(openai.RateLimitError):
+            await asks_once(base_url, api_key)
+        raise KeyError("the agent's own")
+
+    async def ends_over_it(base_url: str, api_key: str) -> None:
+        await asks_once(base_url, api_key)
+        try:
+            if is_grouped:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(asks_once(base_url, api_key))
+            await asks_once(base_url, api_key)
+        except Exception as error:
+            raise RuntimeError("no answer") from error
+
+    with pytest.raises(KeyError, match="the agent's own"):
+        run(breaks, max_calls=1, missing_reward=0.0)
+    (cut,) = run(ends_over_it, max_calls=1, missing_reward=0.0)
+    assert cut.score == Score(0.0, message="ended by workflow.max_calls (1)")
 
 
 @pytest.mark.parametrize(
@@ -569,6 +707,36 @@ def test_failure_of_an_agent_is_logged_once_with_its_own_frames_and_then_counted
     assert tenth.startswith("an episode failed 10 times so far: ValueError in inner, test_agent.py")
     assert len(group.errors) == 12
     assert "(at inner, test_agent.py, line" in group.errors[0]
+
+
+def test_connection_that_fails_is_printed_without_the_frames_of_libraries_that_it_was_raised_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def agent(api_key: str) -> None:
+        async with client_of("http://127.0.0.1:9/v1", api_key) as client:
+            await client.chat.completions.create(model="m", messages=asked("hi"))
+
+    globals()["the_agent"] = agent
+    FAILURES.sum_up()
+    caplog.clear()
+    asyncio.run(run_group(Agent(path=f"{__name__}:the_agent"), episode_of(1), FakeServices()))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert len(said.splitlines()) < 35, said
+    assert "in agent\n" in said
+    assert "ConnectError: All connection attempts failed" in said
+    assert "openai.APIConnectionError: Connection error." in said
+
+
+def test_error_that_says_all_is_printed_without_our_frames(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    globals()["the_agent"] = lambda: 1.0
+    FAILURES.sum_up()
+    caplog.clear()
+    asyncio.run(run_group(Agent(path=f"{__name__}:the_agent"), episode_of(1), FakeServices()))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "had no answer from its base_url" in said
+    assert 'File "' not in said
 
 
 def test_agent_of_the_page_is_trained_by_its_two_calls() -> None:

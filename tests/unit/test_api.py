@@ -22,7 +22,7 @@ from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ConfigError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import write_identity
-from pipelines.api import rows_of
+from pipelines.api import placed, rows_of
 from pipelines.jobs import Job
 from pipelines.stop_signals import Outcome, StopSignals, wait_for
 
@@ -256,3 +256,11 @@ async def test_interrupt_that_comes_after_the_work_is_ignored() -> None:
         return 7
 
     assert wait_for(work) == 7
+
+
+def test_path_of_a_model_is_never_the_name_of_one_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert placed({"model": Path("./tiny")}) == {"model": str(tmp_path / "tiny")}
+    assert placed({"model": "tiny"}) == {"model": "tiny"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 import pipelines.jobs
 import pipelines.report.page
 from areal_flow.command import command
-from areal_flow.config import Recipe
+from areal_flow.config import Recipe, build_recipe, dump_recipe
 from areal_flow.errors import TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import hold_run
@@ -27,6 +28,7 @@ from pipelines.jobs import SFT, TRAINING, supervised
 from pipelines.stop_signals import Outcome
 from pipelines.summary import next_commands
 from tests.recorded_runs import make_recorded_run
+from tests.tracked_runs import make_run
 
 HEAVY = {
     "pipelines.jobs.start": Outcome(True),
@@ -100,6 +102,18 @@ def while_the_tracker_is_away(layout: RunLayout) -> None:
 
 def in_mlflow(layout: RunLayout) -> None:
     print(describe_run(layout).text)
+
+
+def test_description_of_a_run_names_the_agent_that_rewards(tmp_path: Path) -> None:
+    layout = make_run(tmp_path / "r")
+    workflow = {"name": "agent", "path": "my:agent"}
+    layout.config.write_text(dump_recipe(build_recipe({"workflow": workflow}, source="test")))
+    recorded = json.loads(layout.inputs.read_text())
+    recorded["verifiers"] = [[0, "agent:my:agent@0"]]
+    layout.inputs.write_text(json.dumps(recorded))
+    found = describe_run(layout)
+    assert found.tags["verifier"] == "agent:my:agent@0"
+    assert "- rewards: `my:agent`; a completion passes above" in found.text
 
 
 @pytest.mark.parametrize(

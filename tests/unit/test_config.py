@@ -211,12 +211,24 @@ def test_recipe_has_no_reward_by_default_where_an_agent_gives_the_rewards() -> N
     again = build_recipe(tomllib.loads(dump_recipe(recipe)), source="test")
     assert (again.rewards, again.digest()) == ((), recipe.digest())
     scored = {**AGENT, "workflow": {**AGENT["workflow"], "missing_reward": "score"}}
-    named = {**AGENT, "rewards": [{"verifier": "exact"}]}
-    for table, verifier in ((scored, "numeric"), (named, "exact"), ({}, "numeric")):
-        assert [r.verifier for r in build_recipe(table, source="test").rewards] == [verifier]
+    for table in (scored, {}):
+        assert [r.verifier for r in build_recipe(table, source="test").rewards] == ["numeric"]
     for table in ({}, scored):
         with pytest.raises(ConfigError, match="rewards: expected at least one, found none"):
             build_recipe({**table, "rewards": []}, source="test")
+
+
+def test_agent_over_a_whole_recipe_has_no_reward_that_nothing_asks(tmp_path: Path) -> None:
+    whole = tomllib.loads(dump_recipe(Recipe()))
+    assert build_recipe(whole, AGENT, source="test").rewards == ()
+    (tmp_path / "r.toml").write_text(dump_recipe(Recipe()))
+    assert load_recipe(tmp_path / "r.toml", AGENT).rewards == ()
+    named = {**AGENT, "rewards": [{"verifier": "exact"}]}
+    with pytest.raises(
+        ConfigError, match=r"nothing asks \['exact'\], .*set rewards = \[\], or"
+    ) as no:
+        build_recipe(named, source="test")
+    assert "workflow.missing_reward = 'score'" in str(no.value)
 
 
 def test_sources_of_an_agent_need_no_reward() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
@@ -42,6 +43,22 @@ def test_cache_of_a_given_size_bounds_instead_of_memory() -> None:
     assert not any("memory" in part for part in rooms)
 
 
+def test_memory_of_this_machine_bounds_no_cache_on_a_gpu() -> None:
+    table = {"generation": {"engine": "torch", "device": "cuda"}}
+    rooms = room_by_part(build_recipe(table, source="test"), CONFIG, memory_bytes=GIB)
+    assert not any("memory" in part for part in rooms)
+
+
+def test_memory_is_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recipe = write_model_directory(tmp_path / "model"), build_recipe({}, source="test")
+    monkeypatch.setattr("areal_flow.generation.context_length.usable_bytes", lambda: 2**28)
+    settled, said = with_context_length(recipe, model)
+    config = AutoConfig.from_pretrained(model)
+    of_memory = room_by_part(recipe, config, memory_bytes=2**28)
+    assert settled.generation.max_model_len == min(of_memory.values()) < 2048
+    assert "which is what memory for" in said
+
+
 def test_context_left_open_is_settled_once_and_a_given_one_is_kept(tmp_path: Path) -> None:
     model = write_model_directory(tmp_path / "model")
     settled, said = with_context_length(build_recipe({}, source="test"), model)
@@ -56,4 +73,3 @@ def test_completions_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match="leave room for a prompt") as refused:
         with_context_length(recipe, model)
     assert "max_model_len (2048)" in str(refused.value)
-    print(refused.value)

@@ -14,10 +14,13 @@ from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import (
     ClipWatch,
     InspectedTrajectory,
+    TrajectoryOutcome,
     completion_logprobs,
+    inspect_trajectories,
     trajectory_outcomes,
 )
 from areal_flow.trainer.step import train_step
+from areal_flow.types import StepRequest, VersionSpan
 from tests.unit.test_trainer import make_sequences, settings, state
 
 
@@ -128,6 +131,7 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
         reward=1.0,
         tokens=(1, 2, 3),
         versions=(0, 0, 1),
+        too_old=(False, False, False),
         staleness_max=1,
         behavior_logprobs=(-1.0, -1.0, -1.0),
         proximal_logprobs=(-1.0, -1.5, -1.0),
@@ -138,3 +142,14 @@ def test_differences_are_those_of_the_change_or_else_of_the_step() -> None:
     changed = replace(trajectory, changed=replace(replayed, logprobs=(-1.0, -2.0, -2.0)))
     assert changed.differences == (0.0, 0.0, 1.0)
     assert changed.mean_difference == pytest.approx(1 / 3)
+
+
+def test_tokens_that_the_bound_of_staleness_leaves_out_are_known() -> None:
+    (sequence,) = make_sequences(1)
+    spans = (VersionSpan(2, 1), VersionSpan(3, 2))
+    outcome = TrajectoryOutcome(0.0, (False, True, False), (False,) * 3, (0.0,) * 3)
+    request = StepRequest(5, "", 4, ("t",), "", max_staleness=1)
+    (found,) = inspect_trajectories(
+        request, [replace(sequence, version_spans=spans)], [(0.0,) * 3], [outcome], None
+    )
+    assert found.too_old == (True, False, False)

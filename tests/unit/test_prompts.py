@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pipelines.arithmetic.sums import (
 )
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.cli.prompt_report import describe_prompts
+from tests.chat_templates import CHATML, give_chat_template
 from tests.plain import plain
 from tests.rows import is_chain_of_thought
 
@@ -416,3 +418,18 @@ def test_held_out_rows_that_are_fewer_than_asked_for_are_said(
         found, layout
     )
     assert "may be held out" not in describe_prompts(prepare_prompts(recipe(path), layout), layout)
+
+
+def test_rows_need_no_answer_where_nothing_scores_by_it(tmp_path: Path, layout: RunLayout) -> None:
+    give_chat_template(layout.model, CHATML)
+    rows = [{"question": f"{n} + 1 ="} for n in range(9)] + [{"question": "9 =", "answer": "9"}]
+    of = recipe(write_rows(tmp_path / "rows.jsonl", rows), num_held_out=0, chat_template=True)
+    table = of.model_dump(mode="json", exclude_none=True)
+    given = build_recipe(table, {"workflow": {"name": "agent", "path": "my:agent"}}, source="test")
+    check_first_rows(given)
+    prepare_prompts(given, layout)
+    answers = [prompt.answer for prompt in PromptTable(layout.train_prompts, seed=0).rows()]
+    assert sorted(answers, key=str) == ["9", *[None] * 9]
+    for unanswered in (check_first_rows, partial(prepare_prompts, layout=layout)):
+        with pytest.raises(PromptError, match="field 'answer' is missing"):
+            unanswered(of)

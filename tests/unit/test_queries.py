@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import random
+import re
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -313,7 +314,7 @@ def test_what_there_is_not_is_a_dash() -> None:
     assert printed(table, width=80) == ["rate  of", " 0.5  [bold]", "   -  -"]
 
 
-def shown(*tokens: ShownToken) -> ShownTrajectory:
+def shown(*tokens: ShownToken, **detail: str) -> ShownTrajectory:
     at = datetime(2026, 1, 1, tzinfo=UTC)
     row = {
         **listed(num_trained_tokens=1, num_masked_tokens=2, staleness=1.0, policy_version=5),
@@ -324,9 +325,9 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
         "seed": 1,
         "writer_epoch": 1,
         "generator": "g",
-        "verifier": "numeric@0",
+        "verifier": "agent:my:solve@0",
         "prompt_id": "p",
-        "reward_detail": json.dumps({"verdict": "right", "extracted": "2"}),
+        "reward_detail": json.dumps({"verdict": "right", "extracted": "2", **detail}),
         "reward_parts": [],
     }
     batch = TrainedBatch(0.75, "dr_grpo", 32, at)
@@ -342,8 +343,8 @@ def shown(*tokens: ShownToken) -> ShownTrajectory:
     )
 
 
-def printed_page(*tokens: ShownToken) -> str:
-    report = report_trajectory(shown(*tokens), by_token=True)
+def printed_page(*tokens: ShownToken, **detail: str) -> str:
+    report = report_trajectory(shown(*tokens, **detail), by_token=True)
     return "\n".join(printed(*report.parts, width=100, terminal=False))
 
 
@@ -356,12 +357,24 @@ def test_page_marks_versions_and_masked_tokens_without_colours() -> None:
     assert "\x1b" not in page
     assert "1 + 1 =<eos>" in page, "special tokens of the prompt are shown"
     assert "⟨v2⟩ 1⟨v4⟩ 2 3" in page
-    assert "version 2: 1 token, staleness 3, 1 masked" in page
+    assert "version 2: 1 token, staleness 3, 1 too old" in page
+    assert "version 4: 2 tokens, staleness 1, 1 not the policy's choice" in page
+    assert "1 token trained, 2 not; mean staleness" in page, "for whatever reason"
     assert "masked: too old" in page
     assert "masked: not the policy's choice" in page
     assert "+0.75 on each trained token (dr_grpo, over the 32 trajectories" in page
     assert "right, answered '2', expected '2'" in page
     assert "rewards [1] -" in page
+
+
+def test_page_says_what_ended_a_completion_and_what_scored_it() -> None:
+    limit = "ended by workflow.max_calls (2)"
+    page = printed_page(message=limit)
+    assert limit in page
+    assert re.search(r"^end +stop$", page, re.MULTILINE)
+    failed = printed_page(message=limit, error=f"no reward before it was {limit}")
+    assert failed.count(limit) == 1
+    assert "(agent:my:solve@0)" in page
 
 
 def test_page_of_an_empty_completion_can_be_printed() -> None:

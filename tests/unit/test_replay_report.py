@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def replayed_with(text: str) -> Replayed:
             reward=0.0,
             tokens=tokens,
             versions=(0,) * len(tokens),
+            too_old=(True,) + (False,) * (len(tokens) - 1),
             staleness_max=0,
             behavior_logprobs=zeros,
             proximal_logprobs=zeros,
@@ -49,6 +51,21 @@ def test_tokens_are_neither_markup_nor_control_characters(
     tokens = [line.split("'")[1] for line in output.splitlines() if line.count("'") == 2]
     assert "".join(tokens) == "[bold][/b]\\x1b[2J"
     assert "\x1b" not in output
+
+
+def test_tokens_without_gradient_are_shown_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(RunLayout(tmp_path).model, max_model_len=32)
+    replayed = replayed_with("12")
+    report = report_replay(RunLayout(tmp_path), replayed, num_trajectories=1, tokens_of="t-1")
+    show(report, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    heading, row = (re.split(" {2,}", line) for line in lines if re.match("trajectory |t-2 ", line))
+    counts = dict(zip(heading, row, strict=True))
+    assert [counts[name] for name in ("trained", "environment", "too old")] == ["0", "1", "1"]
+    reasons = [line.rpartition("  ")[2] for line in lines if line.count("'") == 2]
+    assert reasons == ["masked: too old", "masked: environment"]
 
 
 def test_most_different_come_first() -> None:

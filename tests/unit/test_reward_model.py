@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_flow.errors import RewardError
 from areal_flow.models.directory import tokenizer_of
@@ -22,6 +22,7 @@ from areal_flow.rewards.registry import load_reward
 from areal_flow.types import Score
 from pipelines.verify import verify_lines
 from tests.reward_models import write_reward_model
+from tests.unit.test_auto_tokenizer import SUM, write_own_model
 
 COMPLETIONS = (" 3", "", " 12 +4 #### 16", " no sum at all: " + "12 " * 9, " 3<pad>")
 
@@ -58,6 +59,27 @@ def test_score_is_the_model_s_after_the_last_token_whatever_is_scored_beside_it(
     for num_at_once in (1, 2, 8):
         found = scores(model, COMPLETIONS, num_at_once=num_at_once)
         assert [score.reward for score in found] == pytest.approx(expected, abs=1e-4)
+
+
+def test_model_reads_the_tokens_that_auto_tokenizer_makes_of_its_files(tmp_path: Path) -> None:
+    write_own_model(tmp_path)
+    file = tmp_path / "config.json"
+    head = {"head_dim": 32, "rope_theta": 1e4, "num_labels": 1}
+    config = {**json.loads(file.read_text()), **head}
+    file.write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    torch.manual_seed(0)
+    made = AutoModelForSequenceClassification.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
+    )
+    made.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokens = tokenizer("1 +2 =")["input_ids"] + tokenizer(SUM)["input_ids"]
+    assert tokens[-len(tokenizer(SUM)["input_ids"]) :] != tokenizer_of(tmp_path).encode(SUM).ids
+    with torch.inference_mode():
+        hidden = made.eval().model(torch.tensor([tokens])).last_hidden_state[0, -1]
+        expected = float(made.score(hidden)[0])
+    (found,) = scores(tmp_path, [SUM])
+    assert found.reward == pytest.approx(expected, abs=1e-5)
 
 
 def test_score_may_be_squashed_and_the_raw_one_is_kept(model: Path) -> None:

@@ -40,9 +40,11 @@ def evaluate(
     """
     from pipelines.api import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
-    from pipelines.cli.table_file import write_table_file
+    from pipelines.cli.table_file import check_table_file, write_table_file
     from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
+    if to is not None:
+        check_table_file(to)
     named = [folders.find(name) for name in ([model] if against is None else [against, model])]
     found = evaluate_all(
         [each.model() for each in named],

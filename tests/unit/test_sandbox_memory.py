@@ -83,8 +83,9 @@ def test_reward_worker_leaves_the_others_their_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     layout = RunLayout(tmp_path)
-    layout.config.write_text(dump_recipe(build_recipe(
-            {"cluster": {"num_reward_workers": 8}}, source="test")))
+    layout.config.write_text(
+        dump_recipe(build_recipe({"cluster": {"num_reward_workers": 8}}, source="test"))
+    )
     monkeypatch.setattr(PROGRAM_MEMORY, "num_processes", 1)
     monkeypatch.setattr(reward_tasks, "worker_context", lambda: WorkerContext(tmp_path, 1))
     assert reward_tasks.call_tool("math:sqrt", [(4,)]) == [2.0]

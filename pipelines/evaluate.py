@@ -137,7 +137,7 @@ def evaluate_model(
     own = run_of_checkpoint(directory)
     run = own or judged_as
     if run is None and not data:
-        raise ModelError(f"{directory} lies in no run: give --data FILE")
+        raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
     recipe = _recipe(run, data, settings)
     if data:
         names = [each["name"] for each in held_out_sets(data)]
@@ -256,7 +256,7 @@ def _held_out_prompts(
     if tokenizer_of(run.model).to_str() != tokenizer_of(layout.model).to_str():
         raise ModelError(
             f"the model has another tokenizer than run {run.name}, whose held-out prompts are "
-            "stored as its tokens: give --data FILE"
+            "stored as its tokens: give --data FILE, in Python prompts=..."
         )
     return run.held_out_prompts
 

@@ -24,7 +24,7 @@ def track(
     """
     from areal_flow.tracking.registry import track
 
-    layout = folders.find(run).run
+    layout = folders.find(run).whole_run("track")
     uri = to or load_recipe(layout.config).tracking.uri
     num_steps = track(layout.root, uri)
     print(

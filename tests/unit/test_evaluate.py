@@ -12,7 +12,7 @@ import pytest
 import pipelines.evaluate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.config import build_recipe, dump_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import write_identity
 from pipelines.cli.main import main
@@ -76,6 +76,14 @@ def test_models_that_sample_otherwise_are_compared_at_one_sampling(make_run: Mak
     with pytest.raises(ConfigError, match="differ in temperature"):
         _require_alike(runs, (), {})
     _require_alike(runs, (), {"evaluation": {"temperature": 0}})
+
+
+def test_model_of_no_run_is_asked_for_prompts_as_the_caller_gives_them(tmp_path: Path) -> None:
+    write_model_directory(tmp_path)
+    with pytest.raises(ModelError, match=r"lies in no run: give --data FILE, in Python prompts="):
+        evaluate_all([tmp_path], ["m"])
+    with pytest.raises(ConfigError, match=r"give --data FILE, in Python prompts="):
+        build_recipe({"prompts": {"source": "file"}}, source="test")
 
 
 def test_models_are_compared_only_where_their_runs_judge_alike(make_run: MakeRun) -> None:

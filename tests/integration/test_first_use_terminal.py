@@ -102,7 +102,8 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(
 def test_evaluation_says_what_it_evaluates_and_how_far_it_is(killed_and_resumed: Path) -> None:
     done = cli("evaluate", "r", "--num-prompts", "40", "--json", cwd=killed_and_resumed)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["n"] == 40
+    found = json.loads(done.stdout)
+    assert (found["model"], found["overall"]["n"]) == ("r (step 4 of run r)", 40)
     evaluating = "Evaluating r (step 4 of run r) on 40 held-out prompts"
     for said in ("Starting 3 workers", evaluating, "answered 40/40"):
         assert done.stderr.count(said) == 1

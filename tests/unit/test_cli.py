@@ -266,7 +266,7 @@ def closed_folder(tmp_path: Path) -> Iterator[Path]:
     folder.chmod(0o700)
 
 
-@pytest.mark.parametrize("command", [["runs"], ["report", "r"], ["train"]])
+@pytest.mark.parametrize("command", [["runs"], ["train", "--resume", "r"], ["train"]])
 def test_folder_that_cannot_be_read_is_said_in_one_line(
     closed_folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def compare_answers(
         num_common = len(rates[0].keys() & rates[1].keys())
         raise ModelError(
             f"expected two models on the same prompts, found {num_common} in common of "
-            f"{len(rates[0])} and {len(rates[1])}: give --data FILE"
+            f"{len(rates[0])} and {len(rates[1])}: give --data FILE, in Python prompts=..."
         )
     differences = [rates[1][prompt] - rates[0][prompt] for prompt in rates[0]]
     num_better = sum(difference > 0 for difference in differences)

@@ -156,13 +156,20 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
         return recipe
     if recipe.model in MODELS:
         raise ConfigError(
-            f"sft.num_steps ({sft.num_steps}) needs sft.path, JSONL with prompt and "
-            f"{' and '.join(OBJECTIVES[sft.objective].fields)}: "
-            "only a model and a prompts.source that are made for each other bring their own: "
+            f"sft.num_steps ({sft.num_steps}) needs {rows_wanted(recipe)}: only a model "
+            "and a prompts.source that are made for each other bring their own: "
             f"{', '.join(map(' and '.join, DEMONSTRATIONS))}. Give one, or --sft.num-steps 0; see "
             "the gsm8k recipe"
         )
     return changed(recipe, "sft", num_steps=0)
+
+
+def rows_wanted(recipe: Recipe) -> str:
+    """Return in words which file supervised fine-tuning needs, and how it is given."""
+    sft = recipe.sft
+    command = "sft" if sft.objective == "cross_entropy" else sft.objective.replace("_", "-")
+    fields = " and ".join(OBJECTIVES[sft.objective].fields)
+    return f"sft.path (--data of `areal-flow {command}`), JSONL with prompt and {fields}"
 
 
 def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:

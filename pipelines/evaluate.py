@@ -39,7 +39,7 @@ from areal_flow.models.directory import (
 )
 from areal_flow.paired import PairedComparison, compare_answers
 from areal_flow.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
-from areal_flow.prompts.prepare import prepare_held_out
+from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
 from areal_flow.prompts.rendering import needs_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import read_inputs
@@ -137,8 +137,11 @@ def evaluate_model(
     own = run_of_checkpoint(directory)
     run = own or judged_as
     if run is None and not data:
-        raise ModelError(f"{directory} lies in no run: give --data FILE")
+        raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
     recipe = _recipe(run, data, settings)
+    if data:
+        names = [each["name"] for each in held_out_sets(data)]
+        check_first_held_out_rows(recipe, names=names)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -253,7 +256,7 @@ def _held_out_prompts(
     if tokenizer_of(run.model).to_str() != tokenizer_of(layout.model).to_str():
         raise ModelError(
             f"the model has another tokenizer than run {run.name}, whose held-out prompts are "
-            "stored as its tokens: give --data FILE"
+            "stored as its tokens: give --data FILE, in Python prompts=..."
         )
     return run.held_out_prompts
 

@@ -42,6 +42,19 @@ class Reference:
             )
         return self.layout
 
+    def whole_run(self, command: str) -> RunLayout:
+        """Return the run, for a command that looks at all of it.
+
+        Raises:
+            ConfigError: a step of it was asked for.
+        """
+        if self.step is not None and self.directory is None:
+            raise ConfigError(
+                f"`{command}` is of a whole run, found step {self.step}: give "
+                f"{self.text.rpartition('@')[0]}"
+            )
+        return self.run
+
     def model(self) -> Path:
         """Return the directory of the model.
 

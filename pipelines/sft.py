@@ -21,12 +21,16 @@ from areal_flow.errors import ConfigError, TrainerLost
 from areal_flow.layout import RunLayout
 from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.models.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
-from areal_flow.prompts.completions import RowEncoder, tokenise_completions
+from areal_flow.prompts.completions import (
+    RowEncoder,
+    check_first_completions,
+    tokenise_completions,
+)
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.trainer.supervised import OBJECTIVES
-from pipelines.built_in import initial_model, prepare_model, with_files
+from pipelines.built_in import initial_model, prepare_model, rows_wanted, with_files
 from pipelines.cli.progress import Progress, make_progress
 from pipelines.stop_signals import Outcome, StopSignals
 
@@ -43,6 +47,12 @@ SHOWN = {
 """What of a step's metrics is said while fine-tuning goes on, and how."""
 
 logger = logging.getLogger(__name__)
+
+
+def check_first_sft_rows(recipe: Recipe) -> None:
+    """Refuse rows of supervised fine-tuning before a model is read; see `check_first_rows`."""
+    if recipe.sft.num_steps and recipe.sft.path:
+        check_first_completions(recipe.sft.path, OBJECTIVES[recipe.sft.objective].fields)
 
 
 def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
@@ -85,19 +95,20 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
         ConfigError: the recipe asks for no step, or has no rows.
         PromptError, ModelError: nothing was started.
     """
-    prepare_model(recipe, layout)
     objective = OBJECTIVES[recipe.sft.objective]
+    filled = recipe if recipe.sft.path else with_files(recipe, layout)
+    if not (filled.sft.num_steps and filled.sft.path):
+        raise ConfigError(
+            f"expected sft.num_steps of 1 or more and {rows_wanted(filled)}: found "
+            f"{recipe.sft.num_steps} and {recipe.sft.path}"
+        )
+    check_first_sft_rows(filled)
+    prepare_model(recipe, layout)
     if objective.makes_reward_model:
         from areal_flow.models.reward_model import describe_reward_model  # torch
 
         describe_reward_model(layout.model, pad_token_id=stop_token_ids(layout.model)[0])
-    filled = recipe if recipe.sft.path else with_files(recipe, layout)
     num_rows = prepare_sft(layout, filled)
-    if not num_rows:
-        raise ConfigError(
-            "expected sft.num_steps of 1 or more and sft.path, JSONL with prompt and "
-            f"{' and '.join(objective.fields)}: found {recipe.sft.num_steps} and {recipe.sft.path}"
-        )
     model = initial_model(recipe, layout)
     with np.load(layout.sft_rows) as arrays:
         first = np.split(arrays["tokens"], np.cumsum(arrays["lengths"][:NUM_COMPARED]))[:-1]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from rich.console import RenderableType
 
-from areal_flow.command import command, from_here
+from areal_flow.command import command, from_here, python
 from areal_flow.layout import RunLayout
 from areal_flow.types import EvaluationTable
 from pipelines.cli.run_log import say
@@ -139,8 +140,9 @@ def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str
         evaluated: whether it has held-out prompts.
     """
     runs = layout.root.parent
-    opened = f"import areal_flow; run = areal_flow.open_run('{from_here(layout.root)}')"
-    rows = "run.trajectories(text=True, columns=['prompt', 'completion', 'reward']).tail()"
+    where = json.dumps(str(from_here(layout.root)))
+    opened = f"import areal_flow; run = areal_flow.open_run({where})"
+    rows = 'run.trajectories(text=True, columns=["prompt", "completion", "reward"]).tail()'
     read = f"{opened}; print({rows}.astype(object).to_string(max_colwidth=30))"
     chosen = {
         ("ui",): "the MLflow UI: metrics and models",
@@ -154,7 +156,7 @@ def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str
     if not evaluated:
         del chosen["evaluate", model]
     commands = {command(*words, runs=runs): what for words, what in chosen.items()}
-    commands[f'python -c "{read}"'] = "the last trajectories in pandas"
+    commands[python(read)] = "the last trajectories in pandas"
     return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
 
 

@@ -78,7 +78,7 @@ from pipelines.cli.prompt_report import describe_prompts
 from pipelines.cli.tables import with_interval
 from pipelines.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
 from pipelines.preflight import found_verifier
-from pipelines.sft import first_policy, prepare_sft
+from pipelines.sft import check_first_sft_rows, first_policy, prepare_sft
 from pipelines.stop_signals import Outcome, StopSignals
 from pipelines.summary import print_summary, summarise
 from pipelines.workers import reachable
@@ -100,6 +100,7 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     verifier = found_verifier(layout, recipe)
     load_workflow(recipe.workflow)
     check_first_rows(recipe)
+    check_first_sft_rows(recipe)
     prepare_model(recipe, layout)
     recipe, length = with_context_length(recipe, layout.model)
     reference = reference_model(recipe, layout)
@@ -109,8 +110,11 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     if needs_chat_template(recipe):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
         notes.append("  They are messages: prompts.chat_template = true")
-    layout.config.write_text(dump_recipe(given))
     prepared = prepare_prompts(recipe, layout)
+    if recipe.has_held_out and not prepared.num_held_out:
+        given = changed(given, "prompts", num_held_out=0)
+        notes.append("  No prompt is held out: there will be no evaluation")
+    layout.config.write_text(dump_recipe(given))
     first = PromptTable(layout.train_prompts, seed=recipe.seed).rows(NUM_COMPARED)
     texts = [prompt.text for prompt in first]
     warn_of_other_tokens(initial_model(given, layout), layout.model, texts)

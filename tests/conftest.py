@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Commands are printed by their names where PATH leads to them.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,7 +29,5 @@ settings.load_profile("quick")
 @pytest.fixture(autouse=True)
 def one_torch_thread(request: pytest.FixtureRequest) -> None:
     """Numbers are compared bit for bit in places: one thread, like a worker's."""
-    import sys
-
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

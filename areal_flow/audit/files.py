@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from glob import glob
@@ -139,9 +140,41 @@ def read_directories(
             found = {"place": place, **describe(path)}
         except (*_UNREADABLE, WeightsError) as error:
             cause = f"{type(error).__name__}: {error}"[:300]
-            found = Finding(f"{kind}-unreadable", place, expected, cause, ADVICE[kind])
+            found = Finding(f"{kind}-unreadable", place, expected, cause, _advice(kind, path))
+        if kind == "checkpoint" and _fails_for_its_base(path, found):
+            what = (place, "sound weights in checkpoint 0, which it adapts", "damaged ones")
+            found = Finding("not-judged", *what, ADVICE["unjudged"], "note")
         if path.exists():
             yield found
+
+
+def _advice(kind: str, path: Path) -> str:
+    """Return what to do about a directory that cannot be read: one that is closed may be sound.
+
+    The error does not tell: safetensors says of a file that it may not open that there is none.
+    """
+    try:
+        with suppress(FileNotFoundError):  # pruned meanwhile
+            for file in path.iterdir():
+                with file.open("rb") as opened:
+                    opened.read(1)
+    except OSError:
+        return ADVICE["closed"]
+    return ADVICE[kind]
+
+
+def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
+    """Return whether a checkpoint of an adapter cannot be judged: what it adapts is damaged."""
+    base = weight_files(path)[0].parent
+    is_sound = isinstance(found, dict) and found["found_weights_hash"] == found["weights_hash"]
+    if base == path or is_sound:
+        return False
+    from areal_flow.models.hashing import hash_files
+
+    try:
+        return hash_files(*weight_files(base)) != read_checkpoint_state(base).weights_hash
+    except _UNREADABLE:
+        return True
 
 
 def not_prepared(layout: RunLayout) -> bool:

@@ -25,7 +25,10 @@ ADVICE = {
     "nothing across it",
     "parent": "run.json, the ledger or that of the parent was changed: restore them from a copy",
     "orphan": "nothing, if the parent was removed or is kept elsewhere; the run needs it no more",
-    "checkpoint": "remove it: --resume goes on from an older one",
+    "checkpoint": "remove it: --resume goes on from an older one; checkpoint 0, which has none, "
+    "restore from a copy",
+    "description": "copy these files from model/ into it: its weights are as they were",
+    "closed": "make it readable, then check again: nobody knows whether it is damaged",
     "disagree": "one of the two was changed: restore it from a copy, and remove neither before",
     "weights": "remove it: --resume publishes the newest version again",
     "file": "restore it from a copy",

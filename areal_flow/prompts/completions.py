@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,6 +25,9 @@ from areal_flow.prompts.rows import Row, text_of, texts_of_turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+NUM_CHECKED = 1024
+"""Good rows that are read before a model is."""
 
 TokenisedRow: TypeAlias = tuple[list[int], list[list[list[int]]]]
 """The prompt, and of each completion the turns of the policy and of the environment."""
@@ -78,6 +81,27 @@ def tokenise_completions(
         lengths=np.array([sum(map(len, row)) for row in parts], np.int32),
     )
     return len(rows) // len(fields)
+
+
+def check_first_completions(path: Path, fields: Sequence[str]) -> None:
+    """Refuse a file that is empty or has bad rows at first, by the rows alone, without a model.
+
+    Raises:
+        PromptError: as `tokenise_completions`.
+    """
+
+    def check(row: Row) -> None:
+        if has_messages(row, fields):
+            conversation_of(row, fields)
+        else:
+            text_of(row, "prompt")
+            for field in fields:
+                texts_of_turns(row, field)
+
+    bad_rows: dict[Place, PromptError] = {}
+    for _ in islice(read_prompts(path, check, on_bad=bad_rows.__setitem__), NUM_CHECKED):
+        pass
+    refuse_bad_rows(bad_rows)
 
 
 def _check_tokens(row: TokenisedRow, fields: Sequence[str], max_tokens: int) -> None:

@@ -66,14 +66,20 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
     Raises:
         PromptError: the file is missing, empty, or of an unknown kind.
     """
-    if path.suffix == LANCE:
-        yield from _read_lance(path)
-        return
-    if not path.is_file():
+    is_empty = True
+    for row in _read_any(path):
+        is_empty = False
+        yield row
+    if is_empty:
+        raise PromptError(f"{path} is empty: expected one row or more")
+
+
+def _read_any(path: Path) -> Iterator[tuple[str, Row | bytes]]:
+    if path.suffix != LANCE and not path.is_file():
         raise PromptError(f"expected a prompt file at {path}, found none")
-    if path.stat().st_size == 0:
-        raise PromptError(f"{path} is empty; expected one JSON object a line")
     match path.suffix:
+        case ".lance":
+            yield from _read_lance(path)
         case ".jsonl" | ".json":
             yield from _read_jsonl(path)
         case ".parquet":

@@ -143,6 +143,16 @@ def check_first_rows(recipe: Recipe) -> None:
     parts = [*recipe.by_source().values()]
     files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
     files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
+    _check_files(files, recipe)
+
+
+def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
+    """Do the same for the sets of `evaluation.held_out` that have these names."""
+    sets = (each for each in recipe.evaluation.held_out if each.name in names)
+    _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
+
+
+def _check_files(files: Iterable[tuple[Path | None, Recipe]], recipe: Recipe) -> None:
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
     for path, of in files:

@@ -110,7 +110,8 @@ class PromptSettings(Settings):
     def _consistent(self) -> PromptSettings:
         require(
             self.source != "file" or self.path is not None,
-            "prompts.path is needed when prompts.source is 'file'; give --data FILE",
+            "prompts.path is needed when prompts.source is 'file'; give --data FILE, in Python "
+            "prompts=...",
         )
         require("{question}" in self.template, "prompts.template must contain {question}")
         require(

@@ -7,11 +7,14 @@ newest run's experiment, in a view that draws a value and its bounds as one char
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 VIEW = "intervals"
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
@@ -44,17 +47,28 @@ def serve(uri: str, *, port: int) -> None:
 
 
 def first_page(client: Any) -> str:
-    """Give the newest run's experiment the view; return where that is, as the end of an address."""
+    """Give the newest run's experiment the view; return where that is, as the end of an address.
+
+    A database that cannot be written is shown without it.
+    """
+    from mlflow.exceptions import MlflowException
+
     experiments = [found.experiment_id for found in client.search_experiments()]
     newest = ["attributes.start_time DESC"]
     runs = client.search_runs(experiments, order_by=newest, max_results=1)
     if not runs:
         return "#/experiments?workflowType=machine_learning"
     (run,) = runs
-    experiment = run.info.experiment_id
-    client.set_experiment_tag(experiment, _VIEW_TAG, json.dumps(interval_view(run.data.metrics)))
-    view = f"compareRunsMode=CHART&viewStateShareKey={VIEW}"
-    return f"#/experiments/{experiment}/runs?workflowType=machine_learning&{view}"
+    experiment, view = run.info.experiment_id, json.dumps(interval_view(run.data.metrics))
+    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning"
+    logging.getLogger("mlflow.store.db.utils").disabled = True  # a traceback of what is caught
+    try:
+        client.set_experiment_tag(experiment, _VIEW_TAG, view)
+    except MlflowException as error:
+        why = str(error).partition("\n")[0]
+        logger.warning("MLflow's pages show each bound of an interval by itself: %s", why)
+        return page
+    return f"{page}&compareRunsMode=CHART&viewStateShareKey={VIEW}"
 
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:

@@ -40,9 +40,11 @@ def evaluate(
     """
     from pipelines.api import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
-    from pipelines.cli.table_file import write_table_file
+    from pipelines.cli.table_file import check_table_file, write_table_file
     from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
+    if to is not None:
+        check_table_file(to)
     named = [folders.find(name) for name in ([model] if against is None else [against, model])]
     found = evaluate_all(
         [each.model() for each in named],
@@ -206,35 +208,35 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
     """Show how many of a run's prompts passed how often, for `prompts.difficulty` of the next one.
 
     Args:
-        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
+        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
     from areal_flow.store.queries import Run
     from pipelines.cli.prompt_report import report_difficulty
 
-    return report_difficulty(Run(folders.find(run).run.root))
+    return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))
 
 
 def check(run: str, /, *, folders: Given) -> Report:
     """Audit a run: token accounting, hashes, versions, orphans. The exit code is 1 if it is wrong.
 
     Args:
-        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
+        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
     from pipelines.cli.reports import report_check
 
-    return report_check(folders.find(run).run)
+    return report_check(folders.find(run).whole_run("check"))
 
 
 def report(run: str, /, *, to: Path | None = None, folders: Given) -> Report:
     """Draw a run on one page of HTML, which needs no network; also while the run goes on.
 
     Args:
-        run: A run, or anything that is of one: RUN@STEP, models:/NAME@ALIAS, a directory.
+        run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
         to: A file, instead of report.html in the run.
     """
     from pipelines.report.page import write_report
 
-    layout = folders.find(run).run
+    layout = folders.find(run).whole_run("report")
     if to and (to.is_dir() or not to.parent.is_dir()):
         raise ConfigError(f"--to {to}: expected a file in a folder that exists")
     path = write_report(layout, to)

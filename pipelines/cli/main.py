@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from errno import EACCES, EPERM, EROFS
+from errno import EACCES, EEXIST, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from time import monotonic
 from typing import Annotated
@@ -24,6 +24,13 @@ from pipelines.cli import inspecting, runs, tracking, training, verifying, worke
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
 from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
+
+WHAT_TO_DO = {
+    **dict.fromkeys((EACCES, EPERM, EROFS), "change its permissions, or "),
+    **dict.fromkeys((EEXIST, ENOTDIR), ""),
+    ENOSPC: "free some, or ",
+}
+"""About a place that cannot be used, by the number of the error."""
 
 app = App(
     name="areal-flow",
@@ -89,10 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"areal-flow: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
-        if error.errno not in (EACCES, EPERM, EROFS):
+        if error.errno not in WHAT_TO_DO:
             raise
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        advice = "change its permissions, or choose another place"
+        advice = WHAT_TO_DO[error.errno] + "choose another place"
         print(f"areal-flow: {what}; {advice}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:

@@ -16,10 +16,8 @@ from pipelines.cli.tables import plain
 LANCE = ".lance"
 
 
-def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
-    """Write tables of one schema, by the file's ending; return the number of rows.
-
-    A file that is being written has another name: one of this name is complete.
+def check_table_file(path: Path) -> None:
+    """Refuse a file that cannot be written.
 
     Raises:
         ConfigError: an unknown ending, a file that exists, or a folder that does not.
@@ -31,6 +29,17 @@ def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) 
         raise ConfigError(f"--to {path}: there is such a file already; remove it or choose another")
     if not path.parent.is_dir():
         raise ConfigError(f"--to {path}: there is no folder {path.parent}")
+
+
+def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
+    """Write tables of one schema, by the file's ending; return the number of rows.
+
+    A file that is being written has another name: one of this name is complete.
+
+    Raises:
+        ConfigError: as `check_table_file`.
+    """
+    check_table_file(path)
     if path.suffix == LANCE:
         from areal_flow.store.dataset import write_dataset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from areal_flow.command import command
 from areal_flow.config import load_recipe
@@ -24,7 +24,7 @@ def track(
     """
     from areal_flow.tracking.registry import track
 
-    layout = folders.find(run).run
+    layout = folders.find(run).whole_run("track")
     uri = to or load_recipe(layout.config).tracking.uri
     num_steps = track(layout.root, uri)
     print(
@@ -32,7 +32,11 @@ def track(
     )
 
 
-def ui(*, port: int = 5000, folders: Given) -> None:
+def ui(
+    *,
+    port: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=65_535))] = 5000,
+    folders: Given,
+) -> None:
     """Serve the MLflow UI on 127.0.0.1, opened where the newest run is.
 
     Args:

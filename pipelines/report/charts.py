@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.config import Recipe
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.store.ledger import STEPS
 from areal_flow.types import EvaluationTable
@@ -28,10 +27,7 @@ _LINES: dict[str, tuple[str, dict[str, str]]] = {
         "Tokens that 90%, 50% and 10% of a step's completions have at most.",
         {f"p{share}": f"rollout/completion_p{share}_tokens" for share in (90, 50, 10)},
     ),
-    "Time of a step": (
-        "Seconds; no step can be shorter than its generation or its training.",
-        {"step": "seconds_step", "the longer of both": "seconds_bound"},
-    ),
+    "Time of a step": ("Seconds.", {"step": "seconds_step"}),
     "Throughput": (
         "Tokens a second that were sampled, and that got a gradient.",
         {"generated": "speed/generated_tokens_per_s", "trained": "speed/trained_tokens_per_s"},
@@ -59,26 +55,25 @@ class Chart:
 
 
 def make_charts(
-    recipe: Recipe, rows: Sequence[Mapping[str, Any]], evaluations: Iterable[Evaluation]
+    steps: Sequence[Mapping[str, Any]], evaluations: Iterable[Evaluation]
 ) -> tuple[list[Chart], list[Chart]]:
     """Return the six charts that matter most of a run that has trained, and all others.
 
-    Numbers that never change are left out, and rewards where they are equal to pass rates.
+    Numbers that never change are left out, and those that another chart has drawn.
 
     Args:
-        rows: of the ledger, from step 1 on.
+        steps: rows of the ledger, from step 1 on.
     """
-    steps = [{**row, "seconds_bound": _bound(row, recipe)} for row in rows]
     held_out: dict[str, list[Interval]] = {"Pass rate": [], "Mean reward": []}
     for at, found in evaluations:
         passed, reward = found.overall.passed, found.overall.reward
         held_out["Pass rate"].append((at, passed.pass_rate, passed.low, passed.high))
         held_out["Mean reward"].append((at, reward.reward_mean, reward.low, reward.high))
     charts, drawn = [], []
-    for title, (meaning, named) in {**_LINES, **_other_lines(set(rows[0]))}.items():
+    for title, (meaning, named) in {**_LINES, **_other_lines(set(steps[0]))}.items():
         lines = {label: [row.get(name) for row in steps] for label, name in named.items()}
         intervals = held_out.get(title, [])
-        shown = lines, [value[:2] for value in intervals]
+        shown = [*lines.values()], [value[:2] for value in intervals]
         changes = intervals or any(len(set(values)) > 1 for values in lines.values())
         if shown not in drawn and (changes or (title == "Pass rate" and len(steps) > 1)):
             drawn.append(shown)
@@ -86,11 +81,6 @@ def make_charts(
             charts.append(Chart(title, meaning, curves(lines, numbers, intervals)))
     first = [chart for chart in charts if chart.title in _LINES][:_NUM_FIRST]
     return first, [chart for chart in charts if chart not in first]
-
-
-def _bound(row: Mapping[str, Any], recipe: Recipe) -> float:
-    training = row["seconds_read"] + row["seconds_train"] + row["seconds_stage"]
-    return float(max(row["seconds_generate"] / recipe.cluster.num_generators, training))
 
 
 def _other_lines(columns: set[str]) -> dict[str, tuple[str, dict[str, str]]]:

@@ -71,7 +71,7 @@ def report_page(run: Run) -> str:
     evaluations = _evaluations(answers, run) if answers else []
     totals = summarise({}, table, num_generators=recipe.cluster.num_generators)
     passed = [found.overall.passed for _, found in evaluations]
-    first_charts, other_charts = make_charts(recipe, steps, evaluations) if steps else ([], [])
+    first_charts, other_charts = make_charts(steps, evaluations) if steps else ([], [])
     with closing(run.database()) as database:
         return render(
             run=layout.name,

@@ -45,15 +45,18 @@ def judge_run(
 ) -> list[Verdict]:
     """Return the verdicts on a run that has trained.
 
+    Rewards are compared over the steps that the last verifier scored.
+
     Args:
         steps: rows of the ledger from step 1 on.
         totals: of the run, as `summarise` returns them.
         held_out: the pass rates of the evaluations; with fewer than two, batches are compared.
     """
+    alike = [row for row in steps if row.get("verifier") == steps[-1].get("verifier")]
     of, rates = "Held-out pass rate", held_out
     if len(held_out) < 2:
-        of, rates = "Pass rate of batches", batch_pass_rates(recipe, steps)
-    equal_groups = mean_of(steps, "rollout/zero_variance_groups_fraction") or 0.0
+        of, rates = "Pass rate of batches", batch_pass_rates(recipe, alike)
+    equal_groups = mean_of(alike, "rollout/zero_variance_groups_fraction") or 0.0
     found = [judge_pass_rate(rates, of=of, equal_groups=equal_groups)] if rates else []
     first, last = ends(steps, "entropy_mean")
     if first is not None and last is not None:

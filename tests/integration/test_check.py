@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from areal_flow.audit.database import rules_of
+from areal_flow.audit.findings import ADVICE
 from areal_flow.layout import RunLayout
 from pipelines.cli.main import main
 from tests.integration.damages import (
@@ -68,6 +69,24 @@ def test_damage_is_found(
     assert rule in rules(report, "error"), report["findings"]
     assert code == 1
     assert not report["clean"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        ("a checkpoint of another ledger", "disagree"),
+        ("a checkpoint of another model", "description"),
+        ("checkpoint weights changed", "checkpoint"),
+        ("a checkpoint's file is cut", "checkpoint"),
+    ],
+)
+def test_only_a_checkpoint_that_is_damaged_is_to_be_removed(
+    damage: str, advice: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule, do = DAMAGES[damage]
+    do(layout)
+    _, report = check(layout, capsys)
+    assert {f["advice"] for f in report["findings"] if f["rule"] == rule} == {ADVICE[advice]}
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])

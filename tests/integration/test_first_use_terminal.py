@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,9 +82,10 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(
 ) -> None:
     check_accounting(layout)
     after = (killed_and_resumed / "after.txt").read_text()
-    (statement,) = re.findall(r'python -c "(.*)"', after)
+    (typed,) = re.findall(r"^  (\S*python -c .*)$", after, re.MULTILINE)
     done = subprocess.run(
-        [sys.executable, "-c", statement],
+        typed,
+        shell=True,
         cwd=killed_and_resumed,
         env=ENVIRONMENT,
         capture_output=True,
@@ -100,10 +100,10 @@ def test_printed_pandas_line_shows_prompts_completions_and_rewards(
 
 
 def test_evaluation_says_what_it_evaluates_and_how_far_it_is(killed_and_resumed: Path) -> None:
-    done = cli("evaluate", "r", "--num-prompts", "40", cwd=killed_and_resumed)
+    done = cli("evaluate", "r", "--num-prompts", "40", "--json", cwd=killed_and_resumed)
     assert done.returncode == 0, done.stderr
-    assert "r (step 4 of run r): held-out prompts" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["n"] == 40
+    found = json.loads(done.stdout)
+    assert (found["model"], found["overall"]["n"]) == ("r (step 4 of run r)", 40)
     evaluating = "Evaluating r (step 4 of run r) on 40 held-out prompts"
     for said in ("Starting 3 workers", evaluating, "answered 40/40"):
         assert done.stderr.count(said) == 1

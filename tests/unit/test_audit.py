@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,13 +18,15 @@ from lance.optimize import Compaction
 
 from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.audit.database import AuditDatabase
-from areal_flow.audit.files import leftovers
-from areal_flow.audit.findings import MAX_PER_RULE, Finding, Report
+from areal_flow.audit.files import leftovers, listed_checkpoints, read_directories
+from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
 from areal_flow.audit.rows import Piece, VersionGone, check_schema, scan
 from areal_flow.audit.run import MOST_READINGS, check_run
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import batch_digest
 from areal_flow.layout import RunLayout
+from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.recovery.inputs import Verifier, record_inputs
 from areal_flow.recovery.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
@@ -31,6 +35,7 @@ from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectori
 from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow, content_hashes
+from tests.recorded_runs import make_recorded_run
 from tests.rows import group_table, written_group
 
 Rows = Sequence[dict[str, Any]]
@@ -244,6 +249,79 @@ def test_rules_hand_over_no_more_than_a_report_keeps() -> None:
     rows = [step_row(step, policy_version=9) for step in range(MAX_PER_RULE + 7)]
     found = [finding for finding in judged(rows) if finding.rule == "policy-version"]
     assert len(found) == MAX_PER_RULE
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> RunLayout:
+    """A run of an adapter with checkpoints 0, which has the base, and 1."""
+    layout = make_recorded_run(tmp_path / "r", trainer={"lora": {"rank": 2}})
+    first, second = (checkpoint_path(layout.checkpoints, step) for step in (0, 1))
+    shutil.copytree(first, second)
+    (second / "model.safetensors").unlink()
+    state = json.loads((first / "state.json").read_text())
+    (second / "state.json").write_text(json.dumps({**state, "step": 1}))
+    record_inputs(layout, Recipe(), verifier=Verifier(), model=layout.model)
+    (layout.model / "model.safetensors").unlink()
+    return layout
+
+
+def judged_checkpoints(layout: RunLayout) -> set[tuple[str, str, str]]:
+    """Return rule, place and advice of each finding about checkpoints."""
+    found = [*read_directories(layout, "checkpoint", listed_checkpoints(layout))]
+    with closing(AuditDatabase()) as database:
+        database.add_ledger(STEPS.empty_table())
+        database.add("checkpoints", [each for each in found if isinstance(each, dict)])
+        broken = [finding for finding, _ in database.broken("files")]
+    unreadable = [each for each in found if isinstance(each, Finding)]
+    return {(each.rule, each.where, each.advice) for each in (*broken, *unreadable)}
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_adapter_is_not_blamed_for_the_base_that_it_adapts(adapted: RunLayout) -> None:
+    first, second = listed_checkpoints(adapted)
+    assert judged_checkpoints(adapted) == set()
+    base = first / "model.safetensors"
+    whole = base.read_bytes()
+    not_judged = ("not-judged", "checkpoint 1", ADVICE["unjudged"])
+    for damage, rule in ((flip_a_byte, "weights"), (lambda path: path.write_bytes(b"0"), "")):
+        damage(base)
+        named = ("checkpoint-" + (rule or "unreadable"), "checkpoint 0", ADVICE["checkpoint"])
+        assert judged_checkpoints(adapted) == {named, not_judged}
+        base.write_bytes(whole)
+    flip_a_byte(second / "adapter.safetensors")
+    own = ("checkpoint-weights", "checkpoint 1", ADVICE["checkpoint"])
+    assert judged_checkpoints(adapted) == {own}
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.safetensors"])
+def test_file_that_cannot_be_opened_is_no_reason_to_remove_its_checkpoint(
+    adapted: RunLayout, name: str
+) -> None:
+    first, second = listed_checkpoints(adapted)
+    shutil.rmtree(second)
+    (first / name).unlink()
+    (first / name).symlink_to(name)
+    assert judged_checkpoints(adapted) == {
+        ("checkpoint-unreadable", "checkpoint 0", ADVICE["closed"])
+    }
+    (first / name).unlink()
+    assert judged_checkpoints(adapted) == {
+        ("checkpoint-unreadable", "checkpoint 0", ADVICE["checkpoint"])
+    }
+
+
+def test_copy_of_the_tokenizer_is_no_reason_to_remove_a_checkpoint(adapted: RunLayout) -> None:
+    first, _ = listed_checkpoints(adapted)
+    (first / "config.json").write_text("{}")
+    assert judged_checkpoints(adapted) == {
+        ("checkpoint-model", "checkpoint 0", ADVICE["description"])
+    }
+    assert "remove" not in ADVICE["description"] + ADVICE["closed"] + ADVICE["unjudged"]
 
 
 def test_leftovers_are_listed_while_directories_come_and_go(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -160,6 +163,8 @@ def test_commands_of_pairs_are_fine_tuning_with_their_objective(
         (["trajectories", "run", "--tokens"], "--tokens goes with --show"),
         (["trajectories", "run", "--show", "1", "--to", "f.jsonl"], "one of --show and --to"),
         (["workers", "add", "run"], "--role requires an argument"),
+        (["ui", "--port", "99999"], "99999"),
+        (["ui", "--port", "-1"], "-1"),
         (["--json", "train"], "`train` prints no report"),
     ],
 )
@@ -247,9 +252,61 @@ def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(
     assert said in done.stderr
 
 
-def test_path_that_cannot_be_read_or_written_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def closed_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this user may not look into, whoever that is."""
+    folder = tmp_path / "closed"
+    (folder / "runs").mkdir(parents=True)
+    folder.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("command", [["runs"], ["train", "--resume", "r"], ["train"]])
+def test_folder_that_cannot_be_read_is_said_in_one_line(
+    closed_folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--runs", "/sys/runs", "train", "--prompts.num-prompts", "8"]) == 1
+    assert main(["--runs", str(closed_folder / "runs"), *command]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("areal-flow: /sys/runs")
+    assert line.startswith(f"areal-flow: {closed_folder}")
+    assert "Permission denied; change its permissions" in line
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ("/sys/runs", "/sys/runs: Operation not permitted; change its permissions"),
+        ("FILE", "FILE/r: Not a directory; choose another place"),
+    ],
+)
+def test_place_that_cannot_be_written_is_said_in_one_line(
+    runs: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    runs, said = (text.replace("FILE", str(file)) for text in (runs, said))
+    assert main(["--runs", runs, "train", "--name", "r", "--prompts.num-prompts", "8"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"areal-flow: {said}")
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EEXIST, "choose another place"),
+        (errno.ENOSPC, "free some, or choose another place"),
+    ],
+)
+def test_place_that_cannot_be_used_is_said_in_one_line(
+    code: int, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(code, os.strerror(code), "/runs/r")
+
+    monkeypatch.setattr("pipelines.cli.settings_report.report_settings", fail)
+    assert main(["settings"]) == 1
+    assert capsys.readouterr().err == f"areal-flow: /runs/r: {os.strerror(code)}; {advice}\n"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +21,19 @@ import pytest
 import pipelines.jobs
 import pipelines.report.page
 from areal_flow.command import command
-from areal_flow.config import Recipe, build_recipe, dump_recipe
+from areal_flow.config import Recipe, TrackingSettings, build_recipe, dump_recipe
 from areal_flow.errors import TrainingError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import hold_run
+from areal_flow.store.ledger import Ledger
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.description import describe_run
 from pipelines.cli.main import main
 from pipelines.jobs import SFT, TRAINING, supervised
 from pipelines.stop_signals import Outcome
 from pipelines.summary import next_commands
-from tests.recorded_runs import make_recorded_run
+from pipelines.train import Training
+from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 
 HEAVY = {
@@ -47,7 +53,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     return layout
 
 
-@pytest.fixture(params=["runs", "my runs", "/elsewhere"])
+@pytest.fixture(params=["runs", "my 'runs'", "/elsewhere"])
 def layout(
     request: pytest.FixtureRequest,
     recorded: RunLayout,
@@ -156,6 +162,41 @@ def test_printed_command_works(
             exec(words[2], {})
         else:
             assert main([word.replace("DIRECTORY", "out") for word in words[1:]]) == 0, words
+
+
+@pytest.mark.parametrize("name", ["areal-flow", ""])
+def test_printed_command_runs_in_a_shell_that_does_not_find_it(
+    layout: RunLayout, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    if not name:  # an environment without the script
+        monkeypatch.setattr("areal_flow.command.NAME", "no-such-script")
+    opened = next_commands(layout, "x@0", evaluated=False)[-1].splitlines()[0]
+    for line, said in (
+        (opened, "completion"),
+        (command("trajectories", "x", "--limit", 1, runs=layout.root.parent), "1 of 8 that match"),
+    ):
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+
+
+def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for uri, model in (("", "models:/areal-flow@x"), ("http://there", "x")):
+        finished: Any = SimpleNamespace(
+            layout=layout,
+            recipe=Recipe(tracking=TrackingSettings(uri=uri)),
+            tracking=SimpleNamespace(alias="x", model_version="1"),
+            held_out={},
+            ledger=Ledger(layout.steps, WRITER),
+            began=0.0,
+            writer=SimpleNamespace(check_current=lambda: None),
+        )
+        Training.summarise(finished)
+        assert f"areal-flow lineage {model}\n" in capsys.readouterr().out.replace(" --runs", "\n")
 
 
 def test_default_folder_of_runs_is_not_named(

@@ -12,11 +12,12 @@ import pytest
 import pipelines.evaluate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.config import build_recipe, dump_recipe
-from areal_flow.errors import ConfigError
+from areal_flow.errors import ConfigError, ModelError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import write_identity
 from pipelines.cli.main import main
-from pipelines.evaluate import _recipe, _require_alike, _scratch_directory
+from pipelines.evaluate import _recipe, _require_alike, _scratch_directory, evaluate_all
+from tests.policies import write_model_directory
 
 MakeRun = Callable[..., RunLayout]
 
@@ -75,6 +76,47 @@ def test_models_that_sample_otherwise_are_compared_at_one_sampling(make_run: Mak
     with pytest.raises(ConfigError, match="differ in temperature"):
         _require_alike(runs, (), {})
     _require_alike(runs, (), {"evaluation": {"temperature": 0}})
+
+
+def test_model_of_no_run_is_asked_for_prompts_as_the_caller_gives_them(tmp_path: Path) -> None:
+    write_model_directory(tmp_path)
+    with pytest.raises(ModelError, match=r"lies in no run: give --data FILE, in Python prompts="):
+        evaluate_all([tmp_path], ["m"])
+    with pytest.raises(ConfigError, match=r"give --data FILE, in Python prompts="):
+        build_recipe({"prompts": {"source": "file"}}, source="test")
+
+
+def test_models_are_compared_only_where_their_runs_judge_alike(make_run: MakeRun) -> None:
+    runs = [make_run("a"), make_run("b", rewards=[{"verifier": "exact"}])]
+    with pytest.raises(ConfigError, match="runs a and b differ in rewards"):
+        evaluate_all([run.checkpoints / "00000000" for run in runs], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "to", "said"),
+    [
+        ("\n", "answers.jsonl", "p.jsonl is empty: expected one row or more"),
+        ('{"question": "1 + 1 ="}\n', "answers.jsonl", "line 1: field 'answer' is missing"),
+        ('{"question": "1 + 1 =", "answer": "2"}\n', "answers.csv", "answers.csv: expected a name"),
+    ],
+)
+def test_rows_and_target_are_refused_before_a_model_is_read(
+    tmp_path: Path,
+    text: str,
+    to: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was read")
+
+    monkeypatch.setattr(pipelines.evaluate, "copy_model_description", read)
+    write_model_directory(tmp_path / "model")
+    (tmp_path / "p.jsonl").write_text(text)
+    given = ["--data", str(tmp_path / "p.jsonl"), "--to", str(tmp_path / to)]
+    assert main(["evaluate", str(tmp_path / "model"), *given]) > 0
+    assert said in capsys.readouterr().err
 
 
 def test_evaluate_takes_sampling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from areal_flow.rewards.sandbox.grading import same_output
+from areal_flow.rewards.sandbox.grading import CodeTask, grade, same_output
 from areal_flow.rewards.sandbox.inside import kernel, plain, seccomp
+from areal_flow.rewards.sandbox.run import Outcome
 
 
 def no_reference(*_: Any) -> Any:
@@ -74,6 +75,30 @@ def test_printed_answers_are_compared_by_line_and_number(
     found: str, expected: str, are_same: bool
 ) -> None:
     assert same_output(found, expected) is are_same
+
+
+class Answering:
+    """A pool whose program answers one call more each time, and ends in one way."""
+
+    modes, tier = ("call",), "none"
+
+    def __init__(self, timed_out: Literal["cpu", "wall"]) -> None:
+        self.timed_out, self.num_runs = timed_out, 0
+
+    def run(self, programs: Any) -> list[Outcome]:
+        self.num_runs += 1
+        answer = json.dumps({"value": plain.encode(1, no_reference)}).encode()
+        return [Outcome(timed_out=self.timed_out, answer=b"\n" + answer + b"\n")]
+
+
+@pytest.mark.parametrize(("timed_out", "num_runs"), [("cpu", 5), ("wall", 1)])
+def test_calls_go_on_in_another_process_only_where_they_computed(
+    timed_out: Literal["cpu", "wall"], num_runs: int
+) -> None:
+    pool: Any = Answering(timed_out)
+    task = CodeTask("", "call", [((), 1)] * 5, entry_point="f")
+    assert grade(pool, task).verdict == "timeout"
+    assert pool.num_runs == num_runs
 
 
 @pytest.mark.skipif(kernel.MACHINE not in kernel.MACHINES, reason="no numbers for this machine")

@@ -13,6 +13,8 @@ import pytest
 from areal_flow import machine
 from areal_flow.cluster.worker_process import end_with_parent
 from areal_flow.errors import ConfigError
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import require_installed
 from areal_flow.recovery import lease
 from areal_flow.rewards.math_pool import MathPool
 from areal_flow.rewards.sandbox.limits import SandboxError
@@ -46,6 +48,16 @@ def test_sandboxes_and_shared_memory_are_refused_by_name_on_macos() -> None:
     with pytest.raises(ConfigError, match=r"weights\.medium = 'shared_memory': expected"):
         check_medium("shared_memory")
     check_medium("auto")
+
+
+@pytest.mark.usefixtures("macos")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_is_refused_by_name_on_macos(device: str) -> None:
+    settings = GenerationSettings(engine="vllm", device=device)
+    with pytest.raises(
+        ConfigError, match=r"'vllm': expected Linux, found Darwin arm64: use 'torch"
+    ):
+        require_installed(settings)
 
 
 @pytest.mark.usefixtures("macos")

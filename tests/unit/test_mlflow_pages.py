@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from areal_flow.tracking.mlflow import default_tracking_uri
-from areal_flow.tracking.mlflow_pages import interval_view
+from areal_flow.tracking.mlflow_pages import first_page, interval_view
 
 
 def test_a_value_and_its_bounds_are_one_chart_and_no_bound_has_its_own() -> None:
@@ -31,6 +31,20 @@ def test_a_value_and_its_bounds_are_one_chart_and_no_bound_has_its_own() -> None
     (section,) = view["compareRunSections"]
     assert section["uuid"] == chart["metricSectionId"]
     assert section["name"] == "held_out/gsm8k", "where MLflow shows other metrics of this set"
+
+
+def test_database_that_cannot_be_written_is_served_without_the_view(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = MlflowClient(default_tracking_uri(tmp_path))
+    experiment = client.create_experiment("a", tmp_path.as_uri())
+    client.create_run(experiment)
+    uri = f"sqlite:///file:{tmp_path / 'mlflow.db'}?mode=ro&uri=true"
+    page = first_page(MlflowClient(tracking_uri=uri, registry_uri=uri))
+    assert page == f"#/experiments/{experiment}/runs?workflowType=machine_learning"
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname != "INFO")
+    assert "readonly" in said
+    assert "\n" not in said
 
 
 def wait_for(url: str) -> str:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_flow.config import EvaluationSettings, Recipe, build_recipe
+from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
@@ -33,6 +33,7 @@ from pipelines.arithmetic.sums import (
 )
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.cli.prompt_report import describe_prompts
+from pipelines.train import prepare_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.plain import plain
 from tests.rows import is_chain_of_thought
@@ -240,7 +241,7 @@ def test_missing_empty_and_unknown_files(tmp_path: Path, layout: RunLayout) -> N
     with pytest.raises(PromptError, match="found none"):
         prepare_prompts(recipe(tmp_path / "absent.jsonl"), layout)
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(PromptError, match="is empty"):
+    with pytest.raises(PromptError, match="is empty: expected one row or more"):
         prepare_prompts(recipe(tmp_path / "empty.jsonl"), layout)
     (tmp_path / "p.csv").write_text("question,answer\n")
     with pytest.raises(PromptError, match=r"expected \.jsonl, \.parquet or \.lance, found \.csv"):
@@ -397,8 +398,28 @@ def test_bad_rows_are_refused_without_a_model(tmp_path: Path) -> None:
         check_first_rows(recipe(path))
     check_first_rows(recipe(path, skip_bad_rows=True))
     path.write_text("")
-    with pytest.raises(PromptError, match="is empty"):
+    with pytest.raises(PromptError, match="is empty: expected one row or more"):
         check_first_rows(recipe(path, skip_bad_rows=True))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_each_file_without_a_row_is_named(tmp_path: Path, name: str) -> None:
+    path, other = tmp_path / name, write_rows(tmp_path / "good.jsonl", [good(1)])
+    path.write_text("\n \n")
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"question": [], "answer": []}), path)
+    for given in (recipe(path), recipe(other, held_out_path=str(path))):
+        with pytest.raises(PromptError, match=rf"{name} is empty: expected one row or more"):
+            check_first_rows(given)
+
+
+def test_run_of_too_few_rows_to_hold_one_out_evaluates_nothing(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [*map(good, range(4))])
+    layout, given = RunLayout(tmp_path / "run"), recipe(path)
+    layout.train_prompts.parent.mkdir(parents=True)
+    assert given.has_held_out
+    assert "no evaluation" in prepare_run(layout, given)
+    assert not load_recipe(layout.config).has_held_out
 
 
 def test_rows_of_messages_are_not_bad_before_the_chat_template_is_chosen(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ HEAVY = {
 """What commands call with the run or the model, where that takes long or needs more of a run."""
 
 
+WHOLE_RUNS = ("check", "difficulty", "report", "track")
+"""Commands that take no step."""
+
+
 @pytest.mark.parametrize("reference", REFERENCES)
 @pytest.mark.parametrize(
     "command",
@@ -89,6 +93,10 @@ def test_every_command_takes_every_reference(
         raise ArealFlowError("reached")
 
     name, *options = command
+    if name in WHOLE_RUNS and "@0" in reference:
+        assert main([name, reference, "--to", "u"][: 4 if name == "track" else 2]) == 2
+        assert f"`{name}` is of a whole run, found step 0" in capsys.readouterr().err
+        return
     if name in HEAVY:
         monkeypatch.setattr(HEAVY[name], reached)
     given = {"replay": ["--step", "0"] if reference.endswith("x") else [], "track": ["--to", "u"]}
@@ -118,6 +126,9 @@ def test_model_in_no_run_is_a_model_and_no_run(layout: RunLayout) -> None:
         (["trajectories", "x@1", "--at", "2"], "--at 2: x@1 is step 1 already"),
         (["replay", "x"], "x@STEP, or --step N"),
         (["report", "y"], "expected a run named 'y' in runs, found: x"),
+        (["report", "x@40"], "`report` is of a whole run, found step 40: give x"),
+        (["check", "runs/x@0"], "`check` is of a whole run, found step 0: give runs/x"),
+        (["difficulty", "x@1"], "`difficulty` is of a whole run, found step 1: give x"),
     ],
 )
 def test_reference_that_does_not_fit_is_refused(

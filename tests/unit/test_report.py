@@ -53,14 +53,16 @@ def test_page_draws_nothing_twice(tmp_path: Path) -> None:
     layout = make_finished_run(tmp_path / "r", num_steps=4)
     titles = re.findall("<h3>(.*?)</h3>", page_of(layout))
     assert len(titles) == len(set(titles))
+    rows = [{"step": n, PASS_RATE: n / 9, "pass_rate/difficulty_0": n / 9} for n in (1, 2, 3)]
+    first, others = make_charts(rows, [])
+    assert [chart.title for chart in (*first, *others)] == ["Pass rate"]
 
 
 def test_six_curves_are_shown_at_once_and_a_reward_that_is_the_pass_rate_is_not_drawn() -> None:
-    ledger = ("seconds_generate", "seconds_read", "seconds_train", "seconds_stage", "seconds_step")
     areas = [f"rollout/completion_p{share}_tokens" for share in (10, 50, 90)]
     areas += [f"speed/{name}_tokens_per_s" for name in ("generated", "trained")]
     areas += [f"speed/{name}_busy_fraction" for name in ("generators", "trainer")]
-    names = [*ledger, *areas, "entropy_mean", "staleness_mean", "staleness_max", "grad_norm"]
+    names = ["seconds_step", *areas, "entropy_mean", "staleness_mean", "staleness_max", "grad_norm"]
     rows = [
         {
             "step": n,
@@ -70,14 +72,12 @@ def test_six_curves_are_shown_at_once_and_a_reward_that_is_the_pass_rate_is_not_
         }
         for n in (1, 2, 3)
     ]
-    first, others = make_charts(Recipe(), rows, [])
+    first, others = make_charts(rows, [])
     shown = [chart.title for chart in first]
     assert shown[:3] == ["Pass rate", "Entropy", "Staleness"]
     assert len(shown) == 6
     assert [chart.title for chart in others] == ["Busy", "train/grad_norm"]
-    first, _ = make_charts(
-        Recipe(), [{**row, "reward_mean": 0.5} for row in rows[:2]] + rows[2:], []
-    )
+    first, _ = make_charts([{**row, "reward_mean": 0.5} for row in rows[:2]] + rows[2:], [])
     assert [chart.title for chart in first][:2] == ["Pass rate", "Mean reward"]
 
 

@@ -13,9 +13,13 @@ import psutil
 import pytest
 
 from areal_flow import machine
+from areal_flow.cluster import reward_tasks
+from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.config import build_recipe, dump_recipe
+from areal_flow.layout import RunLayout
 from areal_flow.rewards.sandbox import pool
 from areal_flow.rewards.sandbox.limits import Limits
-from areal_flow.rewards.sandbox.pool import SandboxPool, memory_budget
+from areal_flow.rewards.sandbox.pool import PROGRAM_MEMORY, ProgramMemory, SandboxPool
 from areal_flow.rewards.sandbox.run import Outcome, Program
 
 
@@ -23,35 +27,69 @@ class NoZygote:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
-@pytest.mark.parametrize(("num_programs", "most"), [(1, 4), (2, 4), (3, 3), (9, 9)])
-def test_sleeping_programs_keep_their_memory(
-    monkeypatch: pytest.MonkeyPatch, num_programs: int, most: int
-) -> None:
-    living = most_living = 0
+@pytest.fixture
+def most_living(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Have programs sleep for a moment in place of running, and count how many live at a time."""
+    living = most = 0
     lock = threading.Lock()
 
     def sleeping(
         _: Any, programs: Sequence[Program], __: Any, *, on_slow: Callable[[], None]
     ) -> list[Outcome]:
-        nonlocal living, most_living
+        nonlocal living, most
         on_slow()
         with lock:
             living += len(programs)
-            most_living = max(most_living, living)
+            most = max(most, living)
         time.sleep(0.01)
         with lock:
             living -= len(programs)
         return [Outcome()] * len(programs)
 
     monkeypatch.setattr(pool, "ZygoteClient", NoZygote)
-    monkeypatch.setattr(pool, "memory_budget", lambda: 4 * 2**30 + 5)
+    monkeypatch.setattr(pool, "usable_bytes", lambda: 8 * 2**30 + 5)
     monkeypatch.setattr(pool, "run_programs", sleeping)
+    return lambda: most
+
+
+@pytest.mark.parametrize(("num_programs", "most"), [(1, 4), (2, 4), (3, 3), (9, 9)])
+def test_sleeping_programs_keep_their_memory(
+    most_living: Callable[[], int], num_programs: int, most: int
+) -> None:
     sandboxes = SandboxPool(Limits(memory_bytes=2**30), tier="namespaces")
     given = [Program("script", b"")] * num_programs
     with ThreadPoolExecutor(16) as threads:
         found = [*threads.map(lambda _: sandboxes.run(lambda: given), range(16))]
     assert [len(outcomes) for outcomes in found] == [num_programs] * 16
-    assert most_living == most
+    assert most_living() == most
+
+
+@pytest.mark.parametrize(("num_processes", "most"), [(1, 4), (2, 2), (3, 1), (8, 1)])
+def test_two_pools_and_other_processes_share_the_memory(
+    most_living: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    num_processes: int,
+    most: int,
+) -> None:
+    monkeypatch.setattr(PROGRAM_MEMORY, "num_processes", num_processes)
+    pools = [SandboxPool(Limits(memory_bytes=2**30), tier="namespaces") for _ in range(2)]
+    given = [Program("script", b"")]
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda n: pools[n % 2].run(lambda: given), range(16)))
+    assert most_living() == most
+
+
+def test_reward_worker_leaves_the_others_their_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layout = RunLayout(tmp_path)
+    layout.config.write_text(
+        dump_recipe(build_recipe({"cluster": {"num_reward_workers": 8}}, source="test"))
+    )
+    monkeypatch.setattr(PROGRAM_MEMORY, "num_processes", 1)
+    monkeypatch.setattr(reward_tasks, "worker_context", lambda: WorkerContext(tmp_path, 1))
+    assert reward_tasks.call_tool("math:sqrt", [(4,)]) == [2.0]
+    assert PROGRAM_MEMORY.num_processes == 8
 
 
 def test_budget_is_half_of_what_machine_and_container_allow(
@@ -66,4 +104,4 @@ def test_budget_is_half_of_what_machine_and_container_allow(
         ((unlimited, tmp_path / "none"), total // 2),
     ):
         monkeypatch.setattr(machine, "CGROUP_LIMITS", files)
-        assert memory_budget() == budget
+        assert ProgramMemory().budget_bytes == budget

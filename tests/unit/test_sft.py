@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from math import isnan
@@ -25,6 +26,8 @@ from areal_flow.trainer.sft import CompletionRows, SftTrainer
 from pipelines.arithmetic.sums import arithmetic_questions, curriculum, running_sums
 from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.built_in import with_files
+from pipelines.sft import prepare_sft_run
+from pipelines.train import prepare_run
 from tests.policies import completion_rows, small_policy
 from tests.rows import is_chain_of_thought
 
@@ -228,6 +231,33 @@ def test_curriculum_reasons_first_and_answers_directly_late_rare_sums_more_often
         assert abs(drawn[question] - expected) < 5 * expected**0.5
 
 
+@pytest.mark.parametrize(
+    ("objective", "row", "expected"),
+    [
+        ("cross_entropy", "", "is empty: expected one row or more"),
+        ("cross_entropy", '{"prompt": "1 + 1 ="}', "line 1: field 'completion' is missing"),
+        ("dpo", '{"prompt": "1 + 1 =", "chosen": "2"}', "line 1: field 'rejected' is missing"),
+        ("dpo", '{"chosen": [{"role": "assistant"}], "rejected": "3"}', "line 1: field 'chosen'"),
+    ],
+)
+def test_rows_are_refused_before_a_model_is_read(
+    tmp_path: Path, objective: str, row: str, expected: str
+) -> None:
+    path, layout = tmp_path / "r.jsonl", RunLayout(tmp_path / "run")
+    path.write_text(row + "\n")
+    table = {"model": "no/where", "sft": {"objective": objective, "path": str(path)}}
+    recipe = build_recipe(table, {"sft": {"num_steps": 2}}, source="test")
+    for prepare in (prepare_sft_run, prepare_run):
+        with pytest.raises(PromptError, match=re.escape(expected)):
+            prepare(layout, recipe)
+
+
+def test_fine_tuning_without_rows_names_the_option_that_gives_them(tmp_path: Path) -> None:
+    recipe = build_recipe({"model": "no/where"}, source="test")
+    with pytest.raises(ConfigError, match=r"and sft\.path \(--data of `areal-flow sft`"):
+        prepare_sft_run(RunLayout(tmp_path), recipe)
+
+
 def test_only_the_tiny_policy_on_sums_brings_its_own_rows(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     table: dict[str, Any] = {
@@ -241,7 +271,7 @@ def test_only_the_tiny_policy_on_sums_brings_its_own_rows(tmp_path: Path) -> Non
     other = with_files(build_recipe({**table, "model": "no/where"}, source="test"), layout)
     assert (other.sft.path, other.sft.num_steps) == (None, 0)
     table["prompts"] = {"source": "file", "path": "p.jsonl"}
-    with pytest.raises(ConfigError, match=r"sft\.num_steps \(2\) needs sft\.path"):
+    with pytest.raises(ConfigError, match=r"needs sft\.path \(--data of `areal-flow sft`"):
         with_files(build_recipe(table, source="test"), layout)
     table["prompts"] = {"source": "nowhere"}
     with pytest.raises(ConfigError, match="expected one of file, arithmetic"):

@@ -96,6 +96,14 @@ def test_batches_are_compared_where_there_are_no_two_evaluations() -> None:
     assert first.text.startswith("Held-out pass rate rose")
 
 
+def test_batches_that_another_verifier_scored_are_not_compared() -> None:
+    recipe = Recipe(controller=ControllerSettings(batch_size=512, group_size=16))
+    rates = {"numeric@0": 0.3, "numeric@1": 0.9}
+    steps = [{"rollout/pass_rate": rates[of], "verifier": of} for of in rates for _ in range(8)]
+    first, *_ = judge_run(recipe, steps, TOTALS, [LOW])
+    assert first.text == "Pass rate of batches went from 0.90 to 0.90: no clear difference"
+
+
 def test_one_step_without_metrics_is_judged_by_what_there_is() -> None:
     judged = judge_run(Recipe(), [{"rollout/pass_rate": 0.5}], TOTALS, [])
     assert [verdict.subject for verdict in judged] == ["Pass rate", "Staleness", "Failures"]

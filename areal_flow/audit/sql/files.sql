@@ -12,7 +12,7 @@ WHERE found_weights_hash <> weights_hash;
 SELECT place, optimizer_hash || ', by state.json', found_optimizer_hash FROM checkpoints
 WHERE found_optimizer_hash <> optimizer_hash;
 
--- rule checkpoint-model: checkpoint
+-- rule checkpoint-model: description
 SELECT place, 'the ' || other_files || ' of the run''s model directory', 'another'
 FROM checkpoints WHERE other_files <> '';
 

@@ -83,16 +83,17 @@ def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
 def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
     """Have one process answer all calls, and another one those that it had no time for.
 
-    So each call has the time of a run to itself, if it needs it, as each test of `stdin` has.
+    So each call has the time of a run to itself, if it needs it, as each test of `stdin` has. A
+    process that slept and did not compute is followed by none: it could sleep at every call.
     """
     number = 0
     while number < len(task.tests):
         outcome = _call(pool, task, task.tests[number:])
         failed, begin = _failure(outcome), number
-        if failed is not None and not outcome.timed_out:
+        if failed is not None and outcome.timed_out != "cpu":
             return failed
         _, *answers = outcome.answer.splitlines() or [b""]
-        if outcome.timed_out and not outcome.answer.endswith(b"\n"):  # within an answer
+        if failed is not None and not outcome.answer.endswith(b"\n"):  # within an answer
             answers = answers[:-1]
         for answer, (_, expected) in zip(answers, task.tests[begin:], strict=False):
             found = _compare_answer(answer, expected)

@@ -27,9 +27,34 @@ MAX_ATTEMPTS = 3
 """To run something in a sandbox; what then still dies is an error of the infrastructure."""
 
 
-def memory_budget() -> int:
-    """Return the bytes that all programs together may use: half of what this machine allows."""
-    return usable_bytes() // 2
+class ProgramMemory:
+    """The memory of all programs of this process, whichever pool runs them."""
+
+    def __init__(self) -> None:
+        self.num_processes = 1
+        """How many on this machine run programs: they share half of its memory equally."""
+        self._used_bytes, self._ended = 0, threading.Condition()
+
+    @property
+    def budget_bytes(self) -> int:
+        return usable_bytes() // 2 // self.num_processes
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[None]:
+        """Wait until so much is free; what is more than the whole budget is taken alone."""
+        with self._ended:
+            others = self.budget_bytes - num_bytes
+            self._ended.wait_for(lambda: not self._used_bytes or self._used_bytes <= others)
+            self._used_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._used_bytes -= num_bytes
+                self._ended.notify_all()
+
+
+PROGRAM_MEMORY = ProgramMemory()
 
 
 class SandboxPool:
@@ -56,8 +81,6 @@ class SandboxPool:
         self._modules = modules
         self._zygotes = [ZygoteClient(self.tier, modules=modules) for _ in range(num_cores)]
         self._slots = threading.BoundedSemaphore(2 * num_cores)
-        self._max_living = max(1, memory_budget() // self.limits.memory_bytes)
-        self._num_living, self._ended = 0, threading.Condition()
         self._lock = threading.Lock()
         self._num_runs = 0
         if lost := LOST[self.tier]:
@@ -93,7 +116,7 @@ class SandboxPool:
         reasons: list[str] = []
         while len(reasons) < MAX_ATTEMPTS:
             given = programs()
-            with self._memory_of(len(given)):
+            with PROGRAM_MEMORY.take(len(given) * self.limits.memory_bytes):
                 zygote = self._next_zygote()
                 slot = _Slot(self._slots)
                 try:
@@ -104,20 +127,6 @@ class SandboxPool:
                 finally:
                     slot.leave()
         raise SandboxError(f"sandboxes died {MAX_ATTEMPTS} times over one program: {reasons[-1]}")
-
-    @contextmanager
-    def _memory_of(self, num_programs: int) -> Iterator[None]:
-        """Wait until so many programs fit into the memory; more than fit at all run alone."""
-        with self._ended:
-            others = self._max_living - num_programs
-            self._ended.wait_for(lambda: not self._num_living or self._num_living <= others)
-            self._num_living += num_programs
-        try:
-            yield
-        finally:
-            with self._ended:
-                self._num_living -= num_programs
-                self._ended.notify_all()
 
     def _next_zygote(self) -> ZygoteClient:
         with self._lock:

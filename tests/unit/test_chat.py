@@ -18,7 +18,7 @@ from areal_flow.errors import ConfigError, ModelError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.rendering import needs_chat_template
+from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.run_directory import create_run
 from areal_flow.store.lineage import Lineage
@@ -146,7 +146,21 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
     for name, found in (("rows", rows), ("set", held_out)):
         lines = (json.dumps(row) if isinstance(row, dict) else row for row in found)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    assert needs_chat_template(build_recipe(table, source="test")) == recognised
+    assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+    if held_out:
+        table["prompts"]["held_out_path"] = table.pop("evaluation")["held_out"][0]["path"]
+        assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompts": {"system": "Be brief."}}, "prompts.system is a message"),
+        ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
+    ],
+)
+def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
+    assert why_chat_template(build_recipe(given, source="test")) == said
 
 
 def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
@@ -170,7 +184,7 @@ def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
     said = prepare_run(layout, found).splitlines()
     assert said[:2] == [
         "1 prompts to train on, 0 held out",
-        "  They are messages: prompts.chat_template = true",
+        "  prompts.chat_template = true, since the rows of rows.jsonl are messages",
     ]
     assert load_recipe(layout.config).prompts.chat_template is True
     assert "<|im_start|>" in PromptTable(layout.train_prompts, seed=0).row(0).text

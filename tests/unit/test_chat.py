@@ -26,6 +26,7 @@ from areal_flow.types import Prompt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.built_in import MODELS
 from pipelines.cli.prompt_report import describe_prompts
+from pipelines.evaluate import evaluate_model
 from pipelines.train import prepare_run
 from tests.chat_templates import (
     CHATML,
@@ -35,6 +36,7 @@ from tests.chat_templates import (
     LLAMA_3,
     give_chat_template,
 )
+from tests.policies import write_model_directory
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "1 + 1 ="}
@@ -333,3 +335,16 @@ def test_what_follows_an_answer_ends_the_whole_conversation(
     for ended_by in ("<|im_end|>", ""):
         following = chat.following(messages, 4, ended_by=ended_by)
         assert begun + ended_by + following == whole
+
+
+def test_an_evaluation_of_messages_says_that_the_chat_template_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    give_chat_template(model, CHATML)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n")
+    monkeypatch.setattr("pipelines.evaluate.wait_for", lambda work: [])
+    monkeypatch.setattr("pipelines.evaluate.tabulate", lambda *_, **__: None)
+    evaluate_model(model, data=[str(tmp_path / "rows.jsonl")])
+    said = "prompts.chat_template = true, since the rows of rows.jsonl are messages"
+    assert said in capsys.readouterr().err

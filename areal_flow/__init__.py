@@ -26,7 +26,7 @@ _HOMES = {
 
 def __dir__() -> list[str]:
     """Return what is public, which `__getattr__` imports."""
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which code runs: the version of this package and, of a clone, the commit."""
+"""Which code runs: the version of this package, the commit of a clone, how more is installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ VERSION = "0.1.0"
 CODE_VERSION = f"areal-flow {VERSION}"
 _PACKAGE = Path(__file__).parent
 _GIT_TIMEOUT_S = 10.0
+
+
+def how_to_install(extra: str) -> str:
+    """Return how to install what an extra names: this package is on no index."""
+    return (
+        f"pip install '.[{extra}]' in a clone of areal-flow, or "
+        f"pip install 'areal-flow[{extra}] @ git+URL' with the address of the repository"
+    )
 
 
 def git_commit(directory: Path = _PACKAGE) -> str:

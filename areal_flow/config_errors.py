@@ -19,6 +19,20 @@ OPTION = "--{}"
 """How a setting is spelled on the command line."""
 ALIKE = 0.6
 """Names that are less alike than this, of 1, are not suggested."""
+OF_TRL = {
+    "beta": "algorithm.kl_coefficient",
+    "delta": "algorithm.dual_clip",
+    "entropy_coef": "algorithm.entropy_coefficient",
+    "eval_steps": "evaluation.every_steps",
+    "loss_type": "algorithm.name",
+    "max_completion_length": "generation.max_new_tokens",
+    "max_steps": "num_steps",
+    "num_generations": "controller.group_size",
+    "save_steps": "trainer.checkpoint_every_steps",
+    "vllm_max_model_length": "generation.max_model_len",
+    "warmup_steps": "trainer.num_learning_rate_warmup_steps",
+}
+"""What some of TRL 1.16's settings are called here."""
 
 
 def explain(
@@ -109,8 +123,11 @@ def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
     """Return the known names most like another one, the best first; none if none is alike.
 
     A dotted name is compared as a whole and by its last part, of which a word or the initials
-    count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`.
+    count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`. A name of
+    TRL's is near what it is called here.
     """
+    if (ours := OF_TRL.get(name.lstrip("-").replace("-", "_"))) in (known := [*known]):
+        return [ours]
     likeness = {other: _likeness(name, other) for other in dict.fromkeys(known)}
     best = max(likeness.values(), default=0.0)
     alike = [other for other in likeness if likeness[other] >= max(ALIKE, best - 0.05)]

@@ -20,6 +20,10 @@ A message says what was expected, what was found and what to do.
 
 from __future__ import annotations
 
+import traceback
+
+from areal_flow.failures import users_calls
+
 
 class ArealFlowError(Exception):
     """Root of the tree: anything this project raises on purpose."""
@@ -28,8 +32,9 @@ class ArealFlowError(Exception):
         return type(self), (str(self),)
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows: the message says what to do, and our frames do not."""
-        return [f"{type(self).__name__}: {self}"]
+        """Return what a notebook shows: which call of the user's it was, and the message."""
+        frames = users_calls(traceback.extract_tb(self.__traceback__))
+        return [*traceback.format_list(frames), f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(ArealFlowError):

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 OWN_FILES = Path(__file__).parent
 """A traceback begins beyond these, in the file of the user."""
+OWN_PACKAGES = tuple(OWN_FILES.with_name(name) for name in ("areal_flow", "pipelines", "schemas"))
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 """Where Python's modules are, and installed packages."""
 
@@ -68,9 +69,14 @@ def users_frames(frames: StackSummary) -> list[FrameSummary]:
     return list(frames[first:] or frames)
 
 
+def users_calls(frames: StackSummary) -> list[FrameSummary]:
+    """Return the frames of the user's own files, down to the call that led to our code."""
+    return [frame for frame in frames if _is_users(frame)]
+
+
 def _is_users(frame: FrameSummary) -> bool:
     file = Path(frame.filename)
-    return not any(file.is_relative_to(others) for others in (OWN_FILES, *LIBRARIES))
+    return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))
 
 
 def cause_of(error: BaseException) -> str:

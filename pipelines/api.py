@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe, build_recipe, load_recipe
-from areal_flow.config_errors import setting_names
 from areal_flow.errors import ConfigError
 from areal_flow.layout import RunLayout, run_layout
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
-from pipelines.built_in import write_jsonl
+from pipelines.arguments import (
+    NOT_OF_TRAINING,
+    Rewards,
+    Rows,
+    bad_rows_numbered,
+    file_of,
+    name_of,
+    placed,
+    reward_tables,
+)
 from pipelines.evaluate import EvaluationResult, evaluate_model
 from pipelines.forking import Fork, fork_of
 from pipelines.jobs import (
@@ -30,20 +36,17 @@ from pipelines.jobs import (
     start,
 )
 from pipelines.jobs import resume as resume_run
-from pipelines.references import find_reference, newest_checkpoint
-
-Rows = Any
-"""A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
+from pipelines.references import Reference, find_reference, newest_checkpoint
 
 
 def train(
     recipe: Recipe | Path | str | None = None,
     *,
     prompts: Rows | None = None,
-    rewards: Sequence[Callable[..., Any] | str] = (),
-    source: Run | str | None = None,
+    rewards: Rewards = (),
+    source: Run | Path | str | None = None,
     reset_optimizer: bool = False,
-    resume: Run | str | None = None,
+    resume: Run | Path | str | None = None,
     accept_verifier: bool = False,
     name: str | None = None,
     runs: Path | str = "runs",
@@ -60,8 +63,9 @@ def train(
         prompts: rows with a question, or messages, and an answer, in the fields that the recipe
             says.
         rewards: functions of `prompt`, `completion`, `answer` and any column of a row, as keywords,
-            that return a number; or names of verifiers. A function is shipped to the workers with
-            all it needs.
+            that return a number, or such with TRL's signature; names of verifiers; tables with
+            `verifier`, one of these, and `weight` or another setting of `[[rewards]]`. A function
+            is shipped to the workers with all it needs.
         source: another run, `"RUN"` or `"RUN@STEP"`, with whose policy this one begins, and whose
             recipe it has instead of one given.
         reset_optimizer: with `source`: without that run's optimizer state.
@@ -72,7 +76,8 @@ def train(
         runs: the folder of runs.
         settings: over the recipe's, `num_steps=20`, `trainer={"learning_rate": 1e-5}`, or by
             dotted name, `**{"trainer.learning_rate": 1e-5}`. A setting that one section alone has
-            needs no section: `max_new_tokens=200`.
+            needs no section: `max_new_tokens=200`; those of fine-tuning and of how evaluations
+            sample do.
 
     Raises:
         ArealFlowError: a setting or a prompt is wrong and nothing was started, or the run failed.
@@ -80,14 +85,15 @@ def train(
     """
     if resume is not None:
         new = {"recipe": recipe, "prompts": prompts, "source": source, "name": name}
-        unfit = [
-            key for key, value in {**new, "rewards": rewards or None}.items() if value is not None
-        ]
+        new |= {"rewards": rewards or None, "reset_optimizer": reset_optimizer or None}
+        unfit = [key for key, value in new.items() if value is not None]
         if unfit:
             raise ConfigError(f"expected resume without {', '.join(unfit)}: a run keeps its own")
         return _resume(resume, settings, accept_verifier=accept_verifier, runs=Path(runs))
     if accept_verifier:
         raise ConfigError("accept_verifier goes with resume")
+    if reset_optimizer and source is None:
+        raise ConfigError("reset_optimizer goes with source")
     if prompts is not None:
         settings = merge(settings, {"prompts.source": "file", "sources": []})
     elif recipe is None and source is None:
@@ -96,8 +102,8 @@ def train(
     if source is not None:
         if recipe is not None:
             raise ConfigError("expected a recipe or a source, found both")
-        named = str(source.layout.root) if isinstance(source, Run) else source
-        fork = fork_of(find_reference(Path(runs), named), reset_optimizer=reset_optimizer)
+        found = _found_run(Path(runs), source, argument="source")
+        fork = fork_of(found, reset_optimizer=reset_optimizer)
     brought = "prompts", prompts, rewards
     layout = _start(TRAINING, fork or recipe, settings, brought, name=name, runs=Path(runs))
     return open_run(layout.root)
@@ -131,7 +137,8 @@ def evaluate(
     else:
         title = str(model)
         directory = find_reference(Path(runs), str(model), registry=registry).model()
-    with tempfile.TemporaryDirectory(prefix="areal-flow-prompts-") as scratch:
+    prefix = "areal-flow-prompts-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as scratch, bad_rows_numbered(prompts):
         data = [] if prompts is None else [str(file_of(prompts, Path(scratch) / "given.jsonl"))]
         return evaluate_model(
             directory,
@@ -182,50 +189,38 @@ def report(run: Run | Path | str, *, to: Path | str | None = None) -> Path:
     return write_report(layout, None if to is None else Path(to))
 
 
-def _resume(run: Run | str, settings: dict[str, Any], *, accept_verifier: bool, runs: Path) -> Run:
+def _resume(
+    run: Run | Path | str, settings: dict[str, Any], *, accept_verifier: bool, runs: Path
+) -> Run:
     """Drive a run that was made before to its end."""
     began = monotonic()
-    layout = run.layout if isinstance(run, Run) else find_reference(runs, run).run
-    recipe = recipe_to_resume(layout, nest(settings))
-    resume_run(TRAINING, layout, recipe, accept_verifier=accept_verifier, began=began)
-    return open_run(layout.root)
+    found = _found_run(runs, run, argument="resume")
+    if found.step is not None:
+        raise ConfigError(
+            f"expected resume without a step, found {run!r}: a run goes on from where it stands. "
+            f"To begin a new run with that step's policy: source={run!r}"
+        )
+    recipe = recipe_to_resume(found.run, nest(settings))
+    resume_run(TRAINING, found.run, recipe, accept_verifier=accept_verifier, began=began)
+    return open_run(found.run.root)
 
 
-def placed(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
-    """Return a nested table of settings; a name that one section alone has needs no section.
-
-    Sections within a section, and `sft` beside others, do not count.
-
-    Args:
-        section: the one that is meant where it has a setting of that name.
+def _found_run(runs: Path, run: Run | Path | str, *, argument: str) -> Reference:
+    """Return what an argument refers to.
 
     Raises:
-        ConfigError: several sections have a setting of that name.
+        ConfigError: it is neither a run nor the name of one.
     """
-    names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
-    table = {}
-    for key, value in settings.items():
-        homes = [name for name in names if name.endswith(f".{key}")]
-        homes = [name for name in homes if not name.startswith("sft.")] or homes
-        homes = [name for name in homes if name.count(".") == min(n.count(".") for n in homes)]
-        if (own := f"{section}.{key}") in names:
-            homes = [own]
-        elif key in names or not homes:
-            homes = [key]  # or there is no such setting, which validation says
-        if len(homes) > 1:
-            raise ConfigError(
-                f"{key}: several sections have such a setting; expected one of "
-                f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
-            )
-        table[homes[0]] = str(value.expanduser().absolute()) if isinstance(value, Path) else value
-    return nest(table)
+    if not isinstance(run, Run | Path | str):
+        raise ConfigError(f"expected {argument} as a run or its name, found {run!r:.80}")
+    return find_reference(runs, str(run.layout.root if isinstance(run, Run) else run))
 
 
 def _start(
     job: Job,
     recipe: Recipe | Path | str | Fork | None,
     settings: dict[str, Any],
-    brought: tuple[str, Rows | None, Sequence[Callable[..., Any] | str]],
+    brought: tuple[str, Rows | None, Rewards],
     *,
     name: str | None,
     runs: Path,
@@ -237,71 +232,47 @@ def _start(
             recipe, the rows that its `path` is to name, and reward functions.
     """
     began = monotonic()
-    section, rows, rewards = brought
-    over = placed(settings, section=section)
+    section, rows, given = brought
+    refused = NOT_OF_TRAINING if job is TRAINING else {}
+    over, rewards = placed(settings, section=section, refused=refused), reward_tables(given)
     if rows is not None:  # a recipe is validated before there is a place to write them to
         path = str(rows) if isinstance(rows, Path | str) else "given.jsonl"
         over = merge(over, {section: {"path": path}})
+    if rewards:
+        over = merge(over, {"rewards": [{**each, "verifier": name_of(each)} for each in rewards]})
     fork = recipe if isinstance(recipe, Fork) else None
-    if isinstance(recipe, Fork):
-        stem, chosen = recipe.parent.name, recipe.recipe(over)
-    elif isinstance(recipe, Path | str):
-        stem, chosen = Path(recipe).stem, load_recipe(recipe_path(Path(recipe)), over)
-    else:
-        table = recipe.model_dump(mode="json") if recipe else {}
-        stem, chosen = "python", build_recipe(table, over, source="the recipe given")
+    stem, chosen = _chosen(recipe, over)
 
     def fill(layout: RunLayout, recipe: Recipe) -> Recipe:
         table = recipe.model_dump(mode="json")
         if rows is not None:
             path = file_of(rows, layout.root / f"{section}.jsonl")
             table[section]["path"] = str(path.resolve())
-        if rewards:
-            names = [r if isinstance(r, str) else ship_function(r, layout.rewards) for r in rewards]
-            table["rewards"] = [{"verifier": name} for name in names]
+        for place, each in enumerate(rewards):
+            if callable(function := each["verifier"]):
+                table["rewards"][place]["verifier"] = ship_function(function, layout.rewards)
         return build_recipe(table, source=str(layout.config))
 
     layout = run_layout(runs, name or default_name(stem))
-    start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
+    with bad_rows_numbered(rows):
+        start(job, layout, chosen, began=began, recipe_name=stem, fill=fill, fork=fork)
     return layout
 
 
-def file_of(rows: Rows, path: Path) -> Path:
-    """Return the file that rows are in already, or the one at `path` that they are written to."""
-    return Path(rows) if isinstance(rows, Path | str) else write_jsonl(path, rows_of(rows))
-
-
-def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table of any kind as dicts of plain values.
+def _chosen(recipe: Recipe | Path | str | Fork | None, over: dict[str, Any]) -> tuple[str, Recipe]:
+    """Return what a recipe is called, and it with settings over it.
 
     Raises:
-        ConfigError: it is no table.
+        ConfigError: it is none, or a setting is wrong.
     """
-    if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
-        table = table.astype(object).where(table.notna(), None)
-    for method, arguments in _AS_DICTS.items():
-        if hasattr(table, method):
-            table = getattr(table, method)(*arguments)
-            break
-    if isinstance(table, str | Mapping) or not isinstance(table, Iterable):
+    if isinstance(recipe, Fork):
+        return recipe.parent.name, recipe.recipe(over)
+    if isinstance(recipe, Path | str):
+        return Path(recipe).stem, load_recipe(recipe_path(Path(recipe)), over)
+    if not isinstance(recipe, Recipe | None):
         raise ConfigError(
-            "expected rows as a path, a list of dicts, or a pandas, polars, Arrow or Hugging Face "
-            f"table, found {type(table).__name__}"
+            f"expected a recipe as a path or a Recipe, found {type(recipe).__name__}: give "
+            "settings as keywords, train(**settings)"
         )
-    for row in table:
-        if not isinstance(row, Mapping):
-            raise ConfigError(f"expected a row as a dict, found {type(row).__name__}: {row!r:.80}")
-        yield json.loads(json.dumps(dict(row), default=_plain))
-
-
-_AS_DICTS: dict[str, tuple[str, ...]] = {
-    "to_dicts": (),  # polars
-    "to_pylist": (),  # Arrow
-    "to_list": (),  # Hugging Face
-    "to_dict": ("records",),  # pandas
-}
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy value as Python's; anything else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    table = recipe.model_dump(mode="json") if recipe else {}
+    return "python", build_recipe(table, over, source="the recipe given")

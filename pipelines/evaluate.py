@@ -40,7 +40,7 @@ from areal_flow.models.directory import (
 from areal_flow.paired import PairedComparison, compare_answers
 from areal_flow.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
 from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
-from areal_flow.prompts.rendering import needs_chat_template
+from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.inputs import read_inputs
 from areal_flow.settings import flatten, merge
@@ -142,6 +142,9 @@ def evaluate_model(
     if data:
         names = [each["name"] for each in held_out_sets(data)]
         check_first_held_out_rows(recipe, names=names)
+    why_chat = why_chat_template(recipe) if data else ""
+    if why_chat:
+        recipe = changed(recipe, "prompts", chat_template=True)
     check_devices(recipe)
     require_served(recipe.generation, directory)
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
@@ -159,6 +162,8 @@ def evaluate_model(
         prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
         warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts_asked])
         progress = make_progress(to_stderr=True)
+        if why_chat:
+            progress.phase(f"prompts.chat_template = true, since {why_chat}")
         said = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
         try:
             answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress, said=said))
@@ -227,8 +232,6 @@ def _recipe(
         sets = {"evaluation": {"held_out": _with_sets_of(run, held_out_sets(data))}}
         given = merge(given, sets)
     recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
-    if data and needs_chat_template(recipe):
-        recipe = changed(recipe, "prompts", chat_template=True)
     if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
         return recipe
     cluster = recipe.cluster.model_copy(update={"num_generators": NUM_GENERATORS_ON_CPU})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+from areal_flow.code_version import how_to_install
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.rewards.reasoning_gym import scorer_of
@@ -108,5 +109,5 @@ def verifiers_rows(
 
 def _missing(package: str, extra: str) -> ConfigError:
     return ConfigError(
-        f"prompts of {package!r} need the package of this name: pip install 'areal-flow[{extra}]'"
+        f"prompts of {package!r} need the package of this name: {how_to_install(extra)}"
     )

@@ -18,7 +18,7 @@ from areal_flow.recovery.parents import read_parent
 from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
-from pipelines.cli.progress import make_progress
+from pipelines.cli.progress import line_progress
 from pipelines.references import Reference
 from pipelines.stop_signals import wait_for
 
@@ -71,21 +71,18 @@ class Fork:
         recipe = recipe.model_copy(update={"model": model, "sft": SftSettings()})
         if self.parent.rewards.is_dir():
             shutil.copytree(self.parent.rewards, layout.rewards, dirs_exist_ok=True)
-        progress, what = make_progress(), f"run {self.parent.name}: replaying step"
-        try:
-            wait_for(
-                lambda: write_version_0(
-                    layout,
-                    recipe,
-                    writer,
-                    parent=self.parent,
-                    step=self.step,
-                    fresh_optimizer=self._why_fresh(recipe),
-                    on_replayed=lambda at, last: progress.count(what, at, last),
-                )
+        progress, what = line_progress(), f"run {self.parent.name}: replaying step"
+        wait_for(
+            lambda: write_version_0(
+                layout,
+                recipe,
+                writer,
+                parent=self.parent,
+                step=self.step,
+                fresh_optimizer=self._why_fresh(recipe),
+                on_replayed=lambda at, last: progress.count(what, at, last),
             )
-        finally:
-            progress.close()
+        )
         return recipe
 
     def _why_fresh(self, recipe: Recipe) -> str:

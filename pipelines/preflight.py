@@ -17,6 +17,7 @@ from typing import Any
 from areal_flow.cluster.launch import check_cluster
 from areal_flow.cluster.launchers.child import import_paths
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
+from areal_flow.code_version import how_to_install
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.generation.protocol import GenerationSettings
@@ -62,8 +63,8 @@ def check_devices(recipe: Recipe) -> None:
     require_engine(recipe.generation.engine)
     if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
         raise ConfigError(
-            f"trainer.lora.rank = {rank}: expected the package peft, found none; pip install "
-            "'areal-flow[lora]', or set it to 0"
+            f"trainer.lora.rank = {rank}: expected the package peft, found none; set it to 0, or "
+            f"{how_to_install('lora')}"
         )
     sections: dict[str, TrainerSettings | GenerationSettings] = {
         "trainer": recipe.trainer,

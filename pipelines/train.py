@@ -40,7 +40,7 @@ from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.pass_rates import tabulate
 from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
-from areal_flow.prompts.rendering import needs_chat_template
+from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
@@ -107,9 +107,9 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     require_served(recipe.generation, layout.model)
     given, recipe = recipe, with_files(recipe, layout)
     notes = [f"  {length}"] if length and recipe.model not in MODELS else []
-    if needs_chat_template(recipe):
+    if why := why_chat_template(recipe):
         recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
-        notes.append("  They are messages: prompts.chat_template = true")
+        notes.append(f"  prompts.chat_template = true, since {why}")
     prepared = prepare_prompts(recipe, layout)
     if recipe.has_held_out and not prepared.num_held_out:
         given = changed(given, "prompts", num_held_out=0)

@@ -37,6 +37,7 @@ from areal_flow.import_path import import_function
 from areal_flow.models.directory import texts_of
 from areal_flow.pass_rates import verdict_of
 from areal_flow.prompts.rendering import messages_asked
+from areal_flow.prompts.table import num_prompts
 from areal_flow.recovery.inputs import check_verifier
 from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards, recipe_rewards
@@ -301,11 +302,17 @@ async def _judge(
                 *(prompt.text, text, prompt.answer, dict(prompt.metadata), tuple(tokens)),
                 prompt_source=prompt.source,
                 messages=messages_asked(prompt, recipe),
-                trainer_state=TrainerState(version, recipe.num_steps),
+                trainer_state=_trainer_state(context, version),
             )
             for (prompt, tokens, version), text in zip(completions, texts, strict=True)
         ]
     )
+
+
+def _trainer_state(context: WorkerContext, version: int) -> TrainerState:
+    recipe, num = context.recipe, num_prompts(context.layout.train_prompts)
+    groups = version * recipe.controller.batch_size / recipe.controller.group_size
+    return TrainerState(version, recipe.num_steps, epoch=groups / num if num else 0.0)
 
 
 def checked_rewards(context: WorkerContext) -> WeightedRewards:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from areal_flow.code_version import how_to_install
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import EngineFactory, GenerationSettings
 from areal_flow.generation.vllm_support import (
@@ -42,7 +43,7 @@ def choose_engine(settings: GenerationSettings) -> EngineChoice:
     if settings.batch_invariant:
         return EngineChoice("torch", "vLLM cannot keep generation.batch_invariant")
     if not installed_vllm("cuda"):
-        return EngineChoice("torch", "vLLM is not installed: pip install 'areal-flow[vllm]'")
+        return EngineChoice("torch", f"vLLM is not installed: {how_to_install('vllm')}")
     return EngineChoice("vllm", "it is installed, and generation.device = 'cuda'")
 
 

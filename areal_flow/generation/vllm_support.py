@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from areal_flow.code_version import how_to_install
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.machine import is_linux, system_name
@@ -42,7 +43,7 @@ def require_vllm(device: str) -> None:
         return
     advice = {
         "cpu": f"`nox -s tests_vllm` installs {BUILDS['cpu']}=={VERSION} the way that works",
-        "cuda": "pip install 'areal-flow[vllm]'",
+        "cuda": how_to_install("vllm"),
     }
     raise ConfigError(
         f"generation.engine = 'vllm' with generation.device = {device!r} needs the package "

@@ -28,7 +28,12 @@ from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
 from areal_flow.prompts.files import Place, read_prompts, read_rows
 from areal_flow.prompts.mixture import quotas
-from areal_flow.prompts.rendering import Render, renderer, required_chat_template
+from areal_flow.prompts.rendering import (
+    Render,
+    files_of_prompts,
+    renderer,
+    required_chat_template,
+)
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
 from areal_flow.prompts.settings import PromptSettings
 from areal_flow.prompts.table import QUOTAS, PromptTable
@@ -140,10 +145,7 @@ def check_first_rows(recipe: Recipe) -> None:
     Raises:
         PromptError: as `prepare_prompts`.
     """
-    parts = [*recipe.by_source().values()]
-    files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
-    files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
-    _check_files(files, recipe)
+    _check_files(files_of_prompts(recipe), recipe)
 
 
 def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
@@ -152,14 +154,13 @@ def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None
     _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
 
 
-def _check_files(files: Iterable[tuple[Path | None, Recipe]], recipe: Recipe) -> None:
+def _check_files(files: Iterable[tuple[Path, Recipe]], recipe: Recipe) -> None:
     bad_rows: dict[Place, PromptError] = {}
     num_good = 0
     for path, of in files:
-        if path is not None:
-            check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.rewards))
-            rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
-            num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
+        check = partial(_check_row, settings=of.prompts, needs_answer=bool(of.rewards))
+        rows = read_prompts(path, check, on_bad=bad_rows.__setitem__)
+        num_good += sum(1 for _ in islice(rows, BATCH_ROWS))
     _refuse(bad_rows, recipe, num_good=num_good)
 
 

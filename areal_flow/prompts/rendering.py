@@ -78,24 +78,33 @@ def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
     return chat
 
 
-def needs_chat_template(recipe: Recipe) -> bool:
-    """Return whether there are messages, and the recipe does not say if a chat template puts them.
+def why_chat_template(recipe: Recipe) -> str:
+    """Return why a chat template is needed, where the recipe does not say if there is one.
 
-    An agent and a system prompt are messages; so are rows that have a list of them.
-
-    The first good row of each file counts, held-out ones included.
+    An agent and a system prompt are messages; so are rows that have a list of them. The first good
+    row of each file counts, held-out ones included. Empty where nothing is a message.
 
     Raises:
         PromptError: a file is empty, or of an unknown kind.
     """
     if recipe.prompts.chat_template is not None:
-        return False
-    if recipe.prompts.system or isinstance(recipe.workflow, Agent):
-        return True
-    files = [(part.prompts.path, part) for part in recipe.by_source().values()]
+        return ""
+    if isinstance(recipe.workflow, Agent):
+        return "an agent asks in messages"
+    if recipe.prompts.system:
+        return "prompts.system is a message"
+    for path, of in files_of_prompts(recipe):
+        if path.exists() and _has_messages(path, of.prompts.question_field):
+            return f"the rows of {path.name} are messages"
+    return ""
+
+
+def files_of_prompts(recipe: Recipe) -> list[tuple[Path, Recipe]]:
+    """Return the files of a recipe's prompts, held-out ones included, with what says of each."""
+    parts = [*recipe.by_source().values()]
+    files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
     files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
-    fields = [(path, of.prompts.question_field) for path, of in files if path and path.exists()]
-    return any(_has_messages(*each) for each in fields)
+    return [(path, of) for path, of in files if path is not None]
 
 
 def _has_messages(path: Path, field: str) -> bool:

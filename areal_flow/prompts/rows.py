@@ -20,14 +20,17 @@ MAX_DIFFICULTY = 2**31 - 1
 QUESTION_FIELDS = ("prompt", "messages", "question", "problem", "query", "input", "instruction")
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output")
 """What data sets usually call them, the most usual first."""
+RIGHT_ANSWER = "areal_flow.answer"
+"""Has the right answer in stored columns where their `answer` is something else."""
 
 
 def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Row:
     """Return the columns of a prompt table that follow from the row alone.
 
     They are `prompt_id`, empty if the row names none, `answer` as text, `difficulty`, 0 where the
-    row has a word for it, and `metadata`: as JSON all fields of the row and those of its field
-    `metadata`, and as `answer` the right answer with its own type.
+    row has a word for it, and `metadata`: as JSON all fields of the row, beside them those of its
+    field `metadata` that it has not itself, and the right answer with its own type, which
+    `take_right_answer` takes out again.
 
     Raises:
         ValueError: a field is missing, or holds what it must not.
@@ -42,14 +45,22 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
             f"{difficulty!r}"
         )
     nested = row.get("metadata")
-    columns = {name: value for name, value in row.items() if name != "metadata"}
-    columns |= nested if isinstance(nested, Mapping) else {}
+    columns = {"answer": answer, **row}
+    if isinstance(nested, Mapping):
+        columns = {**nested, **columns}
+    if columns["answer"] != answer:
+        columns[RIGHT_ANSWER] = answer
     return {
         "prompt_id": str(row.get("id") or row.get("prompt_id") or ""),
         "answer": answer_text(answer),
         "difficulty": difficulty,
-        "metadata": json.dumps({**columns, "answer": answer}, default=str),
+        "metadata": json.dumps(columns, default=str),
     }
+
+
+def take_right_answer(columns: Row) -> Any:
+    """Take the right answer out of stored columns; an `answer` that is another one stays."""
+    return columns.pop(RIGHT_ANSWER if RIGHT_ANSWER in columns else "answer", None)
 
 
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:

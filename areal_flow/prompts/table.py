@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from areal_flow.errors import PromptError
 from areal_flow.prompts.mixture import BLOCK, Mixture
+from areal_flow.prompts.rows import take_right_answer
 from areal_flow.types import Prompt
 
 QUOTAS = b"areal_flow.quotas"
@@ -30,6 +31,12 @@ def _open(path: Path) -> pa.Table:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (FileNotFoundError, pa.ArrowInvalid) as error:
         raise PromptError(f"expected prepared prompts at {path}: {error}") from None
+
+
+@cache
+def num_prompts(path: Path) -> int:
+    """Return how many prompts a prepared file has; none where there is no file."""
+    return len(_open(path)) if path.exists() else 0
 
 
 class RowColumns(Mapping[str, Any]):
@@ -48,7 +55,7 @@ class RowColumns(Mapping[str, Any]):
     def _columns(self) -> dict[str, Any]:
         path, index = self._place
         columns: dict[str, Any] = json.loads(_open(path)["metadata"][index].as_py())
-        columns.pop("answer", None)
+        take_right_answer(columns)
         return columns
 
     def __getitem__(self, name: str) -> Any:
@@ -100,11 +107,10 @@ class PromptTable:
     def row(self, index: int) -> Prompt:
         """Return one prompt by its place in the file."""
         (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
-        columns = json.loads(row["metadata"])
         return Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            answer=columns.pop("answer", row["answer"]),
+            answer=take_right_answer(json.loads(row["metadata"])),
             difficulty=row["difficulty"],
             tokens=self._table["prompt_tokens"][index].values.to_numpy(),
             metadata=RowColumns(self.path.resolve(), index),

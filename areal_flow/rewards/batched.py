@@ -32,9 +32,16 @@ OF_BATCHES = (
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Return whether a function names `completions`, and no single `completion`."""
-    names = inspect.signature(function).parameters
-    return "completions" in names and "completion" not in names
+    """Return whether a function has TRL's signature.
+
+    It names no single `completion`, but `completions`; or neither that nor a single `prompt`, but
+    `prompts` or `**columns`, which have the completions, too.
+    """
+    parameters = inspect.signature(function).parameters
+    if "completion" in parameters or "completions" in parameters:
+        return "completion" not in parameters
+    takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return "prompt" not in parameters and (takes_columns or "prompts" in parameters)
 
 
 class BatchedFunctionReward(FunctionReward):
@@ -69,7 +76,7 @@ class BatchedFunctionReward(FunctionReward):
             "prompts": [[*given.messages] or given.prompt for given in inputs],
             "completions": [_as_the_prompt(given) for given in inputs],
             "completion_ids": [list(given.completion_ids) for given in inputs],
-            "answer": [given.answer for given in inputs],
+            "answer": [given.metadata.get("answer", given.answer) for given in inputs],
             "trainer_state": max(states, key=lambda state: state.global_step),
             "log_extra": logged.log_extra,
             "log_metric": logged.log_metric,

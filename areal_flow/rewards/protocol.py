@@ -56,12 +56,31 @@ def part_names(rewards: Sequence[RewardSettings]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far training is, by the names that transformers has for it."""
+    """How far training is: what transformers' `TrainerState` has, with its defaults."""
 
     global_step: int = 0
     """The newest policy version that sampled a token of the completion."""
     max_steps: int = 1
     """The recipe's `num_steps`."""
+    epoch: float = 0.0
+    """How often the steps up to then asked each prompt, had they used every group."""
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    log_history: Sequence[Mapping[str, float]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: Mapping[str, Any] | None = None
+    stateful_callbacks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

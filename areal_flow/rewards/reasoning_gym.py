@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from areal_flow.code_version import how_to_install
 from areal_flow.errors import RewardError
 from areal_flow.rewards import math_text
 from areal_flow.rewards.math_text import marked_text
@@ -76,7 +77,7 @@ def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     except ImportError as error:
         raise RewardError(
             "reward 'reasoning_gym' needs the package of this name: "
-            "pip install 'areal-flow[reasoning-gym]'"
+            f"{how_to_install('reasoning-gym')}"
         ) from error
     try:
         scorer = get_score_answer_fn(task)

@@ -22,6 +22,7 @@ from areal_flow.recovery.lease import read_fences
 
 if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
     warnings.filterwarnings("ignore", "lance is not fork-safe", UserWarning)
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, of bars that nobody needs
 
 FORMAT_VERSION = "2.2"
 COMMIT_ORDER = "_rowid"

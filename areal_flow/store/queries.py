@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
@@ -26,11 +26,10 @@ from areal_flow.store.database import (
 from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
+from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, with_row_columns
 from areal_flow.types import as_tokens
 from schemas.content import row_arrays
 
-OF_ROW = "metadata."
-"""What stands before the name of a column of a prompt's row."""
 TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
 
@@ -71,10 +70,10 @@ class Run:
         Raises:
             RunError: there is no step `at`, or with `text` no such column.
         """
-        if of_rows := [name for name in columns or () if name.startswith(OF_ROW)]:
-            stored = {*(columns or ()), "prompt_id"} - {*of_rows}
-            found = self.trajectories("arrow", columns=[*stored], where=where, at=at, text=text)
-            return convert(self._with_row_columns(found, of_rows).select(columns), format)
+        if names_row_columns(columns):
+            read = partial(self.trajectories, "arrow", where=where, at=at, text=text)
+            prompts = self.layout.train_prompts
+            return convert(with_row_columns(read, columns or (), prompts), format)
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
@@ -103,6 +102,10 @@ class Run:
         where: str | None = None,
     ) -> Any:
         """Return held-out answers, one row each; arguments as `trajectories`."""
+        if names_row_columns(columns):
+            read = partial(self.evaluations, "arrow", where=where)
+            prompts = self.layout.held_out_prompts
+            return convert(with_row_columns(read, columns or (), prompts), format)
         return self._read(self.layout.evaluations, format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
@@ -212,28 +215,13 @@ class Run:
     def _read(
         self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
+        refuse_row_columns(where)
         by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
         if format == "duckdb" and not by_lance:
             relation = empty_database().from_arrow(open_dataset(path))
             relation = relation.filter(where) if where else relation
             return relation.select(*columns) if columns else relation
         return convert(read_rows(path, self.layout.writers, columns, where), format)
-
-    def _with_row_columns(self, table: pa.Table, names: Sequence[str]) -> pa.Table:
-        """Return trajectories with columns of their prompts' rows, null where a row lacks one."""
-        with pa.memory_map(str(self.layout.train_prompts)) as file:
-            prompts = pa.ipc.open_file(file).read_all().select(["prompt_id", "metadata"])
-            places = pc.index_in(table["prompt_id"], prompts["prompt_id"].combine_chunks())
-            rows = prompts["metadata"].take(places).to_pylist()
-        found = [json.loads(row or "{}") for row in rows]
-        for name in names:
-            values = [row.get(name.removeprefix(OF_ROW)) for row in found]
-            try:
-                column = pa.array(values)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):  # of several types
-                column = pa.array([None if value is None else str(value) for value in values])
-            table = table.append_column(name, column)
-        return table
 
     def _read_view(
         self,

@@ -38,7 +38,7 @@ def evaluate(
         against: Another model, compared on the same prompts by the same verifier and sampling.
         to: A new .lance, .parquet or .jsonl with every answer and its verdict.
     """
-    from pipelines.api import placed
+    from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
     from pipelines.cli.table_file import check_table_file, write_table_file
     from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_all

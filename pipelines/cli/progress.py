@@ -97,6 +97,7 @@ class NotebookCell(Lines):
         self._console.print(*shown, sep="\n")
         html = self._console.export_html(code_format=CELL_HTML, inline_styles=True, clear=False)
         text = self._console.export_text()
+        self._console.file = StringIO()  # what is recorded is printed, too, and nobody reads that
         self._display.update({"text/html": html, "text/plain": text}, raw=True)
 
 
@@ -261,6 +262,12 @@ def make_progress(
     if stream.isatty() and console.is_terminal:
         return LiveProgress(num_steps, num_generators, screen=Terminal(console))
     return Progress(num_steps, num_generators, screen=Lines(console))
+
+
+def line_progress() -> Progress:
+    """Return what prints lines anywhere, also in a notebook, where a run has one display."""
+    console = Console(force_jupyter=False, highlight=False, markup=False, emoji=False)
+    return Progress(screen=Lines(console))
 
 
 def counted(answer: Callable[..., Awaitable[Any]], progress: Progress, *, total: int) -> Any:

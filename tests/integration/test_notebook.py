@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sqlite3
 import subprocess
@@ -21,6 +22,7 @@ from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.run_directory import observed_state
 from tests.integration.runs import ENVIRONMENT, SMALL, check_accounting
+from tests.policies import write_model_directory
 
 FIRST_STEPS = Path(__file__).parents[2] / "examples" / "first_steps.ipynb"
 SETTINGS: dict[str, Any] = {
@@ -56,6 +58,8 @@ class Cell:
     """What a cell showed."""
 
     printed: str = ""
+    warned: str = ""
+    """What stands on standard error, which a notebook shows in red."""
     displays: list[str] = field(default_factory=list)
     """Their ids, once each, in the order in which they were made."""
     shown: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -97,10 +101,15 @@ class Kernel:
 def take(cell: Cell, kind: str, content: dict[str, Any]) -> str:
     """Add a message to what a cell showed; return its text."""
     if kind == "stream":
-        cell.printed += content["text"]
+        if content["name"] == "stderr":
+            cell.warned += content["text"]
+        else:
+            cell.printed += content["text"]
         return str(content["text"])
     if kind == "error":
         cell.error = content["traceback"]
+    if kind == "execute_result":
+        cell.shown["result"] = content["data"]
     if kind in ("display_data", "update_display_data"):
         identity = content["transient"].get("display_id", "none")
         if kind == "display_data":
@@ -151,7 +160,7 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
 ) -> None:
     notebook, folder = kernel
     cell = notebook.run(TRAIN.format(reward="brevity", name="one"), interrupt_at=["3/200"])
-    assert cell.error == []
+    assert (cell.error, cell.warned) == ([], "")
     assert "SIGINT: finishing this step; once more to stop at once" in cell.printed
     assert "safe. Continue with: areal_flow.train(resume='one')\n" in cell.printed
     state, status, layout = state_of(folder, "one")
@@ -167,6 +176,7 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     text = shown["text/plain"]
     assert text.index("Starting 3 workers") < text.index("reward") < text.index(f"{num_steps}/200")
     assert f"mean of {min(8, num_steps)}" in text
+    assert re.search(rf"━{{3}}.* {num_steps}/200  \d+:\d\d left", text)
     assert max(map(len, text.splitlines())) <= 76, "it fits a cell"
     changed = "print(sorted(dict(around().items() ^ before.items())))"
     assert notebook.run(changed).printed == "[]\n"
@@ -187,12 +197,50 @@ def test_second_interrupt_ends_the_cell_at_once_in_few_lines(kernel: tuple[Kerne
     assert notebook.run("print('alive')").printed == "alive\n"
 
 
+def test_interrupt_of_an_evaluation_ends_it_in_few_lines(kernel: tuple[Kernel, Path]) -> None:
+    notebook, _ = kernel
+    evaluate = "areal_flow.evaluate('one', prompts=rows)"
+    cell = notebook.run(evaluate, interrupt_at=["on 40 held-out prompts"])
+    assert cell.error == ["KeyboardInterrupt: stopped at once by SIGINT"]
+
+
+def test_directory_of_hugging_face_is_trained_and_evaluated_without_a_warning(
+    tmp_path: Path,
+) -> None:
+    write_model_directory(tmp_path / "model")
+    notebook = Kernel(tmp_path)  # of its own: a library warns on its first import only
+    try:
+        few = "model='model', tracking={'enabled': False}, **{**settings, 'num_steps': 1}"
+        notebook.run(PREPARE)
+        cell = notebook.run(f"areal_flow.train(prompts=rows, rewards=brevity, name='r', {few})")
+        assert (cell.error, cell.warned, len(cell.displays)) == ([], "", 1)
+        evaluate = "areal_flow.evaluate('r', temperature=0, num_prompts=4).policy_version"
+        assert notebook.run(evaluate).shown["result"]["text/plain"] == "1"
+    finally:
+        notebook.end()
+
+
 def test_mistake_is_shown_without_our_frames(kernel: tuple[Kernel, Path]) -> None:
     notebook, _ = kernel
     cell = notebook.run("areal_flow.train(prompts='absent.jsonl')")
-    assert len(cell.error) == 1
-    assert "expected a prompt file at" in cell.error[0]
-    assert len(cell.error[0].splitlines()) < 4
+    assert len(cell.error) == 2
+    assert "areal_flow.train(prompts='absent.jsonl')" in cell.error[0]
+    assert "expected a prompt file at" in cell.error[1]
+    assert len(cell.error[1].splitlines()) < 4
+
+
+def test_mistake_in_a_helper_says_which_call_it_was(kernel: tuple[Kernel, Path]) -> None:
+    notebook, _ = kernel
+    cell = notebook.run(
+        "def begin(path):\n    return areal_flow.train(prompts=path)\n"
+        "for path in ('absent.jsonl', 'other.jsonl'):\n    begin(path)"
+    )
+    *frames, message = cell.error
+    assert [frame.splitlines()[1].strip() for frame in frames] == [
+        "begin(path)",
+        "return areal_flow.train(prompts=path)",
+    ]
+    assert "absent.jsonl" in message
 
 
 def test_signal_stops_a_script_after_its_step_and_the_script_goes_on(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,14 @@ import pytest
 import areal_flow
 import pipelines.api
 from areal_flow.config import Recipe
-from areal_flow.errors import ArealFlowError, ConfigError
+from areal_flow.errors import ArealFlowError, ConfigError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.recovery.run_directory import write_identity
-from pipelines.api import placed, rows_of
+from areal_flow.rewards.protocol import RewardSettings
+from pipelines.arguments import placed, rows_of
+from pipelines.built_in import write_jsonl
 from pipelines.jobs import Job
-from pipelines.stop_signals import Outcome, StopSignals, wait_for
+from pipelines.stop_signals import WAKE_EVERY_S, Outcome, StopSignals, wait_for
 
 ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n} for n in range(3)]
 
@@ -166,6 +170,111 @@ def test_setting_that_several_sections_have_is_refused_with_all_of_them(
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"beta": 0.04}, r"beta: sft\.beta .*Did you mean algorithm\.kl_coefficient\?"),
+        ({"shuffle": False}, r"shuffle: .* only fine-tuning .*\*\*\{'sft\.shuffle': False\}"),
+        ({"top_p": 0.9}, r"top_p: .* only evaluations .*\*\*\{'evaluation\.top_p': 0\.9\}"),
+        ({"num_generations": 8}, r"Did you mean controller\.group_size\?"),
+        ({"max_completion_length": 8}, r"Did you mean generation\.max_new_tokens\?"),
+        ({"max_steps": 8}, r"Did you mean num_steps\?"),
+    ],
+)
+def test_setting_that_is_not_of_training_is_refused_with_the_one_that_is(
+    started: list[Any], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        areal_flow.train(prompts=ROWS, **given)
+    assert not started
+
+
+def test_setting_of_another_part_is_set_by_its_whole_name(started: list[Any]) -> None:
+    areal_flow.train(prompts=ROWS, **{"sft.beta": 0.2, "evaluation.top_p": 0.9})
+    ((_, _, recipe),) = started
+    assert (recipe.sft.beta, recipe.evaluation.top_p) == (0.2, 0.9)
+
+
+def brevity(completion: str) -> float:
+    return 1 / (1 + len(completion))
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [*map(len, completions)]
+
+
+def test_rewards_may_be_one_function_a_name_or_tables(started: list[Any]) -> None:
+    half = {"verifier": brevity, "weight": 0.5}
+    given = [
+        (brevity, [("shipped:brevity", 1)]),
+        ("exact", [("exact", 1)]),
+        (RewardSettings(verifier="exact", weight=2), [("exact", 2)]),
+        ([half, "numeric"], [("shipped:brevity", 0.5), ("numeric", 1)]),
+        (half, [("shipped:brevity", 0.5)]),
+        ([brevity, length], [("shipped:brevity", 1), ("shipped:length", 1)]),
+    ]
+    for number, (rewards, _) in enumerate(given):
+        areal_flow.train(prompts=ROWS, rewards=rewards, name=f"n{number}")
+    for (_, _, recipe), (_, expected) in zip(started, given, strict=True):
+        found = [(each.verifier.partition("@")[0], each.weight) for each in recipe.rewards]
+        assert found == expected
+    assert half == {"verifier": brevity, "weight": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([(brevity, 0.5)], r"expected a reward as a function, .* found tuple"),
+        ([5], "expected a reward as a function, .* found int: 5"),
+        (5, "expected a reward as a function, .* found int: 5"),
+        ([{"weight": 0.5}], "expected a reward as a function"),
+        ([{"verifier": brevity, "wieght": 0.5}], r"rewards\.0\.wieght: there is no such setting"),
+    ],
+)
+def test_what_is_no_reward_is_refused_before_there_is_a_run(
+    started: list[Any], rewards: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        areal_flow.train(prompts=ROWS, rewards=rewards)
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"recipe": {"num_steps": 3}}, "expected a recipe as a path or a Recipe, found dict"),
+        ({"source": True}, "expected source as a run or its name, found True"),
+        ({"resume": True}, "expected resume as a run or its name, found True"),
+        ({"reset_optimizer": True}, "reset_optimizer goes with source"),
+        ({"resume": "r", "reset_optimizer": True}, "resume without reset_optimizer"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    started: list[Any], given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        areal_flow.train(**given)
+    assert not started
+
+
+def test_bad_row_in_memory_is_named_by_its_number(tmp_path: Path) -> None:
+    rows = [*ROWS, {"question": "?"}]
+    with pytest.raises(PromptError, match=r"^row 4 of the rows given: field 'answer' is missing"):
+        areal_flow.train(prompts=rows, runs=tmp_path, tracking={"enabled": False})
+    with pytest.raises(PromptError, match=r"p\.jsonl, line 4: field 'answer' is missing"):
+        areal_flow.train(prompts=write_jsonl(tmp_path / "p.jsonl", rows), runs=tmp_path)
+
+
+def test_evaluation_is_by_the_settings_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    found = SimpleNamespace(model=lambda: Path("m"))
+    monkeypatch.setattr(pipelines.api, "find_reference", lambda *_, **__: found)
+    monkeypatch.setattr(pipelines.api, "evaluate_model", lambda _, **others: given.append(others))
+    areal_flow.evaluate("m", temperature=0, max_new_tokens=9)
+    (settings,) = [each["settings"] for each in given]
+    assert settings == {"evaluation": {"temperature": 0}, "generation": {"max_new_tokens": 9}}
+
+
 @pytest.fixture
 def resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -190,7 +299,9 @@ def resumed(
 def test_run_is_resumed_by_name_or_as_it_is_with_more_steps(resumed: list[Any]) -> None:
     run = areal_flow.train(resume="r", num_steps=9)
     again = areal_flow.train(resume=run, accept_verifier=True)
-    (layout, recipe, given), (_, unchanged, accepted) = resumed
+    areal_flow.train(resume=Path("runs/r"))
+    (layout, recipe, given), (_, unchanged, accepted), (by_path, _, _) = resumed
+    assert by_path == layout
     assert layout == run.layout == again.layout
     assert (recipe.num_steps, recipe.seed) == (9, 4)
     assert unchanged.num_steps == 3
@@ -204,6 +315,7 @@ def test_run_is_resumed_by_name_or_as_it_is_with_more_steps(resumed: list[Any]) 
         ({"prompts": ROWS, "name": "n"}, "resume without prompts, name"),
         ({"rewards": [len]}, "resume without rewards"),
         ({"resume": "gone"}, "gone"),
+        ({"resume": "r@1"}, r"expected resume without a step, found 'r@1': .* source='r@1'"),
     ],
 )
 def test_resumed_run_keeps_its_recipe(
@@ -248,6 +360,40 @@ async def test_interrupt_of_work_that_handles_none_ends_it() -> None:
 
     with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         wait_for(work)
+
+
+async def test_interrupt_where_no_step_is_under_way_ends_the_work_at_once() -> None:
+    """As in an evaluation or in fine-tuning."""
+
+    async def work() -> None:
+        with StopSignals():
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        wait_for(work)
+
+
+async def test_interrupt_while_the_loop_is_closed_already_is_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work is done, and its thread not yet: `wait` comes back for the interrupt, once."""
+    closed = threading.Event()
+    run = asyncio.run
+
+    def run_and_linger(work: Any) -> Any:
+        result = run(work)
+        os.kill(os.getpid(), signal.SIGINT)
+        closed.set()
+        time.sleep(2 * WAKE_EVERY_S)
+        return result
+
+    async def work() -> int:
+        return 7
+
+    monkeypatch.setattr(asyncio, "run", run_and_linger)
+    assert wait_for(work) == 7
+    assert closed.is_set()
 
 
 async def test_interrupt_that_comes_after_the_work_is_ignored() -> None:

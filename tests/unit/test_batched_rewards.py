@@ -22,7 +22,7 @@ from areal_flow.rewards.protocol import (
     RewardSettings,
     TrainerState,
 )
-from areal_flow.rewards.registry import WeightedRewards, load_reward
+from areal_flow.rewards.registry import WeightedRewards, function_reward, load_reward
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.store.codec import scored_table
 from areal_flow.types import Score
@@ -178,6 +178,49 @@ def test_functions_are_told_apart_by_what_they_name() -> None:
     assert is_batched(lengths)
     assert not is_batched(alone), "a row may have a column `completions`"
     assert not is_batched(lambda completion, **columns: 1.0)
+    assert not is_batched(lambda prompt, answer, **columns: 1.0)
+
+
+class Overlong:
+    """TRL's `get_soft_overlong_punishment` and `get_repetition_penalty_reward` return such ones."""
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [-float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Overlong(),
+        lambda completion_ids, **kwargs: [-float(len(ids)) for ids in completion_ids],
+        lambda prompts, **kwargs: [-float(len(ids)) for ids in kwargs["completion_ids"]],
+        lambda prompts, completion_ids: [-float(len(ids)) for ids in completion_ids],
+        lambda tag, **kwargs: [-float(len(ids)) for ids in kwargs["completion_ids"]],
+        lambda **kwargs: [-float(len(ids)) for ids in kwargs["completion_ids"]],
+    ],
+)
+def test_functions_of_trl_need_not_name_completions(function: Callable[..., Any]) -> None:
+    scores = asyncio.run(function_reward(function, timeout_s=5).score(INPUTS))
+    assert [score.reward for score in scores] == [-2.0, -1.0], scores[0].error
+
+
+def test_columns_called_metadata_and_answer_are_the_rows_own() -> None:
+    def reward(completions: Any, metadata: Any, answer: Any, **kwargs: Any) -> list[float]:
+        return [float(metadata == ["hard"] and answer == ["because 1 + 1"])]
+
+    row = {"metadata": "hard", "answer": "because 1 + 1", "final_answer": "2"}
+    (score,) = asyncio.run(
+        BatchedFunctionReward(reward).score([RewardInput("1 + 1 =", "2", "2", row)])
+    )
+    assert score.reward == 1.0, score.error
+
+
+def test_trainer_state_has_what_that_of_transformers_has() -> None:
+    from transformers import TrainerState as Theirs
+
+    ours, theirs = TrainerState(3, 20), Theirs(global_step=3, max_steps=20)
+    for name in vars(theirs):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def only_short(completions: list[str], **columns: Any) -> list[float | None]:

@@ -18,7 +18,7 @@ from areal_flow.errors import ConfigError, ModelError, PromptError
 from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.rendering import needs_chat_template
+from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.run_directory import create_run
 from areal_flow.store.lineage import Lineage
@@ -26,6 +26,7 @@ from areal_flow.types import Prompt
 from pipelines.arithmetic.tiny_policy import write_tiny_model
 from pipelines.built_in import MODELS
 from pipelines.cli.prompt_report import describe_prompts
+from pipelines.evaluate import evaluate_model
 from pipelines.train import prepare_run
 from tests.chat_templates import (
     CHATML,
@@ -35,6 +36,7 @@ from tests.chat_templates import (
     LLAMA_3,
     give_chat_template,
 )
+from tests.policies import write_model_directory
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "1 + 1 ="}
@@ -146,7 +148,21 @@ def test_rows_of_messages_are_recognised_where_the_recipe_leaves_it_open(
     for name, found in (("rows", rows), ("set", held_out)):
         lines = (json.dumps(row) if isinstance(row, dict) else row for row in found)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    assert needs_chat_template(build_recipe(table, source="test")) == recognised
+    assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+    if held_out:
+        table["prompts"]["held_out_path"] = table.pop("evaluation")["held_out"][0]["path"]
+        assert bool(why_chat_template(build_recipe(table, source="test"))) == recognised
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompts": {"system": "Be brief."}}, "prompts.system is a message"),
+        ({"workflow": {"name": "agent", "path": "m:f"}}, "an agent asks in messages"),
+    ],
+)
+def test_what_needs_the_chat_template_is_said(given: Any, said: str) -> None:
+    assert why_chat_template(build_recipe(given, source="test")) == said
 
 
 def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
@@ -170,7 +186,7 @@ def test_a_run_of_messages_has_the_chat_template_on_and_says_so(
     said = prepare_run(layout, found).splitlines()
     assert said[:2] == [
         "1 prompts to train on, 0 held out",
-        "  They are messages: prompts.chat_template = true",
+        "  prompts.chat_template = true, since the rows of rows.jsonl are messages",
     ]
     assert load_recipe(layout.config).prompts.chat_template is True
     assert "<|im_start|>" in PromptTable(layout.train_prompts, seed=0).row(0).text
@@ -319,3 +335,16 @@ def test_what_follows_an_answer_ends_the_whole_conversation(
     for ended_by in ("<|im_end|>", ""):
         following = chat.following(messages, 4, ended_by=ended_by)
         assert begun + ended_by + following == whole
+
+
+def test_an_evaluation_of_messages_says_that_the_chat_template_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model_directory(tmp_path / "model")
+    give_chat_template(model, CHATML)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n")
+    monkeypatch.setattr("pipelines.evaluate.wait_for", lambda work: [])
+    monkeypatch.setattr("pipelines.evaluate.tabulate", lambda *_, **__: None)
+    evaluate_model(model, data=[str(tmp_path / "rows.jsonl")])
+    said = "prompts.chat_template = true, since the rows of rows.jsonl are messages"
+    assert said in capsys.readouterr().err

@@ -222,13 +222,15 @@ def test_verifier_gets_every_column_of_a_chats_row_as_it_was(
 
     (detail,) = asyncio.run(graph())["reward_detail"].to_pylist()
     assert json.loads(json.loads(detail)["extracted"]) == row
-    assert json.loads(detail)["extra"] == {"asked": messages, "step": [3, recipe.num_steps]}
+    epoch = 3 * recipe.controller.batch_size / recipe.controller.group_size  # of one prompt
+    assert json.loads(detail)["extra"] == {"asked": messages, "step": [3, recipe.num_steps, epoch]}
 
 
 def logs_prompts(prompts: Any, completions: Any, trainer_state: Any, log_extra: Any) -> Any:
     assert [[said["role"] for said in completion] for completion in completions] == [["assistant"]]
     log_extra("asked", prompts)
-    log_extra("step", [[trainer_state.global_step, trainer_state.max_steps]])
+    state = trainer_state
+    log_extra("step", [[state.global_step, state.max_steps, state.epoch]])
     return [0.0]
 
 

@@ -197,6 +197,15 @@ def test_python_forks_by_name_and_step_or_by_run(
         areal_flow.train("r.toml", source="parent", runs=runs)
 
 
+def test_replay_before_a_fork_opens_no_display_of_its_own(
+    parent: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("pipelines.cli.progress.NotebookCell", lambda: pytest.fail("a display"))
+    forked(parent, 1)
+    assert "run parent: replaying step 1/1" in capsys.readouterr().out
+
+
 def test_run_without_a_policy_is_refused(parent: RunLayout, tmp_path: Path) -> None:
     unprepared = RunLayout(tmp_path / "young")
     create_run(unprepared, load_recipe(parent.config))

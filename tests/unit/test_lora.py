@@ -165,5 +165,5 @@ def test_mistakes_are_found_before_anything_starts(
         models.export_adapter(model, tmp_path / "adapter")
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     recipe = build_recipe({"trainer": {"lora": {"rank": 2}}}, source="")
-    with pytest.raises(ConfigError, match=r"pip install 'areal-flow\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[lora\]'"):
         preflight.check_devices(recipe)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rich.text import Text
 from areal_flow.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.cli import progress as shown
-from pipelines.cli.progress import Lines, LiveProgress, Progress, Terminal, counted
+from pipelines.cli.progress import Lines, LiveProgress, NotebookCell, Progress, Terminal, counted
 from pipelines.cli.run_log import log, log_kept, logged_warnings, say
 from pipelines.cli.tables import Table
 
@@ -79,6 +80,21 @@ def test_a_step_is_shown_with_its_own_values_and_means_are_labelled() -> None:
     shown = [line.split()[:4] for line in screen(terminal.getvalue()).splitlines()]
     assert ["2", "1.000", "1.000", "8.0"] in shown
     assert ["mean", "of", "2", "0.500"] in shown
+
+
+def test_a_cell_shows_bar_and_time_left_and_keeps_no_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pictures: list[dict[str, str]] = []
+    display = SimpleNamespace(update=lambda data, raw: pictures.append(data))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: display)
+    cell = NotebookCell()
+    live = LiveProgress(4, 1, screen=cell)
+    live.phase("Training")
+    live.step(ROW)
+    assert re.search(r"━{10,}.* 3/4  0:02 left", pictures[-1]["text/plain"])
+    assert "━━━" in pictures[-1]["text/html"]
+    assert cell._console.file.getvalue() == "", "a picture a step would fill memory"
 
 
 def test_a_pipe_gets_a_line_a_step_and_few_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,28 @@ def test_every_column_of_a_row_but_its_answer_is_its_metadata(
     path = write_rows(tmp_path / "p.jsonl", rows)
     first, second = prepared(recipe(path, num_held_out=0), layout)
     assert first.metadata == {"question": good(0)["question"], **row}
-    assert second.metadata == {"question": good(1)["question"], "level": 3}
+    nested = {"metadata": {"level": 3}, "level": 3}
+    assert second.metadata == {"question": good(1)["question"], **nested}
+
+
+def test_column_called_metadata_replaces_no_other(tmp_path: Path, layout: RunLayout) -> None:
+    clash = {"question": "other", "answer": "5", "level": 3}
+    rows = [
+        {**good(0), "metadata": "from a book"},
+        {**good(1), "level": 1, "metadata": clash},
+        {"question": "2 + 1 =", "final": 3, "metadata": clash},
+    ]
+    found = []
+    for row, field in zip(rows, ("answer", "answer", "final"), strict=True):
+        path = write_rows(tmp_path / "p.jsonl", [row])
+        prepare_prompts(recipe(path, num_held_out=0, answer_field=field), layout)
+        prompt = PromptTable(layout.train_prompts, seed=0).row(0)
+        found.append((dict(prompt.metadata), prompt.answer))
+    assert found == [
+        ({"question": "0 + 1 =", "metadata": "from a book"}, "#### 1"),
+        ({"question": "1 + 1 =", "level": 1, "metadata": clash}, "#### 2"),
+        ({"question": "2 + 1 =", "final": 3, "level": 3, "metadata": clash}, 3),
+    ]
 
 
 def test_tests_of_a_row_do_not_travel_with_its_prompt(tmp_path: Path, layout: RunLayout) -> None:
@@ -200,7 +221,7 @@ def test_answer_keeps_its_type_and_is_stored_as_text(
     (prompt,) = prepared(chosen, layout)
     assert prompt.answer == answer
     assert type(prompt.answer) is type(answer)
-    assert prompt.metadata == {"question": "q", "solution": answer}
+    assert prompt.metadata == {"question": "q", "solution": answer, "answer": "another"}
     (stored,) = pa.ipc.open_file(layout.train_prompts).read_all()["answer"].to_pylist()
     assert stored == (answer if isinstance(answer, str) else json.dumps(answer))
 

@@ -22,7 +22,7 @@ def test_public_names() -> None:
     assert areal_flow.__all__ == ["Run", "evaluate", "open_run", "report", "sft", "train"]
     for name in areal_flow.__all__:
         assert getattr(areal_flow, name).__doc__
-    assert set(areal_flow.__all__) <= set(dir(areal_flow))
+    assert {n for n in dir(areal_flow) if not n.startswith("_")} == set(areal_flow.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = areal_flow.nothing
 

@@ -6,9 +6,11 @@ import atexit
 import json
 import random
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lance
@@ -21,6 +23,7 @@ from rich.console import Console
 
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.pass_rates import PASS_RATE
+from areal_flow.store import row_columns
 from areal_flow.store.browsing import (
     ShownToken,
     ShownTrajectory,
@@ -136,8 +139,38 @@ def test_columns_of_a_row_are_read_beside_its_trajectories(tmp_path: Path) -> No
         assert row["metadata.kind"] == ("sum" if of_known else None)
         assert row["metadata.level"] == (2 if of_known else None)
         assert row["metadata.missing"] is None
+    with pytest.raises(
+        RunError, match=r"where: metadata\.kind is no stored column; expected it in"
+    ):
+        run.trajectories(where="reward = 1 AND metadata.kind = 'sum'")
     where = run.trajectories("polars", columns=["metadata.kind"], where="reward = 1")
     assert len(where) == len(run.trajectories(where="reward = 1"))
+
+
+def test_rows_are_parsed_once_each_and_any_integer_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(make_finished_run(tmp_path / "r", num_steps=2, evaluated=True).root)
+    logs = run.trajectories("arrow"), run.evaluations("arrow")
+    run.layout.train_prompts.parent.mkdir(exist_ok=True)
+    for log, file in zip(
+        logs, (run.layout.train_prompts, run.layout.held_out_prompts), strict=True
+    ):
+        known = pa.array(sorted({*log["prompt_id"].to_pylist()}))
+        rows = pa.array([json.dumps({"big": 2**63, "kind": file.stem})] * len(known))
+        prompts = pa.table({"prompt_id": known, "metadata": rows})
+        with pa.ipc.new_file(str(file), prompts.schema) as writer:
+            writer.write_table(prompts)
+    parsed: list[str] = []
+    monkeypatch.setattr(
+        row_columns, "json", SimpleNamespace(loads=lambda t: parsed.append(t) or json.loads(t))
+    )
+    found = run.trajectories("arrow", columns=["metadata.big"])
+    assert {*found["metadata.big"].to_pylist()} == {str(2**63)}
+    assert len(parsed) < len(found)
+    assert {*run.evaluations("arrow", columns=["metadata.kind"])["metadata.kind"].to_pylist()} == {
+        "held_out"
+    }
 
 
 def test_connections_leave_nothing_behind_for_the_end_of_the_program(tmp_path: Path) -> None:
@@ -346,6 +379,17 @@ def shown(*tokens: ShownToken, **detail: str) -> ShownTrajectory:
 def printed_page(*tokens: ShownToken, **detail: str) -> str:
     report = report_trajectory(shown(*tokens, **detail), by_token=True)
     return "\n".join(printed(*report.parts, width=100, terminal=False))
+
+
+def test_page_has_what_a_function_logged_of_the_completion() -> None:
+    one = shown()
+    detail = {"verdict": "right", "extra": {"parsed": ["2"], "gold": "\x1b[2J"}}
+    page = report_trajectory(
+        replace(one, row={**one.row, "reward_detail": json.dumps(detail)}), by_token=False
+    )
+    text = "\n".join(printed(*page.parts, width=100, terminal=False))
+    assert "parsed: ['2']" in text
+    assert "gold: ␛[2J" in text
 
 
 def test_page_marks_versions_and_masked_tokens_without_colours() -> None:

@@ -1,0 +1,65 @@
+"""Columns of the prompts' rows, as `metadata.NAME`, beside trajectories and evaluations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_flow.errors import RunError
+
+OF_ROW = "metadata."
+"""What stands before the name of a column of a prompt's row."""
+_IN_SQL = re.compile(rf"\b{re.escape(OF_ROW)}\w+")
+
+
+def refuse_row_columns(where: str | None) -> None:
+    """Refuse a condition over columns that are not stored beside the others.
+
+    Raises:
+        RunError: naming the first.
+    """
+    if found := _IN_SQL.search(where or ""):
+        raise RunError(
+            f"where: {found[0]} is no stored column; expected it in `columns`, to filter the table "
+            "by it then"
+        )
+
+
+def names_row_columns(columns: Sequence[str] | None) -> bool:
+    """Return whether a column of the prompts' rows is among some to read."""
+    return any(name.startswith(OF_ROW) for name in columns or ())
+
+
+def with_row_columns(
+    read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path
+) -> pa.Table:
+    """Return what is read with columns of the prompts' rows, null where a row lacks one.
+
+    Args:
+        read: takes the stored columns to read.
+        prompts: the table of the prompts, each of whose rows is parsed once.
+    """
+    of_rows = [name for name in columns if name.startswith(OF_ROW)]
+    table = read(columns=[*({*columns, "prompt_id"} - {*of_rows})])
+    with pa.memory_map(str(prompts)) as file:
+        known = pa.ipc.open_file(file).read_all()
+        places = pc.index_in(table["prompt_id"], known["prompt_id"].combine_chunks()).to_pylist()
+        rows = {at: json.loads(known["metadata"][at].as_py()) for at in {*places} - {None}}
+    for name in of_rows:
+        values = {at: row.get(name.removeprefix(OF_ROW)) for at, row in rows.items()}
+        table = table.append_column(name, _column([values.get(at) for at in places]))
+    return table.select(columns)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Return values of JSON as a column: as text if they are of several types, or too large."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.array([None if value is None else str(value) for value in values])

@@ -1,0 +1,156 @@
+"""What callers of the Python API give, as a recipe has it: settings, rewards, rows of any table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.config_errors import did_you_mean, setting_names
+from areal_flow.errors import ConfigError, PromptError
+from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
+from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.rewards.shipping import SHIPPED
+from areal_flow.settings import nest
+from pipelines.built_in import write_jsonl
+
+_PLACE_IN_FILE = re.compile(r"/\S.*?\.jsonl, line (\d+)")
+Rows = Any
+"""A path of JSONL or Parquet, dicts, or a pandas, polars, Arrow or Hugging Face table of rows."""
+Reward = Callable[..., Any] | str | Mapping[str, Any] | RewardSettings
+Rewards = Reward | Sequence[Reward]
+NOT_OF_TRAINING = {
+    "sft.": "fine-tuning and preferences",
+    **{f"evaluation.{name}": "evaluations" for name in WHOLE_DISTRIBUTION},
+}
+"""Settings that another tool has for training, and who reads them here."""
+
+
+def placed(
+    settings: Mapping[str, Any],
+    *,
+    section: str = "",
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return a nested table of settings; a name that one section alone has needs no section.
+
+    Sections within a section, and `sft` beside others, do not count.
+
+    Args:
+        section: the one that is meant where it has a setting of that name.
+        refused: what is not meant where it alone has one, `sft.` or `evaluation.top_p`; and who
+            reads that.
+
+    Raises:
+        ConfigError: several sections have a setting of that name, or one that is not meant.
+    """
+    names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
+    table = {}
+    for key, value in settings.items():
+        homes = [name for name in names if name.endswith(f".{key}")]
+        homes = [name for name in homes if not name.startswith("sft.")] or homes
+        homes = [name for name in homes if name.count(".") == min(n.count(".") for n in homes)]
+        if (own := f"{section}.{key}") in names:
+            homes = [own]
+        elif key in names or not homes:
+            homes = [key]  # or there is no such setting, which validation says
+        if len(homes) > 1:
+            raise ConfigError(
+                f"{key}: several sections have such a setting; expected one of "
+                f"{', '.join(homes)}, as in **{{{homes[0]!r}: {value!r}}}"
+            )
+        for unmeant, reader in refused.items():
+            if homes[0].startswith(unmeant) and key != homes[0]:
+                others = [name for name in names if name != homes[0]]
+                raise ConfigError(
+                    f"{key}: {homes[0]} has this name, which only {reader} read: to set that, "
+                    f"**{{{homes[0]!r}: {value!r}}}{did_you_mean(key, others)}"
+                )
+        table[homes[0]] = str(value.expanduser().absolute()) if isinstance(value, Path) else value
+    return nest(table)
+
+
+def reward_tables(rewards: Rewards) -> list[dict[str, Any]]:
+    """Return a `[[rewards]]` table of each reward; its `verifier` may be a function.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    is_one = callable(rewards) or isinstance(rewards, str | Mapping | RewardSettings)
+    listed = [rewards] if is_one or not isinstance(rewards, Iterable) else rewards
+    tables = []
+    for each in listed:
+        if isinstance(each, RewardSettings):
+            each = each.model_dump(exclude_unset=True)
+        table = dict(each) if isinstance(each, Mapping) else {"verifier": each}
+        verifier = table.get("verifier")
+        if not callable(verifier) and not isinstance(verifier, str):
+            raise ConfigError(
+                "expected a reward as a function, the name of a verifier, or a table with one, as "
+                f'{{"verifier": f, "weight": 0.5}}, found {type(each).__name__}: {each!r:.80}'
+            )
+        tables.append(table)
+    return tables
+
+
+def name_of(reward: Mapping[str, Any]) -> str:
+    """Return what stands for the verifier of a reward until a function is shipped."""
+    verifier = reward["verifier"]
+    return verifier if isinstance(verifier, str) else f"{SHIPPED}{verifier!r}"
+
+
+@contextmanager
+def bad_rows_numbered(rows: Rows | None) -> Iterator[None]:
+    """Name bad rows that were given in memory by their number: their file is ours, and gone."""
+    try:
+        yield
+    except PromptError as error:
+        if rows is None or isinstance(rows, Path | str):
+            raise
+        raise PromptError(_PLACE_IN_FILE.sub(r"row \1 of the rows given", str(error))) from None
+
+
+def file_of(rows: Rows, path: Path) -> Path:
+    """Return the file that rows are in already, or the one at `path` that they are written to."""
+    return Path(rows) if isinstance(rows, Path | str) else write_jsonl(path, rows_of(rows))
+
+
+def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table of any kind as dicts of plain values.
+
+    Raises:
+        ConfigError: it is no table.
+    """
+    if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
+        table = table.astype(object).where(table.notna(), None)
+    for method, arguments in _AS_DICTS.items():
+        if hasattr(table, method):
+            table = getattr(table, method)(*arguments)
+            break
+    if isinstance(table, str | Mapping) or not isinstance(table, Iterable):
+        raise ConfigError(
+            "expected rows as a path, a list of dicts, or a pandas, polars, Arrow or Hugging Face "
+            f"table, found {type(table).__name__}"
+        )
+    for row in table:
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"expected a row as a dict, found {type(row).__name__}: {row!r:.80}")
+        yield json.loads(json.dumps(dict(row), default=_plain))
+
+
+_AS_DICTS: dict[str, tuple[str, ...]] = {
+    "to_dicts": (),  # polars
+    "to_pylist": (),  # Arrow
+    "to_list": (),  # Hugging Face
+    "to_dict": ("records",),  # pandas
+}
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy value as Python's; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,50 @@
+"""What is printed and written of how to install: nothing that takes a stranger's package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from areal_flow.code_version import how_to_install
+
+ROOT = Path(__file__).parents[2]
+OURS = ("README.md", "docs", "examples", "areal_flow", "pipelines")
+OF_OUR_NAME = re.compile(r"pip\s+install\s+[\"']?areal-flow(?!\S* @ )")
+
+
+def test_no_text_installs_our_name_from_an_index() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", *OURS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.split():
+        try:
+            text = (ROOT / name).read_text()
+        except UnicodeDecodeError:
+            continue
+        said = text.replace("The package is on no index: `pip install areal-flow` finds", "")
+        assert not OF_OUR_NAME.search(said), name
+
+
+@pytest.mark.parametrize("extra", ["lora", "reasoning-gym", "datasets", "verifiers", "vllm"])
+def test_every_extra_is_in_the_readme_and_its_message_installs_it(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+    assert how_to_install(extra).startswith(f"pip install '.[{extra}]' in a clone")
+    assert f"areal-flow[{extra}] @ git+URL" in how_to_install(extra)
+    install = (ROOT / "README.md").read_text().partition("As a library")[2].partition("What it")[0]
+    assert extra in install
+
+
+def test_constraints_are_named_only_with_extras_that_they_allow() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (constrained,) = [line for line in readme.splitlines() if "'.[lora]' -c" in line]
+    pinned = (ROOT / "constraints.txt").read_text()
+    assert re.search("^openai==3", pinned, re.MULTILINE), "verifiers 0.4 wants openai<3"
+    assert "verifiers" not in constrained
+    torch = re.search(r"pip install (torch==[0-9.]+)", readme)
+    assert torch is not None
+    assert torch[1] in pinned.splitlines()

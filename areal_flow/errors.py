@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import traceback
 
-from areal_flow.failures import users_calls
+from areal_flow.frames import users_calls
 
 
 class ArealFlowError(Exception):

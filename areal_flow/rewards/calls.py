@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any
 
 from areal_flow.errors import RewardError
-from areal_flow.failures import FailureCounts, place, users_frames
+from areal_flow.failures import FailureCounts
+from areal_flow.frames import place, users_frames
 
 
 class VerifierHangs(RewardError):

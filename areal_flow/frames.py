@@ -1,0 +1,42 @@
+"""Which frames of a traceback are the user's: those of neither this project, Python nor a package."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+
+OWN_FILES = Path(__file__).parent
+"""A traceback begins beyond these, in the file of the user."""
+OWN_PACKAGES = tuple(OWN_FILES.with_name(name) for name in ("areal_flow", "pipelines", "schemas"))
+LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+"""Where Python's modules are, and installed packages."""
+
+
+def users_frames(frames: StackSummary) -> list[FrameSummary]:
+    """Return the frames from the first one in the user's code on, the innermost last.
+
+    Where a library that is installed is what failed, they are those beyond our own; where our own
+    code failed, they are all.
+    """
+    outer = [Path(frame.filename).is_relative_to(OWN_FILES) for frame in frames]
+    beyond = max((place for place, is_own in enumerate(outer) if is_own), default=-1) + 1
+    first = next((place for place, frame in enumerate(frames) if is_users(frame)), beyond)
+    return list(frames[first:] or frames)
+
+
+def users_calls(frames: StackSummary) -> list[FrameSummary]:
+    """Return the frames of the user's own files, down to the call that led to our code."""
+    return [frame for frame in frames if is_users(frame)]
+
+
+def is_users(frame: FrameSummary) -> bool:
+    file = Path(frame.filename)
+    return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))
+
+
+def place(frames: Sequence[FrameSummary]) -> str:
+    """Return in words where frames stand: the innermost one of the user's own."""
+    frame = ([*filter(is_users, frames)] or frames)[-1]
+    return f"{frame.name}, {Path(frame.filename).name}, line {frame.lineno}"

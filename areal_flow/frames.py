@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's: those of neither this project, Python nor a package."""
+"""Which frames of a traceback are the user's: not those of this project, Python or a package."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def users_calls(frames: StackSummary) -> list[FrameSummary]:
 
 
 def is_users(frame: FrameSummary) -> bool:
+    """Return whether a frame is of a file of the user's."""
     file = Path(frame.filename)
     return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))
 

@@ -144,7 +144,7 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
             assert new_ledger.head == 0
             new_group = written_group(layout.trajectories, 2, rewards=(0.5, 0.25), writer_epoch=2)
             head = new_log.commit([new_group])
-            position = {"trajectory_watermark": head.trajectory_watermark}
+            position = {"trajectory_watermark": head}
             new_ledger.append({**row(1, 2, "new"), **position})
             ledger.append(row(2, 1, "stale"))
     run = areal_flow.open_run(layout.root)

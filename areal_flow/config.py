@@ -22,9 +22,9 @@ from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.config_errors import explain
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.errors import ConfigError
+from areal_flow.evaluation.held_out import HeldOutSettings, check_names
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION, GenerationSettings
-from areal_flow.held_out import HeldOutSettings, check_names
-from areal_flow.pass_rates import PASS_THRESHOLD
 from areal_flow.prompts.settings import PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, flatten, merge, require

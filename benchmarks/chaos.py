@@ -42,9 +42,9 @@ from areal_flow.audit.run import check_run
 from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.cluster.worker_process import connection_security
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 
 Victim = Literal["driver", "scheduler", "generator", "trainer", "reward"]
 Moment = Literal["any", "commit", "append", "checkpoint", "start"]

@@ -9,7 +9,7 @@ import torch
 
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.models.policy import empty_policy
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
 def write_endless_policy(directory: Path, *, max_model_len: int, **architecture: int) -> None:

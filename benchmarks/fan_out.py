@@ -45,12 +45,12 @@ from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.inputs import read_inputs
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import create_run, hold_run
+from areal_flow.run.directory import create_run, hold_run
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
@@ -58,8 +58,8 @@ from areal_flow.tracking.registry import start_tracking
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.directory import DirectoryWriter
 from benchmarks.crowd import MAX_PROCESSES, NUM_TOKENS, Crowd, register
-from pipelines.cli.progress import Progress
-from pipelines.train import prepare_run
+from pipelines.console.progress import Progress
+from pipelines.jobs.train import prepare_run
 
 BATCH = {"batch_size": 8192, "group_size": 16, "max_staleness": 2}
 WARM_UP_S = 20.0

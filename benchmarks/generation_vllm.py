@@ -11,9 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from areal_flow.generation import vllm_engine
-from areal_flow.generation.vllm_core import InProcessCore, engine_config
-from areal_flow.generation.vllm_weights import ServedTensors
+from areal_flow.generation.vllm import engine as vllm_engine
+from areal_flow.generation.vllm.core import InProcessCore, engine_config
+from areal_flow.generation.vllm.weights import ServedTensors
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.types import Sampling
 from benchmarks.tailed_load import (

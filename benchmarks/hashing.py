@@ -28,10 +28,10 @@ from torch import Tensor
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.huggingface import AutoConfig
 from areal_flow.models.policy import assign_tensors, policy_from_config
+from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter

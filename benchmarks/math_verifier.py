@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from areal_flow.rewards.math_pool import MathPool
-from areal_flow.rewards.math_reward import judge
+from areal_flow.rewards.math.processes import MathPool
+from areal_flow.rewards.math.reward import judge
 from tests.math_corpus import ALGEBRA, EXPLOSIVE
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "gsm8k" / "model_answers.jsonl"

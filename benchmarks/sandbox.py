@@ -23,11 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from areal_flow.rewards.sandbox.grading import grade
-from areal_flow.rewards.sandbox.limits import Limits, SandboxError
-from areal_flow.rewards.sandbox.pool import SandboxPool
-from areal_flow.rewards.sandbox.self_test import choose_tier
-from areal_flow.rewards.sandbox.zygote_client import available_tiers
+from areal_flow.rewards.code.sandbox.grading import grade
+from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.self_test import choose_tier
+from areal_flow.rewards.code.sandbox.zygote_client import available_tiers
 from tests.sandbox.corpus import CORPUS, HONEST, Case
 from tests.sandbox.judging import Surroundings, living_below, runs_here, surroundings, task_of
 

@@ -31,7 +31,7 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
 from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import StepSettings, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,

@@ -40,7 +40,7 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import group_seeds
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.store.codec import receipts, rollout_table, scored_table
 from areal_flow.store.trajectories import (
     TrainingRows,

@@ -40,7 +40,7 @@ from areal_flow.config import load_recipe
 from areal_flow.models.policy import empty_policy
 from benchmarks.schedule import make_model as make_warm_model
 from benchmarks.schedule_comparison import train
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 ROOT = Path(__file__).parents[1]
 LONG = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 5}

@@ -50,7 +50,7 @@ from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import free_segments
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 MEDIA: tuple[Medium, ...] = ("directory", "shared_memory", "broadcast")
 MODELS = ("default", "11M", "100M")

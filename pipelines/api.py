@@ -9,8 +9,8 @@ from typing import Any
 
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.layout import RunLayout, run_layout
 from areal_flow.rewards.shipping import ship_function
+from areal_flow.run.layout import RunLayout, run_layout
 from areal_flow.settings import merge, nest
 from areal_flow.store.queries import Run, open_run
 from pipelines.arguments import (
@@ -23,9 +23,9 @@ from pipelines.arguments import (
     placed,
     reward_tables,
 )
-from pipelines.evaluate import EvaluationResult, evaluate_model
-from pipelines.forking import Fork, fork_of
-from pipelines.jobs import (
+from pipelines.jobs.evaluate import EvaluationResult, evaluate_model
+from pipelines.jobs.forking import Fork, fork_of
+from pipelines.jobs.job import (
     DEFAULT_RECIPE,
     SFT,
     TRAINING,
@@ -35,7 +35,7 @@ from pipelines.jobs import (
     recipe_to_resume,
     start,
 )
-from pipelines.jobs import resume as resume_run
+from pipelines.jobs.job import resume as resume_run
 from pipelines.references import Reference, find_reference, newest_checkpoint
 
 

@@ -17,7 +17,7 @@ from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.rewards.shipping import SHIPPED
 from areal_flow.settings import nest
-from pipelines.built_in import write_jsonl
+from pipelines.jobs.built_in import write_jsonl
 
 _PLACE_IN_FILE = re.compile(r"/\S.*?\.jsonl, line (\d+)")
 Rows = Any

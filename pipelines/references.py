@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_flow.errors import ConfigError, ModelError, RunError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path, list_checkpoints
-from areal_flow.recovery.run_directory import find_run
+from areal_flow.run.directory import find_run
+from areal_flow.run.layout import RunLayout
 
 if TYPE_CHECKING:
     from areal_flow.tracking.mlflow import RegisteredVersion

@@ -9,8 +9,8 @@ import shutil
 
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import hold_lease, is_held, newest_lease
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease, is_held, newest_lease
 from areal_flow.tracking.registry import untrack
 from areal_flow.weights.shared_memory import free_segments
 

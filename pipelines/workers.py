@@ -17,11 +17,11 @@ from areal_flow.cluster.control import WorkerStatus, list_workers
 from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import find_run, observed_state
-from pipelines.cli.tables import Report, Table
+from areal_flow.run.directory import find_run, observed_state
+from areal_flow.run.durable import replace_file
+from areal_flow.run.layout import RunLayout
+from pipelines.console.tables import Report, Table
 
 if TYPE_CHECKING:
     from areal_flow.cluster.launch import RunningCluster

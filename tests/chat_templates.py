@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipelines.arithmetic.tiny_policy import END
+from pipelines.tiny_jobs.tiny_policy import END
 
 _TURNS = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ CONTENT }}<|im_end|>\n"

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.controller.records import group_seeds
-from areal_flow.testing import BigramEngine
 from areal_flow.types import (
     Completion,
     Episode,
@@ -20,6 +19,7 @@ from areal_flow.types import (
     as_tokens,
 )
 from areal_flow.workflows.context import Message
+from tests.fakes import BigramEngine
 
 STOP = 0
 LOGITS = [[math.sin(3 * a + b * b) for b in range(8)] for a in range(8)]

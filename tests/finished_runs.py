@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.held_out import HELD_OUT
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import State, create_run, hold_run, leave_run
+from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.directory import State, create_run, hold_run, leave_run
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store.committed import append_evaluation
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.types import trajectory_id
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import written_group
 from tests.tracked_runs import step_row
 

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from areal_flow.models.attention import ATTENTION_NAME
 from areal_flow.models.linear import swap_linear_layers
 from areal_flow.trainer.sft import CompletionRows
-from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
 
 
 def small_policy(*, seed: int = 0, vocab_size: int = 13, tied: bool = False) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 from areal_flow.config import build_recipe
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, batch_digest, genesis_row, step_row
-from areal_flow.layout import RunLayout
 from areal_flow.models.policy import load_policy
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import create_run
+from areal_flow.run.directory import create_run
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from areal_flow.trainer.rank import TrainerRank

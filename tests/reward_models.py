@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from pipelines.arithmetic.tiny_policy import write_tiny_model
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
 def write_reward_model(directory: Path, *, max_model_len: int = 256, num_labels: int = 1) -> Path:

@@ -24,7 +24,7 @@ from areal_flow.types import (
 )
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
-from pipelines.arithmetic.sums import ANSWER_MARK
+from pipelines.tiny_jobs.sums import ANSWER_MARK
 
 
 def group_table(

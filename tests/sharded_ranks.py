@@ -23,7 +23,7 @@ from areal_flow.algorithms.protocol import Algorithm, LossInputs, PolicyLoss
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,

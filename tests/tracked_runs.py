@@ -9,11 +9,11 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.controller.records import Provenance, genesis_row
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
-from areal_flow.recovery.inputs import Verifier, record_inputs
-from areal_flow.recovery.lease import Writer, hold_lease
-from areal_flow.recovery.run_directory import create_run
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.directory import create_run
+from areal_flow.run.inputs import Verifier, record_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer, hold_lease
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.types import PolicyHashes
 

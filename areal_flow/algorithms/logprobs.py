@@ -94,7 +94,10 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
-    from areal_flow.taken_rows import Taken, take_rows  # here: recipes are read without torch
+    from areal_flow.algorithms.taken_rows import (  # here: recipes are read without torch
+        Taken,
+        take_rows,
+    )
 
     return take_rows(values_S, Taken.of(sequence_T, len(values_S)))
 

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.checkpoints import (
@@ -32,9 +31,10 @@ from areal_flow.recovery.checkpoints import (
     read_checkpoint_state,
     weight_files,
 )
-from areal_flow.recovery.inputs import RunInputs, file_hash, read_inputs
-from areal_flow.recovery.lease import newest_lease
-from areal_flow.recovery.parents import Parent, find_parent, read_parent
+from areal_flow.run.inputs import RunInputs, file_hash, read_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import newest_lease
+from areal_flow.run.parents import Parent, find_parent, read_parent
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.maintenance import unreferenced_files

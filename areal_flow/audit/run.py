@@ -21,12 +21,12 @@ from areal_flow.audit import files
 from areal_flow.audit.database import AuditDatabase
 from areal_flow.audit.findings import ADVICE, Finding, Report, unreadable
 from areal_flow.audit.rows import VersionGone, check_schema, scan
-from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import ArealFlowError, RunError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.inputs import read_inputs
+from areal_flow.run.code_version import CODE_VERSION
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.dataset import open_dataset, that_count
 from areal_flow.store.ledger import STEPS
 from areal_flow.workflows.agent import Agent

@@ -24,8 +24,8 @@ from areal_flow.cluster import reward_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.failures import cause_of
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.table import PromptTable
+from areal_flow.run.layout import RunLayout
 from areal_flow.types import (
     Completion,
     Episode,

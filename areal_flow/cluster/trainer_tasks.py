@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.rows_ahead import RowsAhead
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
 from areal_flow.weights.media import ChosenChannel

@@ -9,20 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_flow.code_version import how_to_install
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import EngineFactory, GenerationSettings
-from areal_flow.generation.vllm_support import (
+from areal_flow.generation.vllm.support import (
     installed_vllm,
     require_vllm,
     require_vllm_promises,
     require_vllm_serves,
 )
 from areal_flow.import_path import import_function
+from areal_flow.run.code_version import how_to_install
 
 ENGINES: dict[str, str] = {
     "torch": "areal_flow.generation.torch_engine:start_torch_engine",
-    "vllm": "areal_flow.generation.vllm_engine:start_vllm_engine",
+    "vllm": "areal_flow.generation.vllm.engine:start_vllm_engine",
 }
 AUTO = "auto"
 

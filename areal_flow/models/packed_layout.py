@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_flow.algorithms.taken_rows import Taken, take_rows
 from areal_flow.models.attention import AttentionRule, attend_causally
-from areal_flow.taken_rows import Taken, take_rows
 
 FREE_SCORES = 2**20
 """Scores of padding, of one head, that cost no more than another group of rows does."""

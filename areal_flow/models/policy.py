@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from areal_flow.algorithms.taken_rows import Taken, take_rows
 from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.models.attention import (
@@ -44,7 +45,6 @@ from areal_flow.models.lora import add_adapter, merged, stored_name
 from areal_flow.models.paged_decode import PagedDecodeLayout
 from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
-from areal_flow.taken_rows import Taken, take_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

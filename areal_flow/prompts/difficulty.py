@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.errors import PromptError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.settings import DifficultySettings
-from areal_flow.recovery.run_directory import check_schema_version, find_run
+from areal_flow.run.directory import check_schema_version, find_run
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.queries import Run
 
 _RATES = """

@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import prompt_tokens, tokenizer_of
 from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
@@ -37,10 +36,11 @@ from areal_flow.prompts.rendering import (
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
 from areal_flow.prompts.settings import PromptSettings
 from areal_flow.prompts.table import QUOTAS, PromptTable
-from areal_flow.rewards.code_rows import NoTests, code_task
-from areal_flow.rewards.math_pool import MathPool
-from areal_flow.rewards.math_reward import check_reference
+from areal_flow.rewards.code.rows import NoTests, code_task
+from areal_flow.rewards.math.processes import MathPool
+from areal_flow.rewards.math.reward import check_reference
 from areal_flow.rewards.numeric import number_of
+from areal_flow.run.layout import RunLayout
 from schemas import PromptRow, arrow_schema, validate
 
 if TYPE_CHECKING:

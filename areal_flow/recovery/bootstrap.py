@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 
 from areal_flow.config import Recipe
 from areal_flow.errors import RunError, TrainingError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, pass_over
-from areal_flow.recovery.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Fence, Writer, is_sole_writer, record_fence
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import remove_orphans

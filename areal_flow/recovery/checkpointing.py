@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import (
     checkpoint_hashes,
     list_checkpoints,
     prune_checkpoints,
 )
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
 from areal_flow.tracking.background import RunTracking

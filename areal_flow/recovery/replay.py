@@ -19,11 +19,11 @@ import torch
 from areal_flow.algorithms.protocol import TokenLoss
 from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes
 from areal_flow.recovery.replay_settings import changed_recipe, describe_changes, on_this_machine
 from areal_flow.recovery.restore import ComparedStep, LedgerReplay, restore_newest
-from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.run.directory import check_schema_version
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.store.trajectories import TrainingRows
 from areal_flow.trainer.inspection import (

@@ -18,8 +18,8 @@ from typing import Any
 from areal_flow.errors import ModelError, RewardError
 from areal_flow.models.auto_tokenizer import auto_tokenizer
 from areal_flow.models.directory import prompt_tokens, resolve_model
-from areal_flow.recovery.inputs import file_hash
 from areal_flow.rewards.protocol import RewardInput, overlong
+from areal_flow.run.inputs import file_hash
 from areal_flow.types import Score
 
 FILES = ("config.json", "tokenizer.json", "*.safetensors")

@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from areal_flow.rewards import math_text
-from areal_flow.rewards.math_text import BOX, MARK, marked_answer, marked_text, tidied
+from areal_flow.rewards.math import text as math_text
+from areal_flow.rewards.math.text import BOX, MARK, marked_answer, marked_text, tidied
 from areal_flow.rewards.protocol import reads_completion
 from areal_flow.types import Score, answer_text
 

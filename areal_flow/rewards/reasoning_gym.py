@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from areal_flow.code_version import how_to_install
 from areal_flow.errors import RewardError
-from areal_flow.rewards import math_text
-from areal_flow.rewards.math_text import marked_text
+from areal_flow.rewards.math import text as math_text
+from areal_flow.rewards.math.text import marked_text
 from areal_flow.rewards.protocol import reads_completion
+from areal_flow.run.code_version import how_to_install
 from areal_flow.types import Score
 
 _ANSWER = ("<answer>", "</answer>")

@@ -17,13 +17,13 @@ from typing import Any
 
 from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
 from areal_flow.import_path import code_hash, import_function, source_file, text_hash
-from areal_flow.pass_rates import PASS_THRESHOLD, verdict_of
 from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
-from areal_flow.rewards.code_reward import CodeReward
+from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
-from areal_flow.rewards.math_reward import MathReward
+from areal_flow.rewards.math.reward import MathReward
 from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from areal_flow.layout import SCHEMA_VERSION
+from areal_flow.run.layout import SCHEMA_VERSION
 from areal_flow.types import (
     EngineStats,
     Episode,

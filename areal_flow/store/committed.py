@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import StorageError
-from areal_flow.recovery.lease import Writer
 from areal_flow.recovery.plan import CommittedGroups
+from areal_flow.run.lease import Writer
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import create_dataset, read_rows, storage_errors

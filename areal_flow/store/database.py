@@ -30,7 +30,7 @@ from weakref import WeakSet
 import duckdb
 import pyarrow as pa
 
-from areal_flow.pass_rates import PASS_THRESHOLD
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 
 Decode = Callable[[pa.Array], pa.Array]
 """Turns a column of token ids into a column of texts."""

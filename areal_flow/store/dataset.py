@@ -18,7 +18,7 @@ import lance
 import pyarrow as pa
 
 from areal_flow.errors import ArealFlowError, RunError, StorageError
-from areal_flow.recovery.lease import read_fences
+from areal_flow.run.lease import read_fences
 
 if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
     warnings.filterwarnings("ignore", "lance is not fork-safe", UserWarning)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import RunError, StorageError
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.store.dataset import all_of, create_dataset, open_dataset, read_rows, that_count
 from areal_flow.store.maintenance import Maintenance
 from schemas import StepRow, arrow_schema

@@ -15,7 +15,7 @@ from threading import Lock
 
 from lance.optimize import Compaction
 
-from areal_flow.durable import force_to_disk
+from areal_flow.run.durable import force_to_disk
 from areal_flow.store.dataset import open_dataset, read_errors, storage_errors
 
 COMMITS_BETWEEN_ROUNDS = 50

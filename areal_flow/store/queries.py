@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from areal_flow.config import load_recipe
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import texts_of, tokenizer_of
-from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.run.directory import check_schema_version
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.database import (
     LEDGER_COLUMNS,
     LOG_COLUMNS,

@@ -17,7 +17,7 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from areal_flow.errors import StorageError
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.dataset import (
     all_of,

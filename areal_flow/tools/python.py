@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from areal_flow.rewards.sandbox.inside import program
-from areal_flow.rewards.sandbox.pool import SandboxPool
-from areal_flow.rewards.sandbox.run import Outcome, Program
+from areal_flow.rewards.code.sandbox.inside import program
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.run import Outcome, Program
 
 
 @cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
 
 CURRENT = "current"

@@ -17,8 +17,8 @@ from pathlib import Path
 from time import monotonic
 
 from areal_flow.command import command
-from areal_flow.durable import replace_file
-from areal_flow.layout import RunLayout
+from areal_flow.run.durable import replace_file
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.projection import Projection
 from areal_flow.tracking.protocol import Tracker
 

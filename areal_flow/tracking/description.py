@@ -10,11 +10,11 @@ from typing import Any
 
 from areal_flow.command import command
 from areal_flow.config import Recipe, load_recipe
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.inputs import read_inputs
-from areal_flow.recovery.lease import Lease, newest_lease
-from areal_flow.recovery.run_directory import recipe_name_of
 from areal_flow.rewards.protocol import part_names
+from areal_flow.run.directory import recipe_name_of
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Lease, newest_lease
 from areal_flow.settings import flatten
 from areal_flow.workflows.agent import Agent
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
-from areal_flow.recovery.inputs import read_inputs
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.description import describe_run
 from areal_flow.tracking.protocol import TRAINED_AT_TAG, Tracker
 from areal_flow.trainer.supervised import read_metrics

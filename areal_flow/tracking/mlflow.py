@@ -17,8 +17,8 @@ from typing import Any
 
 from areal_flow.config import TrackingSettings
 from areal_flow.errors import ModelError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.run.directory import check_schema_version
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.aliases import Aliases, source_path
 from areal_flow.tracking.description import InputPrompts, RunDescription
 

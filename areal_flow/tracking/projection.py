@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE, tabulate
+from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run

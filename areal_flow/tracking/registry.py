@@ -7,8 +7,8 @@ from pathlib import Path
 
 from areal_flow.config import Recipe, TrackingSettings, load_recipe
 from areal_flow.errors import ConfigError, StorageError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import check_schema_version, observed_state
+from areal_flow.run.directory import check_schema_version, observed_state
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.fine_tuning import FineTuningProjection
 from areal_flow.tracking.mlflow import MlflowTracker

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.pass_rates import PASS_RATE, passes
+from areal_flow.evaluation.pass_rates import PASS_RATE, passes
 
 PERCENTILES = (10, 50, 90)
 

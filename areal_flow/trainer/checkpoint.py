@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from areal_flow.config import LoraSettings
-from areal_flow.durable import force_to_disk
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.models.lora import split_adapter
@@ -38,7 +37,8 @@ from areal_flow.recovery.checkpoints import (
     read_checkpoint_state,
     set_aside,
 )
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.durable import force_to_disk
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import LoadsRows, SavedRows, SavedState, TrainerBackend
 from areal_flow.trainer.tensor_rows import RowsFile, write_rows
 

@@ -24,12 +24,12 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost
-from areal_flow.layout import RunLayout
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import DTYPES, assign_tensors, empty_policy, load_policy
 from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
-from areal_flow.recovery.inputs import reference_directory
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.inputs import reference_directory
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import (
     SavedRows,
     SavedState,

@@ -31,9 +31,7 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.config import SftSettings, TrainerSettings
 from areal_flow.controller.skipped_steps import SkippedSteps
-from areal_flow.durable import replace_file_durably
 from areal_flow.errors import TrainingError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
@@ -41,7 +39,9 @@ from areal_flow.recovery.checkpoints import (
     pass_over,
     prune_checkpoints,
 )
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.durable import replace_file_durably
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import StepSettings, make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from areal_flow.algorithms.preferences import PREFERENCE_METRICS, dpo_loss, reward_model_loss
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import SftSettings, SupervisedObjective
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 
 
 @dataclass(frozen=True, slots=True)

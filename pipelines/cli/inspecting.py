@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from areal_flow.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given
-from pipelines.cli.tables import Report
+from pipelines.console.tables import Report
 
 DEFAULT_LIMIT = 20
 
@@ -41,7 +41,7 @@ def evaluate(
     from pipelines.arguments import placed
     from pipelines.cli.reports import report_comparison, report_evaluation
     from pipelines.cli.table_file import check_table_file, write_table_file
-    from pipelines.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
+    from pipelines.jobs.evaluate import answers_table, compare_by_set, compare_models, evaluate_all
 
     if to is not None:
         check_table_file(to)
@@ -211,7 +211,7 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
     from areal_flow.store.queries import Run
-    from pipelines.cli.prompt_report import report_difficulty
+    from pipelines.console.prompt_report import report_difficulty
 
     return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))
 

@@ -22,8 +22,8 @@ import areal_flow
 from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, runs, tracking, training, verifying, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
-from pipelines.cli.tables import Report, show
 from pipelines.cli.usage import explain_usage
+from pipelines.console.tables import Report, show
 
 WHAT_TO_DO = {
     **dict.fromkeys((EACCES, EPERM, EROFS), "change its permissions, or "),

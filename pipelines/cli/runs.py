@@ -8,9 +8,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from areal_flow.errors import ConfigError
-from areal_flow.recovery.run_directory import find_run, observed_state
+from areal_flow.run.directory import find_run, observed_state
 from pipelines.cli.settings import Flag, Given
-from pipelines.cli.tables import Report
+from pipelines.console.tables import Report
 
 group = App(name="runs", help="List runs with their state; `runs remove` removes one.")
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from areal_flow.errors import ConfigError
 from pipelines.cli.settings import Setting, all_settings
-from pipelines.cli.tables import Report, Table
+from pipelines.console.tables import Report, Table
 
 
 def report_settings(wanted: str | None) -> Report:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_flow.errors import ConfigError
-from pipelines.cli.tables import plain
+from pipelines.console.tables import plain
 
 LANCE = ".lance"
 

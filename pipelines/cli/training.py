@@ -11,15 +11,15 @@ from cyclopts import Parameter
 from areal_flow.config import load_recipe
 from areal_flow.config_errors import OPTION
 from areal_flow.errors import ConfigError
-from areal_flow.layout import run_layout
-from areal_flow.recovery.run_directory import find_run
+from areal_flow.run.directory import find_run
+from areal_flow.run.layout import run_layout
 from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
     from areal_flow.config import SupervisedObjective
-    from pipelines.forking import Fork
-    from pipelines.jobs import Job
+    from pipelines.jobs.forking import Fork
+    from pipelines.jobs.job import Job
 
 
 @Parameter(name="*")
@@ -68,7 +68,7 @@ def train(
     """
     if reset_optimizer and from_ is None:
         raise ConfigError("--reset-optimizer goes with --from")
-    from pipelines.jobs import TRAINING
+    from pipelines.jobs.job import TRAINING
 
     given = dict(settings or {})
     if data is not None:
@@ -82,7 +82,7 @@ def train(
             "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
             "with the settings given"
         )
-    from pipelines.forking import fork_of
+    from pipelines.jobs.forking import fork_of
 
     fork = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
     return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
@@ -103,7 +103,7 @@ def sft(
         recipe: A TOML recipe with [sft], or the name of a shipped one; `arithmetic` by default.
         data: JSONL with prompt and completion, texts or messages, instead of the recipe's.
     """
-    from pipelines.jobs import SFT
+    from pipelines.jobs.job import SFT
 
     which = which or Which()
     return _drive(SFT, recipe, which, _with_rows(data, which, settings), folders)
@@ -155,7 +155,7 @@ def _learn_pairs(
     settings: dict[str, Any] | None,
     folders: Given,
 ) -> int:
-    from pipelines.jobs import supervised
+    from pipelines.jobs.job import supervised
 
     which = which or Which()
     settings = _with_rows(data, which, settings)
@@ -179,7 +179,7 @@ def _drive(
     folders: Given,
     fork: Fork | None = None,
 ) -> int:
-    from pipelines import jobs
+    from pipelines.jobs import job as jobs
 
     overrides = nest(settings)
     accept_verifier = isinstance(which, WhichTraining) and which.accept_verifier

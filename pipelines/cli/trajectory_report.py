@@ -24,7 +24,7 @@ from areal_flow.store import browsing
 from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import Report, Table, facts, one_line, printable
+from pipelines.console.tables import Report, Table, facts, one_line, printable
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "passed", "num_tokens", "version_spans"),

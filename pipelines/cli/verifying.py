@@ -26,7 +26,7 @@ def verify(
             reasoning_gym, or one of yours.
         settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
     """
-    from pipelines.verify import read_lines, verify_lines
+    from pipelines.jobs.verify import read_lines, verify_lines
 
     chosen = _settings_of(settings)
     sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]

@@ -16,12 +16,12 @@ from cyclopts import App, Parameter
 
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import AUTO, choose_engine
-from areal_flow.generation.vllm_support import BUILDS, installed_vllm
+from areal_flow.generation.vllm.support import BUILDS, installed_vllm
 from areal_flow.machine import is_linux, system_name, usable_cores
-from areal_flow.rewards.sandbox.limits import SandboxError
-from areal_flow.rewards.sandbox.self_test import LOST, choose_tier
+from areal_flow.rewards.code.sandbox.limits import SandboxError
+from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
 from pipelines.cli.settings import Given
-from pipelines.cli.tables import Report, Table
+from pipelines.console.tables import Report, Table
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.store.ledger import STEPS
 from areal_flow.types import EvaluationTable
 from pipelines.report.svg import Interval, curves

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import leases
-from pipelines.cli.run_log import logged_warnings
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import leases
+from pipelines.console.run_log import logged_warnings
 
 _DISCARDS = """
 SELECT reason, count(*) FROM consumption WHERE status = 'discarded' GROUP BY reason ORDER BY reason

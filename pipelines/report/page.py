@@ -17,19 +17,19 @@ import pyarrow as pa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from areal_flow.config import load_recipe
-from areal_flow.durable import replace_file
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import tabulate
-from areal_flow.recovery.run_directory import observed_state
+from areal_flow.evaluation.pass_rates import tabulate
 from areal_flow.rewards.protocol import part_names
+from areal_flow.run.directory import observed_state
+from areal_flow.run.durable import replace_file
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.queries import Run
 from areal_flow.store.samples import compared_answers
-from pipelines.cli.tables import with_interval
+from pipelines.console.tables import with_interval
+from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, make_charts
 from pipelines.report.events import find_events
 from pipelines.report.verdicts import judge_run
-from pipelines.summary import summarise
 
 _TRAINED_SAMPLES = """
 SELECT step, prompt, completion, reward, passed FROM trajectories

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from areal_flow.config import Recipe
-from areal_flow.pass_rates import PASS_RATE, wilson_interval
+from areal_flow.evaluation.pass_rates import PASS_RATE, wilson_interval
 from areal_flow.types import PassRate
 
 WINDOW_STEPS = 8

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from areal_flow.audit.files import listed_weights
 from areal_flow.errors import WeightsError
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.run.layout import RunLayout
 from areal_flow.weights import broadcast, broadcast_sender, gloo
 from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryWriter

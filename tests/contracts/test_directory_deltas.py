@@ -14,8 +14,8 @@ from torch import Tensor
 from areal_flow.audit.files import listed_weights, read_directories
 from areal_flow.audit.findings import Finding
 from areal_flow.errors import WeightsError
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.run.layout import RunLayout
 from areal_flow.weights.channel import StreamedTensors
 from areal_flow.weights.directory import KEEP_VERSIONS
 from areal_flow.weights.directory_deltas import DELTA_FILE, DeltaReader, DeltaWriter

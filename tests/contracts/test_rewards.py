@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from areal_flow.rewards.code_reward import CodeReward
+from areal_flow.rewards.code.reward import CodeReward
+from areal_flow.rewards.code.sandbox.limits import SandboxError
+from areal_flow.rewards.code.sandbox.self_test import choose_tier
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import FunctionReward, Reward, RewardInput
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.registry import REWARDS, function_reward, load_reward
-from areal_flow.rewards.sandbox.limits import SandboxError
-from areal_flow.rewards.sandbox.self_test import choose_tier
 from areal_flow.rewards.shipping import ship_function
 from areal_flow.types import Score
 from tests.judges import running_judge

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, StorageError, WeightsError
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.recovery.bootstrap import take_over
-from areal_flow.recovery.lease import hold_lease
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease
 from areal_flow.store.ledger import create_ledger
 from areal_flow.store.trajectories import create_trajectories
 from areal_flow.weights import media, shared_memory

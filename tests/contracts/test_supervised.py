@@ -10,10 +10,10 @@ import torch
 
 from areal_flow.algorithms.protocol import LossInputs
 from areal_flow.config import SftSettings, TrainerSettings
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.reward_model import describe_reward_model, load_reward_model
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import SftTrainer
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
 from tests.policies import completion_rows, small_policy, write_model_directory

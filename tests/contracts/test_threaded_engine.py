@@ -15,7 +15,6 @@ import torch
 
 from areal_flow.errors import EngineError, WeightsError
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion
 from tests.engines import (
     VOCABULARY,
@@ -23,6 +22,7 @@ from tests.engines import (
     request_of,
     versions_of,
 )
+from tests.fakes import BigramEngine
 
 
 @dataclass(frozen=True)

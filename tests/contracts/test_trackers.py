@@ -17,22 +17,22 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from areal_flow.code_version import CODE_VERSION
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
-from areal_flow.held_out import HELD_OUT
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.inputs import Verifier, accept
-from areal_flow.recovery.lease import hold_lease
+from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.run.code_version import CODE_VERSION
+from areal_flow.run.inputs import Verifier, accept
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import Run
-from areal_flow.testing import MemoryTracker
 from areal_flow.tracking import track
 from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import make_tracker, start_tracking, untrack
 from tests.checkpoints import write_fake_checkpoint
+from tests.fakes import MemoryTracker
 from tests.tracked_runs import BEGAN, append_steps, make_run, step_row
 
 

@@ -13,7 +13,6 @@ import torch
 from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import HANDED_OVER_BYTES, hash_tensors
 from areal_flow.models.policy import assign_tensors, policy_tensors
-from areal_flow.testing import MemoryReader, MemoryWriter
 from areal_flow.weights.channel import (
     HashingWriter,
     StreamedTensors,
@@ -25,6 +24,7 @@ from areal_flow.weights.channel import (
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
+from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import lance
 
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.recovery.parents import Parent, record_parent
-from areal_flow.recovery.run_directory import check_schema_version
+from areal_flow.run.directory import check_schema_version
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.parents import Parent, record_parent
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import create_dataset
 from areal_flow.store.ledger import STEPS

@@ -18,10 +18,10 @@ from distributed import Client, default_client
 import areal_flow
 from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import create_run, hold_run
-from pipelines.train import Outcome, prepare_run, run_training
+from areal_flow.run.directory import create_run, hold_run
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
+from pipelines.jobs.train import Outcome, prepare_run, run_training
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 """Of commands: verifiers of the tests are found from wherever they run."""

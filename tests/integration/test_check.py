@@ -11,7 +11,7 @@ import pytest
 
 from areal_flow.audit.database import rules_of
 from areal_flow.audit.findings import ADVICE
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from tests.integration.damages import (
     DAMAGES,

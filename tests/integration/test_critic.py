@@ -10,8 +10,8 @@ from time import sleep
 import psutil
 
 import areal_flow
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
 
 SMALL = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import areal_flow
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, cli
 
 SIZES = [

@@ -16,8 +16,8 @@ from areal_flow.cluster.control import WorkerStatus, list_workers, remove_worker
 from areal_flow.cluster.settings import NetworkSettings
 from areal_flow.config import Recipe
 from areal_flow.errors import EngineError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 from pipelines.workers import scheduler_of
 from tests.integration.runs import check_accounting, cli, run_while, small_recipe, step_reached
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.run.layout import RunLayout
 from areal_flow.weights.shared_memory import available_bytes, segments_of
 from tests.integration.runs import (
     check_accounting,

@@ -11,8 +11,8 @@ from time import sleep
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import tokenizer_of
+from areal_flow.run.layout import RunLayout
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
 from tests.integration.runs import check_accounting, cli, run_script, started_cli
 from tests.policies import write_model_directory

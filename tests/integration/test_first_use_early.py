@@ -10,11 +10,11 @@ import torch
 
 from areal_flow.config import Recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, RewardError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.inputs import record_inputs
-from areal_flow.recovery.run_directory import create_run
-from pipelines.preflight import found_verifier, try_verifiers, try_workflow
-from pipelines.train import prepare_run
+from areal_flow.run.directory import create_run
+from areal_flow.run.inputs import record_inputs
+from areal_flow.run.layout import RunLayout
+from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
+from pipelines.jobs.train import prepare_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import cli, small_arguments, small_recipe
 from tests.policies import write_model_directory
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_a_verifier_is_named(
     verifier: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr("pipelines.preflight.START_TIMEOUT_S", 6.0)
+    monkeypatch.setattr("pipelines.jobs.preflight.START_TIMEOUT_S", 6.0)
     with pytest.raises(RewardError) as raised:
         tried(tmp_path, prepared, monkeypatch, verifier)
     assert said in str(raised.value)

@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.layout import RunLayout
 from tests.integration.runs import (
     check_accounting,
     cli,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
-from pipelines.cli.run_log import logged_warnings
+from areal_flow.run.layout import RunLayout
+from pipelines.console.run_log import logged_warnings
 from tests.integration.runs import ENVIRONMENT, check_accounting, cli, small_arguments, started_cli
 
 pytestmark = pytest.mark.walk

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 import areal_flow
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from tests.integration.runs import SMALL, check_accounting, run_script
 
 SETTINGS: dict[str, Any] = {

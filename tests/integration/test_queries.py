@@ -15,7 +15,7 @@ import pytest
 
 import areal_flow
 from areal_flow.config import load_recipe
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from tests.cookbook import Question, questions, setup_block
 from tests.integration.runs import cli, run_small, small_recipe
@@ -49,7 +49,7 @@ def ask(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Ask:
     """Run a command of `areal-flow` in a terminal of 100 columns; return what it prints."""
-    monkeypatch.setattr("pipelines.cli.tables.PIPE_WIDTH", COLUMNS)
+    monkeypatch.setattr("pipelines.console.tables.PIPE_WIDTH", COLUMNS)
 
     def run_command(*arguments: str | Path, code: int = 0) -> str:
         found = main(["--runs", str(layout.root.parent), *map(str, arguments)])

@@ -11,9 +11,9 @@ import lance
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from tests.integration.runs import cli, run_small, small_recipe
 

@@ -9,7 +9,7 @@ import lance
 import pytest
 
 import areal_flow
-from areal_flow.layout import RunLayout
+from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, cli, small_arguments
 
 BOUNDS = ("", "_low", "_high")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.checkpoint import read_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend
 from tests.integration.runs import (

@@ -35,9 +35,9 @@ from areal_flow.errors import (
     TrainingError,
     WeightsError,
 )
-from areal_flow.testing import MemoryWriter
 from areal_flow.types import GroupReceipt, Score, ServedWeights
 from tests.episodes import episode_of
+from tests.fakes import MemoryWriter
 from tests.unit.virtual_time import run_in_virtual_time
 
 NO_EXECUTIONS = Executions(Path("nowhere"))

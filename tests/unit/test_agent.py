@@ -18,7 +18,6 @@ import openai
 import pytest
 
 from areal_flow.errors import EngineError
-from areal_flow.testing import BigramEngine
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, as_tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
@@ -28,6 +27,7 @@ from areal_flow.workflows.context import EpisodeContext, contexts_of
 from areal_flow.workflows.group import FAILURES, run_group
 from areal_flow.workflows.protocol import TrajectoryDraft
 from tests.episodes import LOGITS, PROMPT, FakeServices, episode_of
+from tests.fakes import BigramEngine
 from tests.plain import plain
 
 Function = Callable[..., Any]

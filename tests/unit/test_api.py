@@ -22,13 +22,13 @@ import areal_flow
 import pipelines.api
 from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ConfigError, PromptError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import write_identity
 from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.run.directory import write_identity
+from areal_flow.run.layout import RunLayout
 from pipelines.arguments import placed, rows_of
-from pipelines.built_in import write_jsonl
-from pipelines.jobs import Job
-from pipelines.stop_signals import WAKE_EVERY_S, Outcome, StopSignals, wait_for
+from pipelines.jobs.built_in import write_jsonl
+from pipelines.jobs.job import Job
+from pipelines.jobs.stop_signals import WAKE_EVERY_S, Outcome, StopSignals, wait_for
 
 ROWS = [{"question": f"{n} + 1 =", "answer": str(n + 1), "difficulty": n} for n in range(3)]
 

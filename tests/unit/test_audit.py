@@ -24,10 +24,10 @@ from areal_flow.audit.rows import Piece, VersionGone, check_schema, scan
 from areal_flow.audit.run import MOST_READINGS, check_run
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import batch_digest
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.recovery.inputs import Verifier, record_inputs
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.inputs import Verifier, record_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, create_ledger

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ModelError
-from areal_flow.layout import RunLayout
 from areal_flow.models.auto_tokenizer import (
     auto_tokenizer,
     warn_of_other_tokens,
@@ -32,10 +31,11 @@ from areal_flow.models.directory import (
 )
 from areal_flow.models.policy import empty_policy
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.run_directory import create_run
-from pipelines.built_in import MODELS, prepare_model, reference_model
-from pipelines.sft import prepare_sft_run
-from pipelines.train import prepare_run
+from areal_flow.run.directory import create_run
+from areal_flow.run.layout import RunLayout
+from pipelines.jobs.built_in import MODELS, prepare_model, reference_model
+from pipelines.jobs.sft import prepare_sft_run
+from pipelines.jobs.train import prepare_run
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,

@@ -9,13 +9,13 @@ from time import monotonic, sleep
 import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
-from areal_flow.layout import RunLayout
-from areal_flow.testing import MemoryTracker
+from areal_flow.run.layout import RunLayout
 from areal_flow.tracking import background
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.projection import Projection
 from areal_flow.tracking.registry import start_tracking
 from tests.checkpoints import write_fake_checkpoint
+from tests.fakes import MemoryTracker
 from tests.tracked_runs import append_steps, make_run
 
 

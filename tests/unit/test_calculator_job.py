@@ -12,9 +12,9 @@ from areal_flow.models.directory import tokenizer_of
 from areal_flow.tools.calculator import calculate
 from areal_flow.workflows.tool_use import ToolUse
 from areal_flow.workflows.tools import marked_call
-from pipelines.calculator.calculator_policy import write_calculator_model
-from pipelines.calculator.questions import called, demonstrations, make_calculator
-from pipelines.jobs import recipe_path
+from pipelines.jobs.job import recipe_path
+from pipelines.tiny_jobs.calculator_policy import write_calculator_model
+from pipelines.tiny_jobs.questions import called, demonstrations, make_calculator
 
 
 def recipe(**prompts: int) -> Recipe:

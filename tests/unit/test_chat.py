@@ -15,19 +15,19 @@ import pytest
 from areal_flow.audit.files import changed_chat_template
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError, PromptError
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import chat_template_of, tokenizer_of
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.run_directory import create_run
+from areal_flow.run.directory import create_run
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.lineage import Lineage
 from areal_flow.types import Prompt
-from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.built_in import MODELS
-from pipelines.cli.prompt_report import describe_prompts
-from pipelines.evaluate import evaluate_model
-from pipelines.train import prepare_run
+from pipelines.console.prompt_report import describe_prompts
+from pipelines.jobs.built_in import MODELS
+from pipelines.jobs.evaluate import evaluate_model
+from pipelines.jobs.train import prepare_run
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,
@@ -343,8 +343,8 @@ def test_an_evaluation_of_messages_says_that_the_chat_template_is_on(
     model = write_model_directory(tmp_path / "model")
     give_chat_template(model, CHATML)
     (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n")
-    monkeypatch.setattr("pipelines.evaluate.wait_for", lambda work: [])
-    monkeypatch.setattr("pipelines.evaluate.tabulate", lambda *_, **__: None)
+    monkeypatch.setattr("pipelines.jobs.evaluate.wait_for", lambda work: [])
+    monkeypatch.setattr("pipelines.jobs.evaluate.tabulate", lambda *_, **__: None)
     evaluate_model(model, data=[str(tmp_path / "rows.jsonl")])
     said = "prompts.chat_template = true, since the rows of rows.jsonl are messages"
     assert said in capsys.readouterr().err

@@ -12,10 +12,10 @@ import pytest
 from areal_flow.config import TrainerSettings
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainerLost
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.lease import hold_lease
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
 from areal_flow.types import PolicyHashes

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-import pipelines.jobs
+import pipelines.jobs.job
 from areal_flow.config import Recipe
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import write_identity
+from areal_flow.run.directory import write_identity
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import app, main
 from pipelines.cli.settings import all_settings, settings_page
-from pipelines.stop_signals import Outcome
+from pipelines.jobs.stop_signals import Outcome
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [setting for _, _, settings in all_settings() for setting in settings]
@@ -31,11 +31,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recip
     """Collects what would have been started."""
     found: list[tuple[str, RunLayout, Recipe]] = []
 
-    def start(job: pipelines.jobs.Job, layout: RunLayout, recipe: Recipe, **_: Any) -> Outcome:
+    def start(job: pipelines.jobs.job.Job, layout: RunLayout, recipe: Recipe, **_: Any) -> Outcome:
         found.append((job.command, layout, recipe))
         return Outcome(False, "SIGTERM")
 
-    monkeypatch.setattr(pipelines.jobs, "start", start)
+    monkeypatch.setattr(pipelines.jobs.job, "start", start)
     return found
 
 

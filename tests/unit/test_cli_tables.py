@@ -18,7 +18,7 @@ from pipelines.cli.main import main
 from pipelines.cli.reports import report_runs
 from pipelines.cli.settings import all_settings
 from pipelines.cli.settings_report import report_settings
-from pipelines.cli.tables import Report, rendered, short_time
+from pipelines.console.tables import Report, rendered, short_time
 from tests.finished_runs import make_finished_run
 
 NAMES = ("arithmetic-20261122-062324", "short", "a" * 36)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import RewardError
-from areal_flow.rewards import code_rows
-from areal_flow.rewards.code_rows import NoTests, code_task, extract_code
+from areal_flow.rewards.code import rows as code_rows
+from areal_flow.rewards.code.rows import NoTests, code_task, extract_code
+from areal_flow.rewards.code.sandbox.grading import grade
+from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
-from areal_flow.rewards.sandbox.grading import grade
-from areal_flow.rewards.sandbox.limits import Limits, SandboxError
-from areal_flow.rewards.sandbox.pool import SandboxPool
 
 ADD = "def add(a, b):\n    return a + b\n"
 HUMAN_EVAL = {

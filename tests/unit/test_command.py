@@ -18,27 +18,27 @@ from typing import Any
 
 import pytest
 
-import pipelines.jobs
+import pipelines.jobs.job
 import pipelines.report.page
 from areal_flow.command import command
 from areal_flow.config import Recipe, TrackingSettings, build_recipe, dump_recipe
 from areal_flow.errors import TrainingError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import hold_run
+from areal_flow.run.directory import hold_run
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.ledger import Ledger
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.description import describe_run
 from pipelines.cli.main import main
-from pipelines.jobs import SFT, TRAINING, supervised
-from pipelines.stop_signals import Outcome
-from pipelines.summary import next_commands
-from pipelines.train import Training
+from pipelines.jobs.job import SFT, TRAINING, supervised
+from pipelines.jobs.stop_signals import Outcome
+from pipelines.jobs.summary import next_commands
+from pipelines.jobs.train import Training
 from tests.recorded_runs import WRITER, make_recorded_run
 from tests.tracked_runs import make_run
 
 HEAVY = {
-    "pipelines.jobs.start": Outcome(True),
-    "pipelines.jobs.resume": Outcome(True),
+    "pipelines.jobs.job.start": Outcome(True),
+    "pipelines.jobs.job.resume": Outcome(True),
     "areal_flow.tracking.mlflow_pages.serve": None,
     "areal_flow.tracking.registry.track": 0,
     "pipelines.report.page.write_report": Path("report.html"),
@@ -78,14 +78,14 @@ def after_fine_tuning(layout: RunLayout) -> None:
     SFT.conclude(layout)
 
 
-def after_failing(job: pipelines.jobs.Job) -> Callable[[RunLayout], None]:
+def after_failing(job: pipelines.jobs.job.Job) -> Callable[[RunLayout], None]:
     async def fail(*_: Any, **__: Any) -> Outcome:
         raise TrainingError("as a test asks for")
 
     def drive(layout: RunLayout) -> None:
         failing = replace(job, drive=fail)
         with hold_run(layout) as writer, pytest.raises(TrainingError):
-            pipelines.jobs._drive(
+            pipelines.jobs.job._drive(
                 failing,
                 layout,
                 Recipe(),
@@ -146,7 +146,7 @@ def test_printed_command_works(
         raise OSError("broken")
 
     monkeypatch.setattr(pipelines.report.page, "write_report", broken)
-    monkeypatch.setattr(pipelines.jobs, "track", broken)
+    monkeypatch.setattr(pipelines.jobs.job, "track", broken)
     with caplog.at_level(logging.WARNING):
         printed_by(layout)
     captured = capsys.readouterr()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.errors import StorageError
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
 from schemas import content_hashes

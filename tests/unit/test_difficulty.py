@@ -13,18 +13,18 @@ import pytest
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError, PromptError, RunError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.recovery.inputs import Verifier, read_inputs, record_inputs
-from areal_flow.recovery.run_directory import create_run, hold_run
+from areal_flow.run.directory import create_run, hold_run
+from areal_flow.run.inputs import Verifier, read_inputs, record_inputs
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import receipts
 from areal_flow.store.ledger import create_ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import GroupReceipt
-from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.cli.prompt_report import describe_prompts, report_difficulty
+from pipelines.console.prompt_report import describe_prompts, report_difficulty
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import group_table
 
 REWARDS = ([1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, None, None, None])

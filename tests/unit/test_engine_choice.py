@@ -11,10 +11,11 @@ import pytest
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.generation import registry, vllm_support
+from areal_flow.generation import registry
 from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
 from areal_flow.generation.registry import choose_engine, require_installed, require_served
-from areal_flow.generation.vllm_support import BUILDS, VERSION
+from areal_flow.generation.vllm import support as vllm_support
+from areal_flow.generation.vllm.support import BUILDS, VERSION
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,11 +26,11 @@ from areal_flow.config import dump_recipe
 from areal_flow.controller.records import group_seeds
 from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
 from areal_flow.import_path import code_hash
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description, tokenizer_of
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import receipts, rollout_table
 from areal_flow.store.trajectories import create_trajectories, validate_groups
 from areal_flow.types import (
@@ -45,7 +45,7 @@ from areal_flow.types import (
 from areal_flow.weights.directory import publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup
 from areal_flow.workflows.protocol import TrajectoryDraft
-from pipelines.preflight import found_verifier
+from pipelines.jobs.preflight import found_verifier
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.runs import small_recipe
 from tests.plain import plain

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import pipelines.evaluate
+import pipelines.jobs.evaluate
 from areal_flow.cluster.placement import place_workers
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.run_directory import write_identity
+from areal_flow.run.directory import write_identity
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
-from pipelines.evaluate import _recipe, _require_alike, _scratch_directory, evaluate_all
+from pipelines.jobs.evaluate import _recipe, _require_alike, _scratch_directory, evaluate_all
 from tests.policies import write_model_directory
 
 MakeRun = Callable[..., RunLayout]
@@ -111,7 +111,7 @@ def test_rows_and_target_are_refused_before_a_model_is_read(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was read")
 
-    monkeypatch.setattr(pipelines.evaluate, "copy_model_description", read)
+    monkeypatch.setattr(pipelines.jobs.evaluate, "copy_model_description", read)
     write_model_directory(tmp_path / "model")
     (tmp_path / "p.jsonl").write_text(text)
     given = ["--data", str(tmp_path / "p.jsonl"), "--to", str(tmp_path / to)]
@@ -126,7 +126,7 @@ def test_evaluate_takes_sampling_options(monkeypatch: pytest.MonkeyPatch, tmp_pa
         found.append(given)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(pipelines.evaluate, "evaluate_all", evaluate_all)
+    monkeypatch.setattr(pipelines.jobs.evaluate, "evaluate_all", evaluate_all)
     (tmp_path / "config.json").write_text("{}")
     sampling = ("--temperature", "0", "--top-p", "0.9", "--max-new-tokens", "7")
     assert main(["evaluate", str(tmp_path), *sampling]) == 2

@@ -26,8 +26,8 @@ from areal_flow.errors import (
     StorageError,
     WeightsError,
 )
-from areal_flow.evaluation import answer_held_out
-from areal_flow.pass_rates import tabulate
+from areal_flow.evaluation.answers import answer_held_out
+from areal_flow.evaluation.pass_rates import tabulate
 from areal_flow.store.codec import rollout_notes, rollout_table, scored_table
 from areal_flow.types import EngineStats, Episode, Prompt, Score
 from areal_flow.workflows.context import EpisodeContext
@@ -35,7 +35,7 @@ from areal_flow.workflows.group import run_group
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.protocol import TrajectoryDraft, Workflow
 from areal_flow.workflows.single_turn import SingleTurn
-from pipelines.evaluate import held_out_sets
+from pipelines.jobs.evaluate import held_out_sets
 from schemas import EvaluationRow, arrow_schema, validate
 from tests.episodes import PROMPT, FakeServices
 

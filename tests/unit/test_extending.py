@@ -24,7 +24,6 @@ from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.import_path import import_function
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
-from areal_flow.testing import BigramEngine
 from areal_flow.tools.answering import answer
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.step import train_step
@@ -38,6 +37,7 @@ from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract
 from tests.contracts import test_workflows as workflow_contract
 from tests.episodes import LOGITS, FakeServices, episode_of
+from tests.fakes import BigramEngine
 from tests.plain import plain
 from tests.policies import small_policy, write_model_directory
 from tests.unit import test_losses as loss_contract

@@ -17,7 +17,6 @@ from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.controller.records import genesis_row
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.layout import RunLayout
 from areal_flow.models.directory import copy_model_description
 from areal_flow.recovery.checkpoints import (
     RNG_STATE,
@@ -25,13 +24,14 @@ from areal_flow.recovery.checkpoints import (
     list_checkpoints,
     read_checkpoint_state,
 )
-from areal_flow.recovery.parents import Parent, read_parent, record_parent
-from areal_flow.recovery.run_directory import check_schema_version, create_run
+from areal_flow.run.directory import check_schema_version, create_run
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.parents import Parent, read_parent, record_parent
 from areal_flow.store.ledger import Ledger, LedgerReader, create_ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import create_trajectories
 from areal_flow.types import PolicyHashes
-from pipelines.forking import Fork, describe_parent, fork_of
+from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.references import find_reference
 from tests.recorded_runs import PROVENANCE, WRITER, make_recorded_run
 
@@ -201,7 +201,7 @@ def test_replay_before_a_fork_opens_no_display_of_its_own(
     parent: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("pipelines.cli.progress.NotebookCell", lambda: pytest.fail("a display"))
+    monkeypatch.setattr("pipelines.console.progress.NotebookCell", lambda: pytest.fail("a display"))
     forked(parent, 1)
     assert "run parent: replaying step 1/1" in capsys.readouterr().out
 

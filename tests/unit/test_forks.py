@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from areal_flow.errors import TrainingError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.bootstrap import note_fork
 from areal_flow.recovery.restore import ComparedStep
+from areal_flow.run.layout import RunLayout
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}

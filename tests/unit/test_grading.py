@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
-from areal_flow.rewards.sandbox.grading import CodeTask, grade, same_output
-from areal_flow.rewards.sandbox.inside import kernel, plain, seccomp
-from areal_flow.rewards.sandbox.run import Outcome
+from areal_flow.rewards.code.sandbox.grading import CodeTask, grade, same_output
+from areal_flow.rewards.code.sandbox.inside import kernel, plain, seccomp
+from areal_flow.rewards.code.sandbox.run import Outcome
 
 
 def no_reference(*_: Any) -> Any:

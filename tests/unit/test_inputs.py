@@ -8,8 +8,7 @@ import pytest
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import RewardError, RunError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.inputs import (
+from areal_flow.run.inputs import (
     Verifier,
     accept,
     check_inputs,
@@ -17,7 +16,8 @@ from areal_flow.recovery.inputs import (
     read_inputs,
     record_inputs,
 )
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from tests.checkpoints import write_fake_checkpoint
 
 FIRST, OTHER = Verifier("grade@1", ("graders.py",)), Verifier("grade@2", ("graders.py",))

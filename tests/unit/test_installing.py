@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.code_version import how_to_install
+from areal_flow.run.code_version import how_to_install
 
 ROOT = Path(__file__).parents[2]
 OURS = ("README.md", "docs", "examples", "areal_flow", "pipelines")

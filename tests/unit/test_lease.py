@@ -20,9 +20,10 @@ from areal_flow.audit.rows import Piece, scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.records import Provenance, genesis_row
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.bootstrap import take_over
-from areal_flow.recovery.lease import (
+from areal_flow.run.directory import write_identity
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import (
     Fence,
     Writer,
     hold_lease,
@@ -32,7 +33,6 @@ from areal_flow.recovery.lease import (
     read_fences,
     record_fence,
 )
-from areal_flow.recovery.run_directory import write_identity
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
 from areal_flow.store.dataset import open_dataset, that_count

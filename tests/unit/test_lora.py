@@ -26,11 +26,12 @@ from areal_flow.models.policy import (
     policy_tensors,
 )
 from areal_flow.recovery.checkpoints import CheckpointState
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
-from pipelines import models, preflight
+from pipelines import models
+from pipelines.jobs import preflight
 from tests.policies import small_policy, write_model_directory
 from tests.unit.test_trainer import make_sequences, settings
 

@@ -15,10 +15,10 @@ from areal_flow.cluster.worker_process import end_with_parent
 from areal_flow.errors import ConfigError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import require_installed
-from areal_flow.recovery import lease
-from areal_flow.rewards.math_pool import MathPool
-from areal_flow.rewards.sandbox.limits import SandboxError
-from areal_flow.rewards.sandbox.self_test import choose_tier
+from areal_flow.rewards.code.sandbox.limits import SandboxError
+from areal_flow.rewards.code.sandbox.self_test import choose_tier
+from areal_flow.rewards.math.processes import MathPool
+from areal_flow.run import lease
 from areal_flow.weights import shared_memory
 from areal_flow.weights.media import check_medium
 from pipelines.cli.main import main

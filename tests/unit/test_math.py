@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_flow.rewards.math_pool import MathLimits, MathPool, MathPoolError
-from areal_flow.rewards.math_reward import check_reference, judge
+from areal_flow.rewards.math.processes import MathLimits, MathPool, MathPoolError
+from areal_flow.rewards.math.reward import check_reference, judge
 from areal_flow.rewards.protocol import MAX_COMPLETION_CHARS
 from areal_flow.types import Score
-from pipelines.verify import verify_lines
+from pipelines.jobs.verify import verify_lines
 from tests import math_corpus
 
 MODEL_ANSWERS = Path(__file__).parents[1] / "data" / "gsm8k" / "model_answers.jsonl"
@@ -167,7 +167,7 @@ def test_good_reference_is_accepted(reference: Any, pool: MathPool) -> None:
 
 
 def test_worker_loads_no_torch() -> None:
-    code = "import areal_flow.rewards.math_worker, math_verify, sys; print('torch' in sys.modules)"
+    code = "import areal_flow.rewards.math.worker, math_verify, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller import speed
 from areal_flow.errors import ConfigError
-from areal_flow.pass_rates import (
+from areal_flow.evaluation.pass_rates import (
     PASS_RATE,
     evaluation_scores,
     has_plateaued,
@@ -40,10 +40,10 @@ from areal_flow.rewards.shipping import ship_function
 from areal_flow.store.database import connect, read_sql
 from areal_flow.tracking.projection import held_out_metrics
 from areal_flow.types import Score, Verdict
-from pipelines.cli.progress import Lines, Progress
 from pipelines.cli.reports import report_evaluation
-from pipelines.cli.tables import samples_text
-from pipelines.evaluate import EvaluationResult
+from pipelines.console.progress import Lines, Progress
+from pipelines.console.tables import samples_text
+from pipelines.jobs.evaluate import EvaluationResult
 from tests.rows import group_table
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

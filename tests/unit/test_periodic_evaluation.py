@@ -11,11 +11,11 @@ import pytest
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import EngineError
-from areal_flow.pass_rates import normal_interval, wilson_interval
-from areal_flow.recovery.run_directory import hold_run
+from areal_flow.evaluation.pass_rates import normal_interval, wilson_interval
+from areal_flow.run.directory import hold_run
 from areal_flow.store.committed import append_evaluation
 from areal_flow.types import EvaluationScores, EvaluationTable
-from pipelines.periodic_evaluation import (
+from pipelines.jobs.periodic_evaluation import (
     PeriodicEvaluations,
     evaluation_name,
     is_flat,

@@ -16,12 +16,12 @@ from areal_flow.algorithms.preferences import dpo_loss, reward_model_loss
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.layout import RunLayout
 from areal_flow.models.reward_model import describe_reward_model, load_reward_model
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.trainer.step import plan_micro_batches
-from pipelines.train import prepare_run
+from pipelines.jobs.train import prepare_run
 from tests.policies import completion_rows, small_policy, write_model_directory
 
 ROWS = completion_rows(6, num_completions=2)

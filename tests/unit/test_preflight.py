@@ -12,10 +12,10 @@ import pytest
 
 from areal_flow.config import build_recipe, dump_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.layout import RunLayout
 from areal_flow.rewards import trial
-from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.preflight import check_devices
+from areal_flow.run.layout import RunLayout
+from pipelines.jobs.preflight import check_devices
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 BOTH = {"trainer": {"device": "cuda"}, "generation": {"device": "cuda"}}
 
@@ -40,8 +40,8 @@ def test_what_this_machine_lacks_is_refused(
     table: dict[str, Any], num_gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"torch": "2.0", "num_gpus": num_gpus, "without_bfloat16": ["Old GPU"] * num_gpus}
-    monkeypatch.setattr("pipelines.preflight._cuda_found", lambda: found)
-    monkeypatch.setattr("areal_flow.generation.vllm_support.installed_vllm", lambda device: None)
+    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: found)
+    monkeypatch.setattr("areal_flow.generation.vllm.support.installed_vllm", lambda device: None)
     with pytest.raises(ConfigError) as raised:
         check_devices(build_recipe(table, source="test"))
     assert said in str(raised.value)
@@ -49,13 +49,13 @@ def test_what_this_machine_lacks_is_refused(
 
 def test_what_this_machine_has_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"torch": "2.0", "num_gpus": 2, "without_bfloat16": []}
-    monkeypatch.setattr("pipelines.preflight._cuda_found", lambda: found)
+    monkeypatch.setattr("pipelines.jobs.preflight._cuda_found", lambda: found)
     bfloat16 = {name: {**settings, "dtype": "bfloat16"} for name, settings in BOTH.items()}
     check_devices(build_recipe({**bfloat16, "cluster": {"num_gpus": 2}}, source="test"))
 
 
 def test_recipe_without_gpus_asks_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pipelines.preflight._cuda_found")
+    monkeypatch.delattr("pipelines.jobs.preflight._cuda_found")
     check_devices(build_recipe({"trainer": {"dtype": "bfloat16"}}, source="test"))
 
 

@@ -15,12 +15,19 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.cli import progress as shown
-from pipelines.cli.progress import Lines, LiveProgress, NotebookCell, Progress, Terminal, counted
-from pipelines.cli.run_log import log, log_kept, logged_warnings, say
-from pipelines.cli.tables import Table
+from pipelines.console.progress import (
+    Lines,
+    LiveProgress,
+    NotebookCell,
+    Progress,
+    Terminal,
+    counted,
+)
+from pipelines.console.run_log import log, log_kept, logged_warnings, say
+from pipelines.console.tables import Table
 
 ESCAPE = "\x1b"
 ROW: dict[str, Any] = {

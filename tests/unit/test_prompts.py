@@ -16,13 +16,15 @@ import pytest
 
 from areal_flow.config import EvaluationSettings, Recipe, build_recipe, load_recipe
 from areal_flow.errors import ConfigError, PromptError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.run.layout import RunLayout
 from areal_flow.types import Prompt
-from pipelines.arithmetic.sums import (
+from pipelines.console.prompt_report import describe_prompts
+from pipelines.jobs.train import prepare_run
+from pipelines.tiny_jobs.sums import (
     CHAIN_OF_THOUGHT_FRACTION,
     GUESS_ERROR,
     arithmetic_questions,
@@ -31,9 +33,7 @@ from pipelines.arithmetic.sums import (
     direct_answer,
     running_sums,
 )
-from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.cli.prompt_report import describe_prompts
-from pipelines.train import prepare_run
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.chat_templates import CHATML, give_chat_template
 from tests.plain import plain
 from tests.rows import is_chain_of_thought

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_flow.errors import ConfigError, RunError
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.store import row_columns
 from areal_flow.store.browsing import (
     ShownToken,
@@ -34,11 +34,11 @@ from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import TableFormat, open_run
-from pipelines.arithmetic.tiny_policy import build_tokenizer
 from pipelines.cli.reports import bucketed
 from pipelines.cli.table_file import write_table_file
-from pipelines.cli.tables import Report, Table, one_line, printable, rendered, show
 from pipelines.cli.trajectory_report import listing, report_trajectory
+from pipelines.console.tables import Report, Table, one_line, printable, rendered, show
+from pipelines.tiny_jobs.tiny_policy import build_tokenizer
 from tests.finished_runs import make_finished_run
 from tests.rows import group_table
 from tests.tracked_runs import make_run

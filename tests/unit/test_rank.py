@@ -17,8 +17,8 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, step_row
 from areal_flow.errors import ConfigError, TrainerLost, TrainingError
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
@@ -27,7 +27,7 @@ from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
-from pipelines.summary import summarise
+from pipelines.jobs.summary import summarise
 from schemas import StepRow, validate
 from tests.policies import small_policy
 from tests.rows import group_table

@@ -12,8 +12,8 @@ import pytest
 
 import areal_flow.tracking.mlflow
 from areal_flow.errors import ArealFlowError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from pipelines.references import find_reference
 from tests.recorded_runs import make_recorded_run
@@ -52,8 +52,8 @@ def test_run_step_and_model_are_found_by_any_reference(layout: RunLayout, refere
 
 
 HEAVY = {
-    "difficulty": "pipelines.cli.prompt_report.report_difficulty",
-    "evaluate": "pipelines.evaluate.evaluate_all",
+    "difficulty": "pipelines.console.prompt_report.report_difficulty",
+    "evaluate": "pipelines.jobs.evaluate.evaluate_all",
     "replay": "areal_flow.recovery.replay.replay_step",
     "report": "pipelines.report.page.write_report",
     "track": "areal_flow.tracking.registry.track",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import hold_lease
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import hold_lease
 from pipelines.remove import remove_run
 from tests.tracked_runs import make_run
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.replay import Replayed
 from areal_flow.recovery.restore import ComparedStep
+from areal_flow.run.layout import RunLayout
 from areal_flow.trainer.inspection import InspectedTrajectory, TrajectoryOutcome
 from areal_flow.types import StepResult
-from pipelines.arithmetic.tiny_policy import build_tokenizer, write_tiny_model
 from pipelines.cli.replay_report import most_different, report_replay
-from pipelines.cli.tables import show
+from pipelines.console.tables import show
+from pipelines.tiny_jobs.tiny_policy import build_tokenizer, write_tiny_model
 from tests.unit.test_comparison import result
 
 

@@ -12,9 +12,9 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.errors import RunError
-from areal_flow.layout import RunLayout
 from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
 from areal_flow.recovery.replay import replay_step
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.ledger import Ledger
 from tests.recorded_runs import WRITER, make_recorded_run
 

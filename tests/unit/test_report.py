@@ -13,9 +13,9 @@ import pytest
 
 import areal_flow
 from areal_flow.config import Recipe
-from areal_flow.layout import RunLayout
-from areal_flow.pass_rates import PASS_RATE
-from areal_flow.recovery.run_directory import State, create_run
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.run.directory import State, create_run
+from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
 from pipelines.report import svg
 from pipelines.report.charts import make_charts

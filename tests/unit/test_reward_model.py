@@ -20,7 +20,7 @@ from areal_flow.models.directory import tokenizer_of
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import load_reward
 from areal_flow.types import Score
-from pipelines.verify import verify_lines
+from pipelines.jobs.verify import verify_lines
 from tests.reward_models import write_reward_model
 from tests.unit.test_auto_tokenizer import SUM, write_own_model
 

@@ -10,14 +10,14 @@ import pytest
 import areal_flow
 from areal_flow.config import Recipe
 from areal_flow.errors import RunError
-from areal_flow.layout import SCHEMA_VERSION, RunLayout
 from areal_flow.recovery.replay import replay_step
-from areal_flow.recovery.run_directory import (
+from areal_flow.run.directory import (
     check_schema_version,
     create_run,
     find_run,
     list_runs,
 )
+from areal_flow.run.layout import SCHEMA_VERSION, RunLayout
 from areal_flow.store.ledger import create_ledger
 
 

@@ -18,16 +18,16 @@ from tokenizers.normalizers import Replace
 
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, PromptError, TrainingError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.completions import RowEncoder, tokenise_completions
 from areal_flow.recovery.checkpoints import list_checkpoints
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import CompletionRows, SftTrainer
-from pipelines.arithmetic.sums import arithmetic_questions, curriculum, running_sums
-from pipelines.arithmetic.tiny_policy import build_tokenizer
-from pipelines.built_in import with_files
-from pipelines.sft import prepare_sft_run
-from pipelines.train import prepare_run
+from pipelines.jobs.built_in import with_files
+from pipelines.jobs.sft import prepare_sft_run
+from pipelines.jobs.train import prepare_run
+from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum, running_sums
+from pipelines.tiny_jobs.tiny_policy import build_tokenizer
 from tests.policies import completion_rows, small_policy
 from tests.rows import is_chain_of_thought
 

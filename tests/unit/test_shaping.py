@@ -12,7 +12,7 @@ import pytest
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.rewards import judge
-from areal_flow.rewards.code_reward import CodeReward
+from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, part_names
 from areal_flow.rewards.registry import WeightedRewards, load_reward

@@ -11,17 +11,17 @@ import pytest
 
 from areal_flow.config import AdamWSettings, Recipe, load_recipe
 from areal_flow.errors import PromptError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
-from areal_flow.rewards.code_rows import code_task
-from areal_flow.rewards.sandbox.grading import CodeTask, grade
-from areal_flow.rewards.sandbox.limits import SandboxError
-from areal_flow.rewards.sandbox.pool import SandboxPool
-from pipelines.built_in import with_files
-from pipelines.jobs import recipe_path
-from pipelines.one_liners import functions
-from pipelines.one_liners.coder_policy import WORDS, coder_tokenizer
+from areal_flow.rewards.code.rows import code_task
+from areal_flow.rewards.code.sandbox.grading import CodeTask, grade
+from areal_flow.rewards.code.sandbox.limits import SandboxError
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.run.layout import RunLayout
+from pipelines.jobs.built_in import with_files
+from pipelines.jobs.job import recipe_path
+from pipelines.tiny_jobs import functions
+from pipelines.tiny_jobs.coder_policy import WORDS, coder_tokenizer
 from tests.policies import write_model_directory
 
 CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])

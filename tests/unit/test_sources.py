@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError, PromptError, RewardError
-from areal_flow.layout import RunLayout
 from areal_flow.prompts.mixture import BLOCK, CYCLE, Mixture, quotas
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
+from areal_flow.run.layout import RunLayout
 from areal_flow.store.dataset import write_dataset
-from pipelines.arithmetic.tiny_policy import write_tiny_model
-from pipelines.built_in import with_files
+from pipelines.jobs.built_in import with_files
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 SUMS = {"name": "sums", "weight": 3.0}
 WORDS = {"name": "words", "num_held_out": 2}

@@ -21,9 +21,9 @@ from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.records import Provenance, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
-from areal_flow.layout import RunLayout
-from areal_flow.recovery.lease import Writer
-from areal_flow.recovery.run_directory import write_identity
+from areal_flow.run.directory import write_identity
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors

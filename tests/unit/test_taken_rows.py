@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.taken_rows import Taken, take_rows
+from areal_flow.algorithms.taken_rows import Taken, take_rows
 
 
 def gradient(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

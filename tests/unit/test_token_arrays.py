@@ -14,7 +14,7 @@ import torch
 
 from areal_flow.models import directory
 from areal_flow.models.directory import texts_of
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_table
 from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories

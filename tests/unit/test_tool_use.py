@@ -14,7 +14,7 @@ import pytest
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.prompts.rendering import renderer
-from areal_flow.rewards.sandbox.limits import SandboxError
+from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.tools.answering import answer
 from areal_flow.tools.calculator import calculate
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens

@@ -17,7 +17,7 @@ from areal_flow.config import AdamWSettings, TrainerSettings
 from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
-from areal_flow.recovery.lease import Writer
+from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicated import ReplicatedBackend

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.verify import read_lines, verify_lines
+from pipelines.jobs.verify import read_lines, verify_lines
 
 
 def judged(kind: str, *rows: Any) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_lines_are_judged_before_others_fill_the_memory() -> None:
 
 
 def test_what_a_line_has_beyond_its_limit_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.verify.MAX_LINE_CHARS", 5)
+    monkeypatch.setattr("pipelines.jobs.verify.MAX_LINE_CHARS", 5)
     assert [*read_lines(io.StringIO("12345678\n1\n12345\n\n123456"))] == [
         "12345", "1\n", "12345", "\n", "12345"
     ]  # fmt: skip

@@ -18,8 +18,8 @@ from areal_flow.cluster import generator_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import PLUGIN_NAME, SERVED_METRIC, WorkerContext
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.layout import RunLayout
 from areal_flow.models.hashing import hash_tensors
+from areal_flow.run.layout import RunLayout
 from areal_flow.types import EngineStats, GroupRequest
 from areal_flow.weights.directory import DirectoryReader, DirectoryWriter, publish_model_directory
 from tests.policies import write_model_directory

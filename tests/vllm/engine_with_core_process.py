@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from areal_flow.generation.vllm_core import CoreProcess
-from areal_flow.generation.vllm_engine import start_engine
-from areal_flow.testing import MemoryReader
+from areal_flow.generation.vllm.core import CoreProcess
+from areal_flow.generation.vllm.engine import start_engine
+from tests.fakes import MemoryReader
 from tests.vllm.models import SETTINGS, published
 
 if __name__ == "__main__":

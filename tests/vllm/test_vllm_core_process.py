@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from areal_flow.errors import EngineError, WeightsError
-from areal_flow.generation.vllm_core import CoreProcess
-from areal_flow.generation.vllm_engine import start_engine
-from areal_flow.testing import MemoryReader
+from areal_flow.generation.vllm.core import CoreProcess
+from areal_flow.generation.vllm.engine import start_engine
 from areal_flow.types import GroupRequest, Sampling, as_tokens
+from tests.fakes import MemoryReader
 from tests.policies import write_model_directory
 from tests.vllm.models import SETTINGS, published
 

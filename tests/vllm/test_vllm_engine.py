@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from areal_flow.errors import ConfigError, EngineError, ModelError, WeightsError
 from areal_flow.generation.registry import engine_factory
-from areal_flow.generation.vllm_support import CPU_HEAD_SIZES, installed_vllm
-from areal_flow.generation.vllm_weights import WeightsExtension, check_logprobs
-from areal_flow.testing import MemoryReader, MemoryWriter
+from areal_flow.generation.vllm.support import CPU_HEAD_SIZES, installed_vllm
+from areal_flow.generation.vllm.weights import WeightsExtension, check_logprobs
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from tests.engines import VOCABULARY, Subject, request_of, run_all, versions_of, vllm_subject
+from tests.fakes import MemoryReader, MemoryWriter
 from tests.policies import small_policy, write_model_directory
 from tests.vllm.models import SETTINGS, published
 

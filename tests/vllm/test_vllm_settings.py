@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_flow.generation.protocol import GenerationSettings, VLLMSettings
-from areal_flow.generation.vllm_core import BLOCK_TOKENS, engine_arguments, engine_config
+from areal_flow.generation.vllm.core import BLOCK_TOKENS, engine_arguments, engine_config
 from tests.policies import write_model_directory
 from tests.vllm.models import SETTINGS
 

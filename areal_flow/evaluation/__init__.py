@@ -1,0 +1,1 @@
+"""How good a policy is: answers to held-out prompts, pass rates and paired comparisons."""

@@ -1,0 +1,188 @@
+"""How good a policy is on prompts that training never sees: its held-out answers.
+
+Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
+prompt is a group with a member a sample, and with seeds that no training episode has. This module
+refuses to know which cluster answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from areal_flow.config import EvaluationSettings
+from areal_flow.controller.records import member_seed
+from areal_flow.errors import EpisodeError
+from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.store.codec import rollout_notes
+from areal_flow.types import Episode, Prompt, Tokens, answer_text
+from areal_flow.workflows.group import all_of
+from schemas.content import row_arrays
+
+logger = logging.getLogger(__name__)
+
+ANSWERS_PER_TASK = 64
+HELD_OUT_MEMBER = -1
+"""Stands for the first sample in the seed, later ones count down: training's count from 0."""
+
+_COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifier")
+
+Decode = Callable[[Sequence[Tokens]], list[str]]
+"""Turns sequences of tokens into texts."""
+Answer = Callable[..., Awaitable[pa.Table]]
+"""Rolls out and scores some groups without writing their rows; `DaskRollouts.answer` is one."""
+
+
+async def answer_held_out(
+    answer: Answer,
+    prompts: Sequence[Prompt],
+    *,
+    settings: EvaluationSettings,
+    name: str,
+    seed: int,
+    writer_epoch: int,
+    decode: Decode,
+) -> list[dict[str, Any]]:
+    """Answer every prompt with the newest weights; return rows of the evaluation schema.
+
+    Beside training, newer weights arrive while prompts are answered: no token is older than the
+    evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
+    workflow or its verifier failed is a row without a reward, which does not pass.
+
+    Args:
+        settings: how many answers a prompt of each set has, and how they are sampled.
+        name: of the evaluation; the rows carry it.
+        seed: of the run.
+        writer_epoch: of the driver that will append the rows, 0 if none will.
+
+    Raises:
+        EpisodeError: no prompt could be answered; the message is the first cause.
+        ArealFlowError: generators or reward workers failed, which is no fault of an answer.
+    """
+    began = datetime.now(UTC)
+    episodes = [
+        Episode(
+            index,
+            prompt,
+            tuple(
+                member_seed(seed, index, HELD_OUT_MEMBER - sample)
+                for sample in range(settings.num_samples_of(_set_of(prompt)))
+            ),
+            0,
+            writer_epoch,
+            began,
+            settings.sampling(),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    tasks = _tasks(episodes)
+    found = await all_of(_table_or_error(answer, task, name) for task in tasks)
+    made = {"evaluation": name, "writer_epoch": writer_epoch}
+    return await asyncio.to_thread(_all_rows, tasks, found, decode, made)
+
+
+async def _table_or_error(
+    answer: Answer, task: Sequence[Episode], name: str
+) -> pa.Table | EpisodeError:
+    try:
+        return await answer(task, name=name)
+    except EpisodeError as error:
+        return error
+
+
+def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    failed = [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]
+    if failed:
+        cause = failed[0].get("error", "no reason is known")
+        logger.warning(
+            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
+            *(name, len(failed), len(rows), cause),
+        )
+
+
+def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """Return the episodes in their order, as many together as have `ANSWERS_PER_TASK` answers."""
+    tasks: list[list[Episode]] = []
+    num_answers = ANSWERS_PER_TASK
+    for episode in episodes:
+        if num_answers + len(episode.seeds) > ANSWERS_PER_TASK:
+            tasks.append([])
+            num_answers = 0
+        tasks[-1].append(episode)
+        num_answers += len(episode.seeds)
+    return tasks
+
+
+def _set_of(prompt: Prompt) -> str:
+    return prompt.source or HELD_OUT
+
+
+def _all_rows(
+    tasks: Sequence[Sequence[Episode]],
+    found: Sequence[pa.Table | EpisodeError],
+    decode: Decode,
+    made: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the rows of all tasks, each with what is `made` and the version that they are of."""
+    tables = [table for table in found if isinstance(table, pa.Table)]
+    for error in () if tables else found:
+        raise error
+    verifier = tables[0]["verifier"][0].as_py()
+    rows = [
+        row
+        for task, answered in zip(tasks, found, strict=True)
+        for row in _rows(task, answered, decode, verifier=verifier)
+    ]
+    _warn_of_failures(rows, made["evaluation"])
+    oldest = min(span["version"] for row in rows for span in row["version_spans"])
+    return [{**made, "policy_version": oldest, **row} for row in rows]
+
+
+def _rows(
+    episodes: Sequence[Episode], found: pa.Table | EpisodeError, decode: Decode, *, verifier: str
+) -> list[dict[str, Any]]:
+    """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    texts: dict[tuple[int, int], str] = {}
+    errors: tuple[str, ...]
+    if isinstance(found, EpisodeError):
+        errors = (str(found),)
+    else:
+        errors = rollout_notes(found).errors
+        answers = found.filter(pc.equal(found["branch"], 0))
+        rows = {
+            (row["submission_index"], row["member"]): row
+            for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()
+        }
+        texts = dict(zip(rows, decode([*row_arrays(answers["output_tokens"])]), strict=True))
+    unanswered: dict[str, Any] = {
+        "version_spans": [],
+        "finish_reason": "error",
+        "reward": None,
+        "reward_detail": json.dumps({"verdict": "error", "error": "; ".join(errors)}),
+        "verifier": verifier,
+    }
+    return [
+        {
+            "held_out": _set_of(episode.prompt),
+            "prompt_id": episode.prompt.prompt_id,
+            "sample": sample,
+            "difficulty": episode.prompt.difficulty,
+            "prompt": episode.prompt.text,
+            "answer": answer_text(episode.prompt.answer),
+            "evaluated_at": datetime.now(UTC),
+            "completion": texts.get((episode.submission_index, sample), ""),
+            "num_output_tokens": sum(span["length"] for span in row["version_spans"]),
+            **{name: row[name] for name in _COPIED},
+        }
+        for episode in episodes
+        for sample in range(len(episode.seeds))
+        for row in [rows.get((episode.submission_index, sample), unanswered)]
+    ]

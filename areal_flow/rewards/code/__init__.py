@@ -1,0 +1,1 @@
+"""Judges programs by running them in sandboxes."""

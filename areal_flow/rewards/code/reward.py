@@ -1,0 +1,91 @@
+"""The verifier `code`: programs of the policy, run in sandboxes on the tests of their rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from areal_flow.rewards.code.rows import NoTests, code_task
+from areal_flow.rewards.code.sandbox.grading import Judgement, grade
+from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.protocol import RewardInput
+from areal_flow.types import Score
+
+HERE = Path(__file__).parent
+DEFAULT = Limits()
+MAX_RUNS = 32
+"""At a time; most of them wait for their turn, or sleep until their time is over."""
+
+
+class CodeReward:
+    """1 for a program that passes all tests of its row, else 0.
+
+    Sandboxes that die again and again give no reward: `infrastructure_error`.
+    """
+
+    made_of = (HERE / "rows.py", *sorted((HERE / "sandbox").rglob("*.py")))
+    """What else decides its verdicts; see `registry.code_hash`."""
+
+    def __init__(
+        self,
+        *,
+        cpu_s: float = DEFAULT.cpu_s,
+        wall_per_cpu: float = DEFAULT.wall_per_cpu,
+        memory_bytes: int = DEFAULT.memory_bytes,
+        output_bytes: int = DEFAULT.output_bytes,
+        num_threads: int = DEFAULT.num_threads,
+    ) -> None:
+        """Take what a run of a program may use: the fields of `Limits`.
+
+        Raises:
+            RewardError: one of them is no limit.
+        """
+        self._limits = Limits(
+            cpu_s=cpu_s,
+            wall_per_cpu=wall_per_cpu,
+            memory_bytes=memory_bytes,
+            output_bytes=output_bytes,
+            num_threads=num_threads,
+        )
+
+    def open(self) -> None:
+        """Start sandboxes in the strongest tier that passes its self-test here.
+
+        Raises:
+            SandboxError: no tier does.
+        """
+        self._pool = SandboxPool(self._limits)
+        self._threads = ThreadPoolExecutor(MAX_RUNS, thread_name_prefix="sandbox")
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        loop = asyncio.get_running_loop()
+        runs = (loop.run_in_executor(self._threads, self._score, given) for given in inputs)
+        return await asyncio.gather(*runs)
+
+    def _score(self, given: RewardInput) -> Score:
+        try:
+            found = judge_completion(self._pool, given)
+        except SandboxError as error:
+            return Score(None, "infrastructure_error", error=str(error))
+        return Score(float(found.verdict == "right"), found.verdict, message=found.detail)
+
+
+def judge_completion(pool: SandboxPool, given: RewardInput) -> Judgement:
+    """Return the verdict on a completion by its row.
+
+    Raises:
+        SandboxError: it could not be run.
+    """
+    row = {"prompt": given.prompt, **given.metadata}
+    try:
+        task = code_task(row, given.completion)
+    except NoTests as error:
+        return Judgement("bad_reference", str(error))
+    return grade(pool, task) if task else Judgement("parse_error", "no code in the completion")

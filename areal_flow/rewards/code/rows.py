@@ -1,0 +1,265 @@
+"""How a program is tested, from a row as HumanEval, MBPP, LiveCodeBench and this project have it.
+
+| rows of            | told by                              | mode                          |
+|--------------------|--------------------------------------|-------------------------------|
+| this project       | `mode`, `tests` and `entry_point`    | what it says                  |
+| HumanEval          | `test` and `entry_point`             | `assert`                      |
+| MBPP               | `test_list`                          | `assert`                      |
+| LiveCodeBench      | `public_test_cases`, `starter_code`  | `stdin`, or `call`            |
+| DeepCoder          | `tests`, and no `mode`               | `stdin`, or `call`            |
+
+Rows are trusted; completions are only cut out of their text here, and never parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import builtins
+import io
+import json
+import pickle
+import re
+import symtable
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any, get_args
+
+from areal_flow.errors import RewardError
+from areal_flow.rewards.code.sandbox.grading import CodeTask, Mode
+from areal_flow.rewards.code.sandbox.inside.testing import MODULE
+
+Row = Mapping[str, Any]
+
+
+MAX_SOURCE_CHARS = 2**20
+MAX_PRIVATE_BYTES = 2**28
+"""Of LiveCodeBench's hidden tests of one row, unpacked."""
+MAX_KEPT_BYTES = 2**26
+"""Of tests of several rows, unpacked; those of one row are kept however large they are."""
+_THOUGHT_END = "</think>"
+_FENCE = "```"
+_LANGUAGES = ("python", "python3", "py", "")
+_METHOD = re.compile(r"def\s+(\w+)\s*\(\s*self\b")
+
+
+_kept: OrderedDict[str, tuple[int, Any]] = OrderedDict()
+_reading = Lock()
+
+
+class NoTests(RewardError):
+    """A row does not say how a program is tested."""
+
+
+def code_task(row: Row, completion: str) -> CodeTask | None:
+    """Return how a completion is graded; None if there is no code in it.
+
+    Raises:
+        NoTests: the row's tests are missing, or cannot be read.
+    """
+    source = extract_code(completion)
+    if not source.strip() or len(source) > MAX_SOURCE_CHARS:
+        return None
+    try:
+        for column, read in _READERS.items():
+            if column in row:
+                return read(row, source)
+    except (ValueError, TypeError, LookupError, AttributeError, SyntaxError, zlib.error) as error:
+        raise NoTests(f"the row's tests cannot be read: {type(error).__name__}: {error}") from None
+    raise NoTests(f"no tests in a row of {', '.join(row) or 'no columns'}: expected one of "
+                  f"{', '.join(_READERS)}")  # fmt: skip
+
+
+def extract_code(completion: str) -> str:
+    """Return the last fenced block of Python after the thinking, else all that is there."""
+    text = completion[-4 * MAX_SOURCE_CHARS :].rpartition(_THOUGHT_END)[2]
+    parts = text.split(_FENCE)
+    for block in reversed(parts[1::2]):
+        language, newline, source = block.partition("\n")
+        if newline and language.strip().lower() in _LANGUAGES:
+            return source
+    return text
+
+
+def _own(row: Row, source: str) -> CodeTask:
+    """Read a row of this project, and of `areal-flow verify`."""
+    mode, tests, entry_point = row["mode"], row["tests"], str(row.get("entry_point") or "")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))}")
+    if mode == "assert":
+        if not isinstance(tests, str):
+            raise ValueError(f"tests of mode 'assert': expected text, found {tests!r:.40}")
+        setup = str(row.get("setup") or "")
+        borrowed = (entry_point,) if entry_point else _borrowed_names(f"{setup}\n{tests}")
+        return CodeTask(
+            source, mode, test_source=tests, entry_point=entry_point, setup=setup, borrowed=borrowed
+        )
+    listed = json.loads(tests) if isinstance(tests, str) else tests
+    if mode == "stdin":
+        return CodeTask(source, mode, [(test["input"], test["output"]) for test in listed])
+    if not entry_point:
+        raise ValueError("mode 'call' needs an entry_point")
+    pairs = [(list(test["args"]), test["expected"]) for test in listed]
+    return CodeTask(source, mode, pairs, entry_point=entry_point)
+
+
+def _human_eval(row: Row, source: str) -> CodeTask:
+    """A completion is a whole function, or goes on where the prompt ends.
+
+    What the prompt defines beside the function helps the tests, too: it is the row's own there.
+    """
+    prompt, entry_point = str(row["prompt"]), str(row["entry_point"])
+    head = re.escape(f"def {entry_point}")
+    if re.search(rf"^{head}\b", source, re.MULTILINE):
+        source = re.split(rf"^{head}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0] + source
+    else:
+        source = prompt + source
+    test_source, borrowed = str(row["test"]), (entry_point,)
+    return CodeTask(
+        source, "assert", test_source=test_source, entry_point=entry_point, setup=prompt,
+        borrowed=borrowed,
+    )  # fmt: skip
+
+
+def _mbpp(row: Row, source: str) -> CodeTask:
+    tests = "\n".join(row["test_list"])
+    imports = "\n".join(row.get("test_imports") or [])
+    setup = f"{imports}\n{row.get('test_setup_code') or ''}".strip()
+    own = _free_names(f"{setup}\n{tests}") & _defined(str(row.get("code") or ""))
+    borrowed = tuple(sorted(own)) or _borrowed_names(f"{setup}\n{tests}")
+    return CodeTask(source, "assert", test_source=tests, setup=setup, borrowed=borrowed)
+
+
+def _defined(reference: str) -> set[str]:
+    """Return the functions and classes of a reference."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.parse(reference).body if isinstance(node, kinds)}
+
+
+def _borrowed_names(source: str) -> tuple[str, ...]:
+    """Return what tests without an entry point borrow: what they say, never what a program offers.
+
+    That is what they import from the program, or the one name that they have from nowhere: of
+    several, one may be a judge that they forgot to import, which a program would bring.
+
+    Raises:
+        ValueError: it is not clear what they borrow.
+    """
+    imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules = {alias.asname or MODULE for alias in imports if alias.name == MODULE}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            if node.module == MODULE:
+                imported |= names - {"*"}
+            elif "*" in names:
+                raise ValueError(f"`from {node.module} import *` hides what they borrow: "
+                                 "name an entry_point")  # fmt: skip
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            imported |= {node.attr} if node.value.id in modules else set()
+    free = _free_names(source)
+    if len(free) != (not imported):
+        found = ", ".join(sorted(free)) or "nothing"
+        raise ValueError(f"they use {found} from nowhere: name an entry_point, or import from "
+                         f"`{MODULE}` what the program is to bring")  # fmt: skip
+    return tuple(sorted(imported | free))
+
+
+def _free_names(source: str) -> set[str]:
+    """Return the global names that a source reads and never sets; none that is built in."""
+    top = symtable.symtable(source, MODULE, "exec")
+    tables, read, known = [top], set[str](), {*dir(builtins)}
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                is_set = symbol.is_assigned() or symbol.is_imported()
+                (known if is_set else read).add(symbol.get_name())
+    return {name for name in read - known if not name.startswith("__")}
+
+
+def _live_code_bench(row: Row, source: str) -> CodeTask:
+    cases = _live_cases(row["public_test_cases"]) + _live_cases(row.get("private_test_cases"))
+    return _live_task(row, source, cases)
+
+
+def _live_task(row: Row, source: str, cases: list[dict[str, Any]]) -> CodeTask:
+    if cases[0]["testtype"] == "stdin":
+        return CodeTask(source, "stdin", [(case["input"], case["output"]) for case in cases])
+    method = _METHOD.search(str(row["starter_code"]))
+    if method is None:
+        raise ValueError(f"no method in starter_code {row['starter_code']!r:.60}")
+    pairs = [
+        ([json.loads(line) for line in case["input"].splitlines()], json.loads(case["output"]))
+        for case in cases
+    ]
+    return CodeTask(source, "call", pairs, entry_point=method[1])
+
+
+def _deep_coder(row: Row, source: str) -> CodeTask:
+    """Read tests as LiveCodeBench's (`lcbv5`), PrimeIntellect's or TACO's part of it has them.
+
+    The latter two list arguments, and what is returned as a list of one.
+    """
+    if not isinstance(row["tests"], str):
+        raise ValueError(
+            "field 'tests': expected JSON as text, as DeepCoder has it, or a field 'mode' beside "
+            f"it ({', '.join(get_args(Mode))}), found a {type(row['tests']).__name__} and no 'mode'"
+        )
+    tests = _live_cases(row["tests"])
+    if isinstance(tests, Mapping):
+        name, pairs = tests.get("fn_name"), [*zip(tests["inputs"], tests["outputs"], strict=True)]
+    elif "testtype" in tests[0]:
+        return _live_task(row, source, tests)
+    else:
+        name, pairs = tests[0].get("fn_name"), [(test["input"], test["output"]) for test in tests]
+    if not name:
+        return CodeTask(source, "stdin", pairs)
+    return CodeTask(source, "call", [(args, value) for args, (value,) in pairs], entry_point=name)
+
+
+def _live_cases(text: str | None) -> Any:
+    """Return test cases: those of the rows that were read last are kept, up to `MAX_KEPT_BYTES`.
+
+    One thread reads at a time: the completions of a prompt come together, and would each read all.
+    """
+    if not text:
+        return []
+    with _reading:
+        if text not in _kept:
+            unpacked = _unpacked(text)
+            _kept[text] = len(unpacked), json.loads(unpacked)
+        _kept.move_to_end(text)
+        while len(_kept) > 1 and sum(size for size, _ in _kept.values()) > MAX_KEPT_BYTES:
+            _kept.popitem(last=False)
+        return _kept[text][1]
+
+
+def _unpacked(text: str) -> str:
+    """Return JSON from JSON, or from how it is hidden: in base64 of zlib of a pickled text."""
+    if not text.lstrip().startswith(("[", "{")):
+        unpacker = zlib.decompressobj()
+        packed = unpacker.decompress(base64.b64decode(text), MAX_PRIVATE_BYTES)
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"hidden tests are larger than {MAX_PRIVATE_BYTES} bytes")
+        return str(_TextUnpickler(io.BytesIO(packed)).load())
+    return text
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Unpickles text and nothing that could be code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"hidden tests hold {module}.{name}, expected text")
+
+
+_READERS = {
+    "mode": _own,
+    "tests": _deep_coder,
+    "test_list": _mbpp,
+    "public_test_cases": _live_code_bench,
+    "test": _human_eval,
+}

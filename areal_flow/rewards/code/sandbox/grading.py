@@ -1,0 +1,231 @@
+"""What a program is worth: its answers are compared here, where no program of a model ever runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from areal_flow.rewards.code.sandbox.inside import plain, program
+from areal_flow.rewards.code.sandbox.pool import SandboxPool
+from areal_flow.rewards.code.sandbox.run import Outcome, Program
+from areal_flow.types import Verdict
+
+Mode = Literal["stdin", "call", "assert"]
+_NUMBER = re.compile(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", re.ASCII)
+_MAX_DETAIL = 200
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTask:
+    """A program and how it is tested.
+
+    Args:
+        mode: `stdin`, `call` or `assert`.
+        tests: pairs of input and output, or of arguments and what is returned.
+        test_source: the tests of the mode `assert`.
+        entry_point: the function that is called, where the mode needs one.
+        setup: a trusted source that runs before that of the tests.
+        borrowed: what tests of the mode `assert` use of the program.
+    """
+
+    source: str
+    mode: Mode
+    tests: Sequence[tuple[Any, Any]] = ()
+    test_source: str = ""
+    entry_point: str = ""
+    setup: str = ""
+    borrowed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, and why."""
+
+    verdict: Verdict
+    detail: str = ""
+
+
+RIGHT = Judgement("right")
+
+
+def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
+    """Run a program on its tests; the first that it does not pass decides.
+
+    Raises:
+        SandboxError: it could not be run.
+    """
+    if not (task.tests or task.test_source):
+        return Judgement("bad_reference", "there are no tests")
+    found = _GRADERS[task.mode](pool, task)
+    return Judgement(found.verdict, found.detail[-_MAX_DETAIL:])
+
+
+def _grade_stdin(pool: SandboxPool, task: CodeTask) -> Judgement:
+    source = _bytes(task.source)
+    for number, (given, expected) in enumerate(task.tests):
+        script = Program(program.SCRIPT, source, stdin=_bytes(str(given)))
+        (outcome,) = pool.run(lambda script=script: [script])  # type: ignore[misc]
+        if (failed := _failure(outcome)) is not None:
+            return failed
+        if not same_output(outcome.stdout.decode(errors="replace"), str(expected)):
+            said = outcome.stdout[:60].decode(errors="replace")
+            return Judgement("wrong", f"test {number}: printed {said!r}")
+    return RIGHT
+
+
+def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
+    """Have one process answer all calls, and another one those that it had no time for.
+
+    So each call has the time of a run to itself, if it needs it, as each test of `stdin` has. A
+    process that slept and did not compute is followed by none: it could sleep at every call.
+    """
+    number = 0
+    while number < len(task.tests):
+        outcome = _call(pool, task, task.tests[number:])
+        failed, begin = _failure(outcome), number
+        if failed is not None and outcome.timed_out != "cpu":
+            return failed
+        _, *answers = outcome.answer.splitlines() or [b""]
+        if failed is not None and not outcome.answer.endswith(b"\n"):  # within an answer
+            answers = answers[:-1]
+        for answer, (_, expected) in zip(answers, task.tests[begin:], strict=False):
+            found = _compare_answer(answer, expected)
+            if found is not RIGHT:
+                return failed or Judgement(found.verdict, f"test {number}: {found.detail}")
+            number += 1
+        if failed is not None and number in (begin, len(task.tests)):
+            return failed
+        if failed is None and number < len(task.tests):
+            return Judgement("runtime_error", f"test {number}: the program ended without an answer")
+    return RIGHT
+
+
+def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
+    """Run a program that answers a call a test."""
+    calls: list[dict[str, Any]] = [
+        {"of": None, "name": task.entry_point, "kwargs": {},
+         "args": [plain.encode(value, _refuse) for value in args]}
+        for args, _ in tests
+    ]  # fmt: skip
+    lines = "".join(json.dumps(call) + "\n" for call in calls).encode()
+    lender = Program(program.LEND, _bytes(task.source), others=(lines, None))
+    (outcome,) = pool.run(lambda: [lender])
+    return outcome
+
+
+def _compare_answer(line: bytes, expected: Any) -> Judgement:
+    try:
+        answer = plain.parse(line)
+        if "raised" in answer:
+            kind, message = map(str, answer["raised"])
+            verdict: Verdict = "memory_limit" if kind == "MemoryError" else "runtime_error"
+            return Judgement(verdict, f"{kind}: {message}")
+        found = plain.canonical(answer["value"])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        return Judgement("wrong", f"the answer is not plain data: {error}")
+    if found != plain.canonical(plain.encode(expected, _refuse)):
+        return Judgement("wrong", f"returned {line[:60].decode(errors='replace')}")
+    return RIGHT
+
+
+def _grade_asserts(pool: SandboxPool, task: CodeTask) -> Judgement:
+    nonce = secrets.token_hex(16)
+    first = {
+        "nonce": nonce,
+        "entry_point": task.entry_point,
+        "setup": task.setup,
+        "borrowed": task.borrowed,
+    }
+
+    def programs() -> Sequence[Program]:
+        calls_in, calls_out = os.pipe2(os.O_CLOEXEC)
+        answers_in, answers_out = os.pipe2(os.O_CLOEXEC)
+        return [
+            Program(program.LEND, _bytes(task.source), others=(calls_in, answers_out)),
+            Program(
+                program.TEST,
+                _bytes(task.test_source),
+                stdin=_bytes(json.dumps(first) + "\n"),
+                others=(answers_in, calls_out, None),
+            ),
+        ]
+
+    candidate, tester = pool.run(programs)
+    found = _verdict(tester.answer, nonce)
+    if found is not None and found.verdict == "right":
+        return RIGHT
+    is_gone = found is None or found.verdict == "runtime_error"
+    if is_gone and (failed := _failure(candidate)) is not None and not _was_stopped(candidate):
+        return failed
+    if found is not None:
+        return found
+    return _failure(tester, of_tests=True) or Judgement("runtime_error", "no verdict of the tests")
+
+
+def _was_stopped(outcome: Outcome) -> bool:
+    """Return whether a process ended because another one of its run had."""
+    is_own = outcome.timed_out or outcome.is_output_over
+    return outcome.exit_code == -signal.SIGKILL and not is_own
+
+
+def _verdict(line: bytes, nonce: str) -> Judgement | None:
+    """Return what a tester says; None if it said nothing with its mark."""
+    try:
+        mark, verdict, detail = plain.parse(line)
+    except (ValueError, TypeError):
+        return None
+    return Judgement(verdict, detail) if secrets.compare_digest(mark, nonce) else None
+
+
+def _failure(outcome: Outcome, *, of_tests: bool = False) -> Judgement | None:
+    """Return why a process did not end well; None if it did."""
+    if outcome.timed_out:
+        what = "processor" if outcome.timed_out == "cpu" else "wall"
+        return Judgement("timeout", f"the limit of {what} time")
+    if outcome.is_output_over:
+        return Judgement("output_limit", "too much output")
+    said = outcome.stderr.decode(errors="replace").strip().splitlines()
+    detail = said[-1] if said else f"exit code {outcome.exit_code}"
+    if outcome.exit_code == program.UNREADABLE:
+        return Judgement("bad_reference" if of_tests else "parse_error", detail)
+    if outcome.exit_code == program.OUT_OF_MEMORY:
+        return Judgement("memory_limit", detail)
+    return Judgement("runtime_error", detail) if outcome.exit_code else None
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Compare what was printed: line by line without white space at ends, numbers as numbers."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()]
+                    for text in (found, expected))  # fmt: skip
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    are_numbers = _NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)
+    return bool(are_numbers) and Decimal(found) == Decimal(expected)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _refuse(value: Any) -> int:
+    raise TypeError(f"expected plain data in a test, found a {type(value).__name__}")
+
+
+_GRADERS: dict[str, Callable[[SandboxPool, CodeTask], Judgement]] = {
+    "stdin": _grade_stdin,
+    "call": _grade_calls,
+    "assert": _grade_asserts,
+}

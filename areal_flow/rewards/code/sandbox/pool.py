@@ -1,0 +1,156 @@
+"""A worker's sandboxes: zygotes that are replaced when they die, and slots that sleepers leave.
+
+| who             | waits for                    | unblocked by                                 |
+|-----------------|------------------------------|----------------------------------------------|
+| a run           | a slot                       | a run that ends, or lasts as long as it may  |
+|                 |                              | compute: it waits, and computes no more      |
+| a run           | its processes                | their end, or their limits                   |
+| a run           | memory for its processes     | a run that ends; one that sleeps keeps its   |
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from areal_flow.machine import usable_bytes, usable_cores
+from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
+from areal_flow.rewards.code.sandbox.run import Outcome, Program, run_programs
+from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
+from areal_flow.rewards.code.sandbox.zygote_client import ZygoteClient
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""To run something in a sandbox; what then still dies is an error of the infrastructure."""
+
+
+class ProgramMemory:
+    """The memory of all programs of this process, whichever pool runs them."""
+
+    def __init__(self) -> None:
+        self.num_processes = 1
+        """How many on this machine run programs: they share half of its memory equally."""
+        self._used_bytes, self._ended = 0, threading.Condition()
+
+    @property
+    def budget_bytes(self) -> int:
+        return usable_bytes() // 2 // self.num_processes
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[None]:
+        """Wait until so much is free; what is more than the whole budget is taken alone."""
+        with self._ended:
+            others = self.budget_bytes - num_bytes
+            self._ended.wait_for(lambda: not self._used_bytes or self._used_bytes <= others)
+            self._used_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._used_bytes -= num_bytes
+                self._ended.notify_all()
+
+
+PROGRAM_MEMORY = ProgramMemory()
+
+
+class SandboxPool:
+    """Runs programs, in threads of its callers."""
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        tier: str | None = None,
+        modules: Sequence[str] = ("numpy",),
+    ) -> None:
+        """Start a zygote a core, in the strongest tier that passes its self-test.
+
+        Args:
+            tier: this one, which is known to pass.
+
+        Raises:
+            SandboxError: there is no tier.
+        """
+        self.limits = limits or Limits()
+        self.tier = tier or choose_tier()
+        num_cores = usable_cores()
+        self._modules = modules
+        self._zygotes = [ZygoteClient(self.tier, modules=modules) for _ in range(num_cores)]
+        self._slots = threading.BoundedSemaphore(2 * num_cores)
+        self._lock = threading.Lock()
+        self._num_runs = 0
+        if lost := LOST[self.tier]:
+            logger.warning("model-written code runs in tier %s: %s", self.tier, lost)
+
+    def run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
+        """Run programs side by side; see `run_programs`.
+
+        What lasted too long without computing too much runs once more: the machine may be busy.
+
+        Args:
+            programs: makes them, for each attempt anew.
+
+        Raises:
+            SandboxError: sandboxes die again and again.
+        """
+        outcomes = self._run(programs)
+        if any(outcome.timed_out == "wall" for outcome in outcomes):
+            outcomes = self._run(programs)
+        return outcomes
+
+    def close(self) -> None:
+        """End all zygotes and all that they run."""
+        for zygote in self._zygotes:
+            zygote.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the zygotes."""
+        return tuple(zygote.pid for zygote in self._zygotes)
+
+    def _run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
+        reasons: list[str] = []
+        while len(reasons) < MAX_ATTEMPTS:
+            given = programs()
+            with PROGRAM_MEMORY.take(len(given) * self.limits.memory_bytes):
+                zygote = self._next_zygote()
+                slot = _Slot(self._slots)
+                try:
+                    return run_programs(zygote, given, self.limits, on_slow=slot.leave)
+                except SandboxError as error:
+                    reasons.append(str(error))
+                    self._replace(zygote)
+                finally:
+                    slot.leave()
+        raise SandboxError(f"sandboxes died {MAX_ATTEMPTS} times over one program: {reasons[-1]}")
+
+    def _next_zygote(self) -> ZygoteClient:
+        with self._lock:
+            self._num_runs += 1
+            return self._zygotes[self._num_runs % len(self._zygotes)]
+
+    def _replace(self, zygote: ZygoteClient) -> None:
+        with self._lock:
+            if zygote in self._zygotes:
+                logger.warning("a sandbox's zygote is replaced")
+                place = self._zygotes.index(zygote)
+                self._zygotes[place] = ZygoteClient(self.tier, modules=self._modules)
+                zygote.close()
+
+
+class _Slot:
+    """A place among the runs that compute, taken when it is made."""
+
+    def __init__(self, slots: threading.BoundedSemaphore) -> None:
+        slots.acquire()
+        self._slots = slots
+        self._is_left = False
+
+    def leave(self) -> None:
+        if not self._is_left:
+            self._is_left = True
+            self._slots.release()

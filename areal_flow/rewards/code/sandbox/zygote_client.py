@@ -1,0 +1,132 @@
+"""A zygote as its owner sees it: it has an empty environment, and is asked for runs by socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_flow.machine import is_linux
+from areal_flow.rewards.code.sandbox.inside import zygote
+from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
+
+START_S = 60.0
+"""A zygote that is not ready by then never will be; it takes a tenth of a second."""
+END_S = 1.0
+"""A zygote ends when its owner has gone; one that does not is ended by force."""
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "HOME": "/tmp",
+    "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+_START = "import sys; sys.path.append({!r}); from inside.zygote import main; main()"
+_LIBRARIES = (
+    "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo",
+)  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+
+class ZygoteClient:
+    """Starts a zygote, and asks it for runs; many at a time if need be."""
+
+    def __init__(self, tier: str, *, modules: Sequence[str] = ("numpy",)) -> None:
+        """Start a zygote in a tier, and wait until it is ready.
+
+        Args:
+            modules: what programs may import beside the standard library, where it is installed.
+
+        Raises:
+            SandboxError: it does not start here, with the reason.
+        """
+        self.tier = tier
+        own_path = str(Path(__file__).parent)
+        found = {name: Path(spec.origin).parent for name in modules
+                 if (spec := find_spec(name)) and spec.origin}  # fmt: skip
+        settings = {
+            "tier": tier,
+            "own_path": own_path,
+            "site": sorted({str(folder.parent) for folder in found.values()}),
+            "modules": list(found),
+            "readable": _readable(found.values()),
+            "devices": [path for path in _DEVICES if Path(path).exists()],
+        }
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+        arguments = (str(theirs.fileno()), json.dumps(settings))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", "-c", _START.format(own_path), *arguments],
+            env=ENVIRONMENT,
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        theirs.close()
+        with os.fdopen(errors, "rb") as said:
+            self._wait_until_ready(said.fileno())
+
+    def _wait_until_ready(self, errors: int) -> None:
+        self._control.settimeout(START_S)
+        try:
+            ready = self._control.recv(64)
+        except OSError as error:
+            ready, said = b"", str(error)
+        else:
+            said = os.pread(errors, 1 << 16, 0).decode(errors="replace").strip()
+        if not ready:
+            self.close()
+            reason = said.splitlines()[-1] if said else "it ended without a word"
+            raise SandboxError(f"sandbox tier {self.tier!r}: {reason}")
+        self._control.settimeout(None)
+
+    @property
+    def pid(self) -> int:
+        """The process id; one that is killed takes its runs along."""
+        return int(self._process.pid)
+
+    def request(self, mode: str, fds: Sequence[int], limits: Limits) -> None:
+        """Ask for a run.
+
+        Args:
+            fds: the socket over which the run is reported, and what it has as 0, 1, 2 and so on.
+
+        Raises:
+            SandboxError: the zygote is gone.
+        """
+        asked = {"mode": mode, **asdict(limits)}
+        try:
+            socket.send_fds(self._control, [json.dumps(asked).encode()], fds)
+        except OSError as error:
+            raise SandboxError(f"a sandbox's zygote is gone: {error}") from None
+
+    def close(self) -> None:
+        """End the zygote, and with it all its runs."""
+        self._control.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def available_tiers() -> tuple[str, ...]:
+    """Return the tiers that this project knows, the strongest first; only Linux has any."""
+    if not is_linux():
+        return ()
+    return zygote.NAMESPACES, zygote.LANDLOCK
+
+
+def _readable(packages: Iterable[Path]) -> list[str]:
+    """Return what programs may read: Python's standard library, system libraries, some packages."""
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    for package in packages:
+        folders += [package, package.with_name(f"{package.name}.libs")]
+    paths = [*map(str, folders), *_LIBRARIES]
+    return [path for path in dict.fromkeys(paths) if Path(path).exists()]

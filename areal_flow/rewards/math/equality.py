@@ -1,0 +1,166 @@
+r"""Whether an answer equals a reference: as text, then as exact numbers, then by algebra.
+
+Several answers are compared in any order, each with one of the reference's; `x = 5` is 5. The
+algebra is passed in, since it is to run where it may be stopped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from areal_flow.rewards.math.quantity import quantity_of, same_quantity, words_of
+from areal_flow.rewards.math.text import compact
+
+Algebra = Callable[[str, str], bool]
+"""Whether an answer equals a reference, both tidied."""
+
+_NAME = re.compile(
+    r"(?:\\angle|\\overline)?\s*\\?[a-zA-Z][a-zA-Z ]*'?\s*(?:_(?:\w|\{[^{}]*\}))?\s*(?:\([^=]*\))?"
+)
+_MEMBER = re.compile(r"^\s*\\?[a-zA-Z](?:_\w)?\s*\\in(?![a-zA-Z])")
+_LAST_COMMA = re.compile(r"[,;]\s*(?:and|or)\b|\b(?:and|or)\b", re.I)
+_EQUATION, _BOUNDS = re.compile(r"=|\\equiv(?![a-zA-Z])"), re.compile(r"_\{[^{}]*\}")
+_GROUP = re.compile(r"^\{([^{}]*)\}$")
+_NO_NUMBER = re.compile(r"(?<![\w.])[\d.]+\s+[\d.]|\d_")
+"""Two numbers side by side, which algebra would add, and digits of a base, which it would drop."""
+_NOTHING = {r"\emptyset", r"\varnothing", "nosolution", "nosolutions", "norealsolution",
+            "norealsolutions", "none", "emptyset", "theemptyset", r"\{\}"}  # fmt: skip
+
+
+def is_same(answer: str, reference: str, algebra: Algebra) -> bool:
+    """Return whether a tidied answer equals a tidied reference."""
+    if same_text(answer, reference):
+        return True
+    expected = elements_of(reference)
+    found = elements_of(answer)
+    if len(expected) != len(found):
+        expected, found = (elements_of(text, is_list=True) for text in (reference, answer))
+        if len(expected) != len(found) or len(expected) == 1:
+            return False
+    if len(expected) == 1:
+        return _is_same_element(found[0], expected[0], algebra)
+    for element in found:
+        equal = (other for other in expected if _is_same_element(element, other, algebra))
+        if (match := next(equal, None)) is None:
+            return False
+        expected.remove(match)
+    return True
+
+
+def same_text(answer: str, reference: str) -> bool:
+    """Return whether two tidied answers are the same text, or both say that there is nothing."""
+    ours, theirs = compact(answer), compact(reference)
+    return ours == theirs or (ours in _NOTHING and theirs in _NOTHING)
+
+
+def algebraic_elements(reference: str) -> list[str]:
+    """Return those elements of a reference that are neither numbers nor words."""
+    found = []
+    for element in elements_of(reference):
+        name, parts = _chain(element)
+        bare = parts[-1] if name or len(parts) == 1 else element
+        if not (quantity_of(bare) or _is_text(bare) or compact(bare) in _NOTHING):
+            found.append(bare)
+    return found
+
+
+def elements_of(text: str, *, is_list: bool = False) -> list[str]:
+    r"""Return the answers that a tidied text lists, with or without `\{ \}` around them.
+
+    Args:
+        is_list: whether `1,234` is two of them.
+    """
+    text = _GROUP.sub(r"\1", text)
+    if text.startswith(r"\{") and text.endswith(r"\}") and text.count(r"\{") == 1:
+        text, is_list = text[2:-2], True
+    elif quantity_of(text):
+        return _split(text) if is_list else [text]
+    if not is_list and "(" not in text and "[" not in text:
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    elements = _split(_LAST_COMMA.sub(",", text))
+    return [sign for element in elements for sign in _both_signs(element)]
+
+
+def _split(text: str, separators: str = ",;") -> list[str]:
+    """Return what stands between separators that are in no brackets."""
+    parts, depth, begin = [], 0, 0
+    for place, character in enumerate(text):
+        depth += (character in "{([") - (character in "})]")
+        if character in separators and depth == 0:
+            parts.append(text[begin:place])
+            begin = place + 1
+    return [part.strip() for part in (*parts, text[begin:]) if part.strip()] or [text]
+
+
+def _both_signs(text: str) -> list[str]:
+    if len(re.findall(r"\\pm(?![a-zA-Z])", text)) != 1:
+        return [text]
+    before, _, after = text.partition(r"\pm")
+    return [f"{before}{sign}{after}".strip() for sign in ("+" * bool(before.strip()), "-")]
+
+
+def _is_same_element(answer: str, reference: str, algebra: Algebra) -> bool:
+    if same_text(answer, reference):
+        return True
+    (our_name, ours), (their_name, theirs) = _chain(answer), _chain(reference)
+    if our_name and their_name and compact(our_name) != compact(their_name):
+        return False
+    if not their_name and len(theirs) > 1:  # an equation
+        return len(ours) + bool(our_name) > 1 and _by_algebra(answer, reference, algebra)
+    if all(_is_same_value(part, theirs[-1], algebra) for part in ours):
+        return True
+    is_equation = bool(their_name) and not our_name and len(ours) > 1
+    return is_equation and _by_algebra(answer, reference, algebra)
+
+
+def _chain(text: str) -> tuple[str, list[str]]:
+    """Return the name that a text gives a value, and all that it says the value is."""
+    text = _MEMBER.sub("", text)
+    exact = [part.strip() for part in re.split(r"\\approx(?![a-zA-Z])", text) if part.strip()]
+    parts = _split(exact[0] if exact else text, "=")
+    for place in (0, -1):
+        if len(parts) > 1 and _NAME.fullmatch(parts[place]):
+            return parts.pop(place), parts
+    return "", parts
+
+
+def _is_same_value(answer: str, reference: str, algebra: Algebra) -> bool:
+    if same_text(answer, reference):
+        return True
+    found, expected = quantity_of(answer), quantity_of(reference)
+    if found and expected:
+        return same_quantity(found, expected)
+    if _is_text(answer) or _is_text(reference):
+        return False
+    ours, theirs = _coordinates(answer), _coordinates(reference)
+    if ours and theirs and ours[0] == theirs[0]:
+        return len(ours) == len(theirs) and all(
+            _is_same_value(*pair, algebra) for pair in zip(ours[1:], theirs[1:], strict=True)
+        )
+    return _by_algebra(answer, reference, algebra)
+
+
+def _coordinates(text: str) -> list[str]:
+    """Return both brackets, as one text, and what stands between them; nothing without them."""
+    opening = next((left for left in (r"\langle", "(", "[") if text.startswith(left)), "")
+    closing = next((right for right in (r"\rangle", ")", "]") if text.endswith(right)), "")
+    inner = text[len(opening) : len(text) - len(closing)]
+    if not (opening and closing) or re.search(r"[()\[\]]", inner):
+        return []
+    parts = _split(inner)
+    return [opening + closing, *parts] if len(parts) > 1 else []
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a value is compared as text alone: words, a letter, what algebra misreads."""
+    is_letter = len(text) == 1 and text.isalpha()
+    return is_letter or bool(words_of(text) or _NO_NUMBER.search(text))
+
+
+def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:
+    """Ask algebra, but not of an equation where none is wanted: it would take its last side."""
+    if _is_text(answer) or _is_text(reference):
+        return False
+    is_equation, is_wanted = (_EQUATION.search(_BOUNDS.sub("", t)) for t in (answer, reference))
+    return not (is_equation and not is_wanted) and algebra(answer, reference)

@@ -1,0 +1,186 @@
+"""Processes that do algebra: started when they are needed, ended when they last too long.
+
+| who        | waits for            | unblocked by                            |
+|------------|----------------------|-----------------------------------------|
+| a question | its turn             | the end of a question before it         |
+| a question | its process's answer | the answer, or the limits of a question |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from areal_flow.errors import RewardError
+from areal_flow.machine import usable_cores
+from areal_flow.types import Verdict
+
+START_S = 60.0
+"""A process that is not ready by then never will be; it takes a second."""
+GRACE_S = 2.0
+"""A process whose own limits have not ended it after this time is killed."""
+MAX_ATTEMPTS = 3
+"""To have a question answered; what then still fails is an error of the infrastructure."""
+
+
+@dataclass(frozen=True, slots=True)
+class MathLimits:
+    """What one question may use."""
+
+    cpu_s: float = 2.0
+    wall_s: float = 6.0
+    """More than on the processor: the machine is shared, and not the answer's fault."""
+    memory_bytes: int = 2**30
+    """Of address space, what Python and sympy take included."""
+
+
+class MathPoolError(RewardError):
+    """No process can answer: an error of the infrastructure, never a verdict."""
+
+
+class MathPool:
+    """Asks questions of algebra; they take turns in the order in which they come."""
+
+    def __init__(self, num_processes: int = 0, *, limits: MathLimits | None = None) -> None:
+        """Make room for processes, as many as there are cores; none starts yet.
+
+        They end when the pool is closed, or when nobody has it any more.
+        """
+        self.limits = limits or MathLimits()
+        num = num_processes or usable_cores()
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(num, thread_name_prefix="algebra")
+        self._close = weakref.finalize(self, _close_all, self._workers)
+
+    def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
+        """Return the verdict on an answer and why, or, without one, on the reference itself.
+
+        Raises:
+            MathPoolError: the processes die again and again.
+        """
+        return self._threads.submit(self._ask, answer, reference).result()
+
+    def _ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                worker = self._idle.pop() if self._idle else self._start()
+            except MathPoolError as error:
+                reason = error
+                continue
+            try:
+                return worker.ask(answer, reference)
+            except MathPoolError as error:
+                reason = error
+            except TimeoutError as error:
+                return "timeout", str(error)
+            finally:
+                self._take_back(worker)
+        raise MathPoolError(f"{MAX_ATTEMPTS} processes for algebra failed: {reason}")
+
+    def close(self) -> None:
+        """End all processes, when they have answered what they were asked."""
+        self._threads.shutdown()
+        self._close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that have started."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self.limits)
+        self._workers.add(worker)
+        return worker
+
+    def _take_back(self, worker: _Worker) -> None:
+        if worker.is_usable:
+            self._idle.append(worker)
+        else:
+            self._workers.discard(worker)
+            worker.close()
+
+
+def _close_all(workers: set[_Worker]) -> None:
+    while workers:
+        workers.pop().close()
+
+
+class _Worker:
+    """A process of `worker`, with the forks that compute for it, as its owner sees it."""
+
+    def __init__(self, limits: MathLimits) -> None:
+        self._limits, self._num_asked = limits, 0
+        self.is_usable = True
+        given = map(str, (limits.cpu_s, limits.wall_s, limits.memory_bytes))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "areal_flow.rewards.math.worker", *given],
+            env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        try:
+            self._reply(0, START_S)
+        except (MathPoolError, TimeoutError) as error:
+            self.close()
+            raise MathPoolError(
+                f"a process for algebra does not start ({error}): try "
+                f"{sys.executable} -c 'import math_verify'"
+            ) from None
+
+    def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
+        """Return the verdict; after an error the process is no longer usable.
+
+        Raises:
+            MathPoolError: the process has ended, or its fork was killed.
+            TimeoutError: its own limits did not hold.
+        """
+        self._num_asked += 1
+        asked = {"number": self._num_asked, "answer": answer, "reference": reference}
+        assert self._process.stdin is not None
+        self.is_usable = False
+        try:
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        except OSError as error:
+            raise MathPoolError(f"a process for algebra is gone: {error}") from None
+        reply = self._reply(self._num_asked, self._limits.wall_s + GRACE_S)
+        if reply["verdict"] == "infrastructure_error":
+            raise MathPoolError(f"a process for algebra: {reply['detail']}")
+        self.is_usable = True
+        return reply["verdict"], reply["detail"]
+
+    def close(self) -> None:
+        """End the process and its fork at once."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _reply(self, number: int, limit_s: float) -> dict[str, Any]:
+        """Return the reply of a number; others are of questions that were answered before."""
+        assert self._process.stdout is not None
+        until = monotonic() + limit_s
+        while select.select([self._process.stdout], [], [], max(0.0, until - monotonic()))[0]:
+            line = self._process.stdout.readline()
+            if not line:
+                raise MathPoolError("it ended")
+            reply: dict[str, Any] = json.loads(line)
+            if reply["number"] == number:
+                return reply
+        raise TimeoutError(f"no answer within {limit_s:g} s")

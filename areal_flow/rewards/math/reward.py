@@ -1,0 +1,116 @@
+"""The verifier `math`: mathematical answers, compared as text, as exact numbers, and by algebra."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from areal_flow.rewards.math.equality import algebraic_elements, is_same, same_text
+from areal_flow.rewards.math.processes import MathPool, MathPoolError
+from areal_flow.rewards.math.text import (
+    MAX_CHARS,
+    excess,
+    final_answer,
+    reference_text,
+    tidied,
+)
+from areal_flow.rewards.protocol import RewardInput, overlong
+from areal_flow.types import Score, Verdict
+
+MAX_RAW_CHARS = 4 * MAX_CHARS
+"""Of an answer that is not tidied yet."""
+MAX_RUNS = 32
+"""At a time; most of them wait for a process that does algebra."""
+
+
+class MathReward:
+    """1 for a completion whose final answer equals the row's, else 0.
+
+    Processes for algebra that die again and again give no reward: `infrastructure_error`.
+    """
+
+    made_of = tuple(sorted(Path(__file__).parent.glob("*.py")))
+    """What else decides its verdicts; see `registry.code_hash`."""
+
+    def open(self) -> None:
+        self._pool = MathPool()
+        self._threads = ThreadPoolExecutor(MAX_RUNS, thread_name_prefix="math")
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._pool.close()
+
+    async def score(self, inputs: Sequence[RewardInput]) -> Sequence[Score]:
+        loop = asyncio.get_running_loop()
+        runs = (
+            loop.run_in_executor(self._threads, judge, self._pool, given.completion, given.answer)
+            for given in inputs
+        )
+        return await asyncio.gather(*runs)
+
+
+def judge(pool: MathPool, completion: str, answer: Any) -> Score:
+    """Return the verdict on a completion; `answer` is the right answer as its row has it."""
+    if unread := overlong(completion):
+        return unread
+    reference, problem = _read(reference_text(answer))
+    if problem:
+        return _judged("bad_reference", problem)
+    marked = final_answer(completion)
+    if marked is None:
+        return _judged("parse_error", r"no answer: expected \boxed{} or ####")
+    found, problem = _read(marked)
+    if found and same_text(found, reference):
+        return _judged("right", "", marked)
+    if problem:
+        return _judged("parse_error", problem, marked)
+    try:
+        return _judged(*_compared(pool, found, reference), marked)
+    except MathPoolError as error:
+        return Score(None, "infrastructure_error", extracted=marked[:80], error=str(error))
+
+
+def check_reference(pool: MathPool, answer: Any) -> None:
+    """Refuse a right answer that no answer could be compared with.
+
+    Raises:
+        ValueError: it is empty, too long, or not mathematics that can be read.
+        MathPoolError: no process for algebra can be had.
+    """
+    reference, problem = _read(reference_text(answer))
+    if not problem and algebraic_elements(reference):
+        verdict, detail = pool.ask(None, reference)
+        problem = "" if verdict == "right" else detail or verdict
+    if problem:
+        raise ValueError(f"the verifier 'math' cannot use the right answer: {problem}")
+
+
+def _read(text: str) -> tuple[str, str]:
+    """Return an answer as it is compared, and what keeps it from being read as mathematics."""
+    if len(text) > MAX_RAW_CHARS:
+        return "", f"{len(text)} characters, expected an answer of at most {MAX_CHARS}"
+    answer = tidied(text)
+    return answer, excess(answer) if answer else "expected an answer, found none"
+
+
+def _compared(pool: MathPool, found: str, reference: str) -> tuple[Verdict, str]:
+    try:
+        return ("right" if is_same(found, reference, _refuse) else "wrong"), ""
+    except _AlgebraNeeded:
+        return pool.ask(found, reference)
+
+
+class _AlgebraNeeded(Exception):
+    """Text and numbers did not decide."""
+
+
+def _refuse(answer: str, reference: str) -> bool:
+    raise _AlgebraNeeded
+
+
+def _judged(verdict: Verdict, detail: str, extracted: str = "") -> Score:
+    score = float(verdict == "right")
+    return Score(score, verdict, extracted=extracted[:80], message=detail)

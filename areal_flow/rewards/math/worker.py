@@ -1,0 +1,161 @@
+"""A process that does algebra with math-verify, the only module that imports it.
+
+It reads requests from standard input, a line of JSON each, and answers in the same way. A fork of
+it computes, under limits of processor time, wall time and memory that the kernel enforces; one
+that dies of them is named, and the next one is forked, with everything imported already.
+
+    python -m areal_flow.rewards.math.worker CPU_S WALL_S MEMORY_BYTES
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import mmap
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from areal_flow.rewards.math.equality import algebraic_elements, is_same
+
+ROUNDING = 12
+"""Decimals that count where one side is a decimal number and the other an expression."""
+RECYCLED_CALLS = 2000
+MAX_REQUEST_BYTES = 4096
+"""A line of this size is written, and read, as a whole."""
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit of what `getrusage` says of memory."""
+_RECYCLED, _OUT_OF_MEMORY = 3, 4
+_ENDINGS = {
+    -signal.SIGPROF: ("timeout", "the limit of processor time"),
+    -signal.SIGALRM: ("timeout", "the limit of wall time"),
+    -signal.SIGKILL: ("infrastructure_error", "killed"),
+    _OUT_OF_MEMORY: ("memory_limit", "the limit of memory"),
+}
+
+
+_REHEARSED = (
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"\frac{2x+1}{3}", r"\frac{(4x+2)}{6}"),
+    (r"(-\infty, 3] \cup [4, 5)", r"x \le 3"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & x \end{pmatrix}", r"\{1, \frac{\pi}{2}\}"),
+    ("y = 2x - 3", "2x - y = 3"),
+    (r"\log_2 (x!) + e^{-i}", r"\sin(\theta_1)"),
+)
+"""Judged before the first fork: the parser learns its grammar as it goes, which takes a second."""
+
+
+class Unreadable(ValueError):
+    """A text is no mathematics; says the verdict on it."""
+
+    def __init__(self, verdict: str, text: str) -> None:
+        super().__init__(f"not mathematics that can be read: {text!r:.80}")
+        self.verdict = verdict
+
+
+def main(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
+    """Fork what computes, again and again, until there are no more requests."""
+    logging.disable(logging.CRITICAL)
+    replies, busy_with = os.dup(1), mmap.mmap(-1, 8)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for answer, reference in _REHEARSED:
+        _judge(0, answer, reference)
+    gc.freeze()
+    _write(replies, {"number": 0})
+    while True:
+        busy_with[:8] = bytes(8)
+        if (pid := os.fork()) == 0:
+            with suppress(ValueError, OSError):  # macOS has no such limit
+                resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+            _serve(replies, busy_with, cpu_s, wall_s, memory_bytes)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == 0:
+            return
+        if number := int.from_bytes(busy_with[:8]):
+            verdict, detail = _ENDINGS.get(code, ("runtime_error", f"ended with status {code}"))
+            _write(replies, {"number": number, "verdict": verdict, "detail": detail})
+
+
+def _serve(
+    replies: int, busy_with: mmap.mmap, cpu_s: float, wall_s: float, memory_bytes: int
+) -> None:
+    for _ in range(RECYCLED_CALLS):
+        if not (line := os.read(0, MAX_REQUEST_BYTES)):
+            os._exit(0)
+        request = json.loads(line)
+        busy_with[:8] = request["number"].to_bytes(8)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # their signals end the process
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        verdict, detail = _judge(**request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        # sympy takes a MemoryError for a "no": what it had taken by then tells
+        used_bytes = MAXRSS_BYTES * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if verdict != "right" and used_bytes > memory_bytes // 2:
+            os._exit(_OUT_OF_MEMORY)
+        _write(replies, {"number": request["number"], "verdict": verdict, "detail": detail})
+        busy_with[:8] = bytes(8)
+    os._exit(_RECYCLED)
+
+
+def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
+    """Return the verdict on an answer, or, without one, on the reference itself."""
+    try:
+        if answer is None:
+            for element in algebraic_elements(reference):
+                _parsed(element, "bad_reference")
+            return "right", ""
+        return ("right" if is_same(answer, reference, _equal) else "wrong"), ""
+    except Unreadable as error:
+        return error.verdict, str(error)
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY)
+    except Exception as error:  # noqa: BLE001 - whatever algebra raises is its answer's
+        return "runtime_error", f"{type(error).__name__}: {error}"[:200]
+
+
+def _equal(answer: str, reference: str) -> bool:
+    from math_verify import verify
+
+    expected, found = _parsed(reference, "bad_reference"), _parsed(answer, "parse_error")
+    return bool(
+        verify(
+            expected,
+            found,
+            float_rounding=ROUNDING,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def _parsed(text: str, verdict: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    config = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True)
+    latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=config)
+    # of LaTeX alone: other text would go through sympy's `parse_expr`, which evaluates it; and of
+    # the first match, which is all: the next ones would be fractions somewhere in the text
+    found = parse(
+        rf"\boxed{{{text}}}",
+        [latex],
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+    if not found:
+        raise Unreadable(verdict, text)
+    return found
+
+
+def _write(fd: int, reply: dict[str, Any]) -> None:
+    os.write(fd, json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

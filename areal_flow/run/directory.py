@@ -1,0 +1,176 @@
+"""A run directory's life: made or resumed, held by one driver, left with a state.
+
+It knows which schema version the datasets have, and refuses to know what they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from areal_flow.config import Recipe, dump_recipe
+from areal_flow.errors import RunError
+from areal_flow.run.durable import replace_file
+from areal_flow.run.layout import SCHEMA_VERSION, RunLayout
+from areal_flow.run.lease import Writer, hold_lease, is_held, newest_lease
+
+logger = logging.getLogger(__name__)
+
+State = Literal["running", "finished", "stopped", "failed", "crashed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How a run stands, as its last driver recorded it; `writers/` says who that was."""
+
+    state: State = "running"
+    reason: str = ""
+    seconds_driven: float = 0.0
+    """Wall time of earlier drivers' lives, as far as they could record it."""
+
+
+def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> None:
+    """Make the directory of a new run.
+
+    Args:
+        recipe_name: what the recipe is called, if it has a name.
+
+    Raises:
+        RunError: the name is taken.
+    """
+    if layout.root.exists():
+        raise RunError(
+            f"run {layout.name!r} exists already in {layout.root.parent}: choose another --name, "
+            f"or continue it with --resume {layout.name}"
+        )
+    layout.root.mkdir(parents=True)
+    write_identity(layout, recipe_name=recipe_name)
+    layout.config.write_text(dump_recipe(recipe))
+
+
+def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:
+    """Give a new run its schema version, and an identity that outlives its name and place."""
+    identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex, "recipe": recipe_name}
+    layout.identity.write_text(json.dumps(identity))
+
+
+def recipe_name_of(layout: RunLayout) -> str:
+    """Return what the recipe of a run was called; nothing if it had no name."""
+    return str(json.loads(layout.identity.read_text()).get("recipe", ""))
+
+
+def check_schema_version(layout: RunLayout) -> str:
+    """Return the identity of a run that this version of areal-flow can read.
+
+    Raises:
+        RunError: another version wrote it, or `run.json` is damaged.
+    """
+    version: Any = "none"
+    run_id = ""
+    try:
+        identity = json.loads(layout.identity.read_text())
+        version, run_id = identity["schema_version"], str(identity["run_id"])
+    except FileNotFoundError:
+        pass  # version 1 had none
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{layout.identity} is damaged: expected schema_version and run_id as JSON, found "
+            f"{type(error).__name__}: {error}; restore it from a copy"
+        ) from None
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"expected schema version {SCHEMA_VERSION} in {layout.identity}, found {version}: "
+            f"read run {layout.name} with the version of areal-flow that wrote it"
+        )
+    return run_id
+
+
+def find_run(runs: Path, reference: str) -> RunLayout:
+    """Return the layout of a run by its name in `runs`, or by its directory.
+
+    A damaged run is found by its ledger, too.
+
+    Raises:
+        RunError: there is none, or one of another schema version.
+    """
+    for root in (runs / reference, Path(reference)):
+        layout = RunLayout(root.resolve())
+        if layout.config.is_file() or layout.steps.is_dir():
+            check_schema_version(layout)
+            return layout
+    known = ", ".join(run.name for run in list_runs(runs)) or "none"
+    raise RunError(f"expected a run named {reference!r} in {runs}, found: {known}")
+
+
+@contextmanager
+def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
+    """Be the one driver of a run.
+
+    Args:
+        take_over: even if another driver is alive; it hangs, or it will find itself refused.
+
+    Raises:
+        RunError: another driver holds it; says which and since when.
+    """
+    with hold_lease(layout.writers, take_over=take_over) as writer:
+        driven = read_state(layout).seconds_driven
+        _write_state(layout, RunState("running", seconds_driven=driven))
+        yield writer
+
+
+def leave_run(
+    layout: RunLayout, writer: Writer, state: State, *, seconds: float, reason: str = ""
+) -> None:
+    """Record how a run ended and how long this driver had it; a full disk cannot keep it from it.
+
+    Args:
+        seconds: wall time of this driver's life.
+    """
+    if writer.is_superseded:
+        return  # the state is another driver's
+    driven = read_state(layout).seconds_driven + seconds
+    try:
+        _write_state(layout, RunState(state, reason, driven))
+    except OSError as error:
+        logger.warning("the end of %s could not be recorded: %s", layout.name, error)
+
+
+def read_state(layout: RunLayout) -> RunState:
+    """Return the recorded state; a run without a readable one is new."""
+    try:
+        return RunState(**json.loads(layout.state.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return RunState()
+
+
+def observed_state(layout: RunLayout) -> RunState:
+    """Return the state as it is: a run recorded as running that nobody holds has crashed."""
+    recorded, lease = read_state(layout), newest_lease(layout.writers)
+    held = lease is not None and is_held(layout.writers, lease.writer_epoch)
+    if recorded.state == "running" and not held:
+        return replace(recorded, state="crashed")
+    return recorded
+
+
+def _write_state(layout: RunLayout, state: RunState) -> None:
+    replace_file(layout.state, json.dumps(asdict(state)))
+
+
+def list_runs(runs: Path) -> list[RunLayout]:
+    """Return the runs in a folder, by name; those of another schema version are only logged."""
+    found = []
+    for entry in sorted(runs.iterdir()) if runs.is_dir() else ():
+        layout = RunLayout(entry.resolve())
+        if layout.config.is_file():
+            try:
+                check_schema_version(layout)
+                found.append(layout)
+            except RunError as error:
+                logger.warning("%s", error)
+    return found

@@ -1,0 +1,284 @@
+"""Shows how a job goes: in place on a terminal or in a notebook, elsewhere in lines.
+
+All of it is in the job's log. A step is shown with its own values; means and rates over several
+steps are labelled as such.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from io import StringIO
+from statistics import fmean
+from time import monotonic
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from areal_flow.controller import speed
+from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.types import SKIPPED_UPDATES
+from pipelines.console.run_log import log
+
+WINDOW_STEPS = 8
+"""So many steps are shown, and means and rates are over them."""
+LINE_EVERY_S = 5.0
+"""A phase that counts prints no line sooner after its last one, but for its end."""
+BAR_WIDTH = 32
+CELL_WIDTH = 76
+CELL_HTML = '<pre style="font-family: monospace; line-height: 1.25; overflow-x: auto">{code}</pre>'
+
+
+class Lines:
+    """Prints what stays, and shows no picture."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def keep(self, part: RenderableType) -> None:
+        self._console.print(part, soft_wrap=isinstance(part, str))
+        self._console.file.flush()
+
+    def draw(self, picture: RenderableType | None) -> None:
+        """Replace the picture below what stays; None while there is nothing to show."""
+
+    def close(self) -> None:
+        """Leave what stays."""
+
+
+class Terminal(Lines):
+    """Refreshes its picture in place, at any width."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def draw(self, picture: RenderableType | None) -> None:
+        self._live.update(Spinner("dots", "") if picture is None else picture)
+
+    def close(self) -> None:
+        self._live.update("")
+        self._live.stop()
+
+
+class NotebookCell(Lines):
+    """One display of a notebook's cell: what stays, and the picture below it."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        console = Console(
+            width=CELL_WIDTH,
+            file=StringIO(),
+            record=True,
+            force_terminal=True,
+            force_jupyter=False,
+            color_system="truecolor",
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        super().__init__(console)
+        self._kept: list[RenderableType] = []
+        self._display = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def keep(self, part: RenderableType) -> None:
+        self._kept.append(part)
+
+    def draw(self, picture: RenderableType | None) -> None:
+        shown = self._kept if picture is None else [*self._kept, picture]
+        self._console.print(*shown, sep="\n")
+        html = self._console.export_html(code_format=CELL_HTML, inline_styles=True, clear=False)
+        text = self._console.export_text()
+        self._console.file = StringIO()  # what is recorded is printed, too, and nobody reads that
+        self._display.update({"text/html": html, "text/plain": text}, raw=True)
+
+
+class Progress:
+    """Shows how a job goes in lines, for logs and pipes."""
+
+    def __init__(self, num_steps: int = 0, num_generators: int = 0, *, screen: Lines) -> None:
+        self._screen = screen
+        self._num_steps = num_steps
+        self._num_generators = num_generators
+        self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._counted_at = 0.0
+
+    def phase(self, text: str) -> None:
+        """Say what begins now."""
+        self._counted_at = 0.0
+        self._line(text)
+
+    def count(self, what: str, done: int, total: int, note: str = "") -> None:
+        """Say how far the current phase is."""
+        self._show_count(f"{what} {done}/{total}{note}", done, total)
+        now = monotonic()
+        if done >= total or now - self._counted_at >= LINE_EVERY_S:
+            self._counted_at = now
+            self._count_line(f"  {what} {done}/{total}{note}")
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Show a finished training step."""
+        self._rows.append(row)
+        self._show_step(row)
+        own = {"step": f"{row['step']}/{self._num_steps}", **_values([row]), "left": self._left()}
+        means = _values(self._rows) if len(self._rows) > 1 else {}
+        recent = {**means, **self._rates()}
+        shown = (
+            "  ".join(f"{label} {value}" for label, value in of.items()) for of in (own, recent)
+        )
+        self._step_line(f"  {self._window()}: ".join(shown))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+    def _line(self, text: str) -> None:
+        """Print a line that stays; it is in the log first, whatever ends the process then."""
+        log(text)
+        self._screen.keep(text)
+
+    _count_line = _step_line = _line
+
+    def _show_count(self, text: str, done: int, total: int) -> None:
+        """Show how far a phase is where that can be taken back."""
+
+    def _show_step(self, row: dict[str, Any]) -> None:
+        """Show a step where that can be taken back."""
+
+    def _window(self) -> str:
+        return f"over the last {len(self._rows)} steps" if len(self._rows) > 1 else "over this step"
+
+    def _left(self) -> str:
+        rows = self._rows
+        steps_left = max(0, self._num_steps - rows[-1]["step"])
+        left = int(steps_left * fmean(row["seconds_step"] for row in rows))
+        return f"{left // 60}:{left % 60:02d}"
+
+    def _rates(self) -> dict[str, str]:
+        """Return rates over the last steps, and how many of these had a skipped update."""
+        rows = self._rows
+        totals = {name: max(1e-9, sum(row[name] for row in rows)) for name in speed.COLUMNS}
+        found = speed.speed_metrics(
+            totals,
+            num_generators=self._num_generators,
+            seconds_observed=sum(row["metrics"].get(speed.OBSERVED, 0.0) for row in rows),
+        )
+        rate = {name.removeprefix(speed.AREA): value for name, value in found.items()}
+        num_skipped = sum(row["metrics"].get(SKIPPED_UPDATES, 0.0) > 0 for row in rows)
+        return {
+            "generated tok/s": f"{rate['generated_tokens_per_s']:,.0f}",
+            "trained tok/s": f"{rate['trained_tokens_per_s']:,.0f}",
+            "generators busy": f"{rate['generators_busy_fraction']:.0%}",
+            "trainer busy": f"{rate['trainer_busy_fraction']:.0%}",
+            **({"SKIPPED": f"{num_skipped} of {len(rows)} steps"} if num_skipped else {}),
+        }
+
+
+def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what is shown of a step, or of several: means, and the largest staleness."""
+    oldest = max(row["staleness_max"] for row in rows)
+    return {
+        "reward": f"{fmean(row['reward_mean'] for row in rows):.3f}",
+        "pass": f"{fmean(row['metrics'][PASS_RATE] for row in rows):.3f}",
+        "length": f"{fmean(row['completion_tokens_mean'] for row in rows):.1f}",
+        "staleness": f"{fmean(row['staleness_mean'] for row in rows):.2f} (max {oldest})",
+    }
+
+
+class LiveProgress(Progress):
+    """A picture that is replaced as the job goes on; the last one of each phase stays."""
+
+    _picture: RenderableType | None = None
+
+    def phase(self, text: str) -> None:
+        self._keep_picture()
+        super().phase(text)
+        self._screen.draw(None)
+
+    def close(self) -> None:
+        self._keep_picture()
+        self._screen.close()
+
+    def _keep_picture(self) -> None:
+        if self._picture is not None:
+            self._screen.keep(self._picture)
+        self._picture = None
+
+    def _count_line(self, text: str) -> None:
+        log(text)
+
+    _step_line = _count_line
+
+    def _show_count(self, text: str, done: int, total: int) -> None:
+        self._show(Group(text, _bar(done, total)))
+
+    def _show_step(self, row: dict[str, Any]) -> None:
+        steps = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
+        for label in ("step", *_values([row])):
+            steps.add_column(label, justify="right", no_wrap=True)
+        for each in self._rows:
+            steps.add_row(str(each["step"]), *_values([each]).values())
+        if len(self._rows) > 1:
+            steps.add_row(f"mean of {len(self._rows)}", *_values(self._rows).values(), style="bold")
+        rates = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
+        for label in self._rates():
+            rates.add_column(label, justify="right")
+        rates.add_row(*self._rates().values())
+        done = _bar(
+            row["step"], self._num_steps, f"{row['step']}/{self._num_steps}  {self._left()} left"
+        )
+        self._show(Group(steps, "", f"{self._window()}:", rates, "", done))
+
+    def _show(self, picture: RenderableType) -> None:
+        self._picture = Padding(picture, (0, 0, 0, 2))
+        self._screen.draw(self._picture)
+
+
+def _bar(done: int, total: int, note: str = "") -> Table:
+    bar = Table.grid(padding=(0, 0, 0, 2))
+    bar.add_row(ProgressBar(total=max(1, total), completed=done, width=BAR_WIDTH), note)
+    return bar
+
+
+def make_progress(
+    *, num_steps: int = 0, num_generators: int = 0, to_stderr: bool = False
+) -> Progress:
+    """Return a live display on a terminal or in a notebook, lines elsewhere.
+
+    Args:
+        to_stderr: of a command whose result stands on standard output.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
+    if console.is_jupyter:
+        return LiveProgress(num_steps, num_generators, screen=NotebookCell())
+    if stream.isatty() and console.is_terminal:
+        return LiveProgress(num_steps, num_generators, screen=Terminal(console))
+    return Progress(num_steps, num_generators, screen=Lines(console))
+
+
+def line_progress() -> Progress:
+    """Return what prints lines anywhere, also in a notebook, where a run has one display."""
+    console = Console(force_jupyter=False, highlight=False, markup=False, emoji=False)
+    return Progress(screen=Lines(console))
+
+
+def counted(answer: Callable[..., Awaitable[Any]], progress: Progress, *, total: int) -> Any:
+    """Return `answer`, with the prompts that it has answered so far counted."""
+    num_answered = 0
+
+    async def answer_and_count(episodes: Sequence[Any], *, name: str) -> Any:
+        nonlocal num_answered
+        table = await answer(episodes, name=name)
+        num_answered += len(episodes)
+        progress.count("answered", num_answered, total)
+        return table
+
+    return answer_and_count

@@ -1,0 +1,240 @@
+"""The models and prompt sources that a recipe may name and that are made here, not downloaded.
+
+A name becomes files in the run directory before anything else reads the recipe, so that the core
+knows model directories and files of rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areal_flow.config import Recipe
+from areal_flow.errors import ConfigError, ModelError
+from areal_flow.models.auto_tokenizer import auto_tokenizer, write_tokenizer
+from areal_flow.models.directory import (
+    check_model_directory,
+    check_stop_tokens,
+    copy_model_description,
+    resolve_model,
+    tokenizer_of,
+)
+from areal_flow.prompts.settings import PromptSettings, SourceSettings
+from areal_flow.run.layout import RunLayout
+from areal_flow.trainer.supervised import OBJECTIVES
+from pipelines.jobs.fetched_prompts import (
+    Fetch,
+    Rows,
+    dataset_rows,
+    reasoning_gym_rows,
+    verifiers_rows,
+)
+from pipelines.tiny_jobs.calculator_policy import write_calculator_model
+from pipelines.tiny_jobs.coder_policy import write_coder_model
+from pipelines.tiny_jobs.functions import formulas_then_look_ups, make_one_liners
+from pipelines.tiny_jobs.questions import demonstrations, make_calculator
+from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
+from pipelines.tiny_jobs.tiny_policy import write_tiny_model
+
+
+def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
+    """Return distinct sums; a held-out one is not among those to train on."""
+    of = recipe.prompts
+    min_terms, max_terms = of.num_terms
+    draw = partial(arithmetic_questions, seed=recipe.seed, min_terms=min_terms, max_terms=max_terms)
+    held_out = [*draw(size=of.num_held_out, stream=0)]
+    known = {row["question"] for row in held_out}
+    train = [row for row in draw(size=of.num_prompts, stream=1) if row["question"] not in known]
+    return train, held_out
+
+
+MODELS: dict[str, Callable[..., None]] = {
+    "tiny": write_tiny_model,
+    "tiny_calculator": write_calculator_model,
+    "tiny_coder": write_coder_model,
+}
+SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
+    "arithmetic": make_arithmetic,
+    "calculator": make_calculator,
+    "one_liners": make_one_liners,
+}
+"""Each makes the rows to train on and the held-out ones."""
+FETCHED: dict[str, Fetch] = {
+    "reasoning_gym": reasoning_gym_rows,
+    "datasets": dataset_rows,
+    "verifiers": verifiers_rows,
+}
+"""The same of packages, by what stands before the colon of a source's name."""
+DEMONSTRATIONS: dict[tuple[str, str], Callable[..., Iterable[Mapping[str, Any]]]] = {
+    ("tiny", "arithmetic"): curriculum,
+    ("tiny_calculator", "calculator"): demonstrations,
+    ("tiny_coder", "one_liners"): formulas_then_look_ups,
+}
+"""What makes rows for supervised fine-tuning, by the model and the source that come with them."""
+
+
+MAX_MODEL_LEN = 128
+"""The context of a model made here, where the recipe leaves it open."""
+
+
+def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
+    """Write configuration and tokenizer of the policy into the run directory.
+
+    Raises:
+        ModelError: there is no such model, or two, it cannot be trained, or lacks a stop token.
+        ConfigError: it has no such matrices as the recipe's adapter is of.
+    """
+    if make := MODELS.get(recipe.model):
+        if Path(recipe.model, "config.json").is_file():
+            raise ModelError(
+                f"model = {recipe.model!r} is the name of a model made here, and of the model "
+                f"directory {Path(recipe.model).resolve()}: write './{recipe.model}' for the "
+                "directory, or rename it to have the one made here"
+            )
+        make(layout.model, max_model_len=recipe.generation.max_model_len or MAX_MODEL_LEN)
+    else:
+        _copy_model(recipe, layout)
+    if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
+        from areal_flow.models.policy import check_adapter  # torch, as above
+
+        check_adapter(layout.model, recipe.trainer.lora)
+    check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
+
+
+def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
+    source = resolve_model(recipe.model)
+    check_model_directory(source)
+    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+    probe_policy(source, max_model_len=recipe.generation.max_model_len)
+    copy_model_description(source, layout.model)
+    write_tokenizer(source, layout.model)
+
+
+def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
+    """Return the directory of the reference that a recipe names, if it names one.
+
+    Raises:
+        ModelError: it cannot be computed with, or its tokens are not the policy's.
+    """
+    if not recipe.algorithm.reference:
+        return None
+    directory = resolve_model(recipe.algorithm.reference)
+    check_model_directory(directory)
+    if auto_tokenizer(directory).get_vocab() != tokenizer_of(layout.model).get_vocab():
+        raise ModelError(
+            f"algorithm.reference: expected the tokens of model {recipe.model!r}, found others in "
+            f"{directory}: log-probabilities are compared token by token; take one with the same "
+            "tokenizer"
+        )
+    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+    probe_policy(directory, max_model_len=recipe.generation.max_model_len)
+    return directory
+
+
+def initial_model(recipe: Recipe, layout: RunLayout) -> Path:
+    """Return the directory that the first policy comes from; without weights, they are drawn."""
+    return layout.model if recipe.model in MODELS else resolve_model(recipe.model)
+
+
+def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
+    """Return the recipe with files in place of names; the files of a made source are written.
+
+    The default recipe with another model is trained as that model is, without the tiny one's rows.
+
+    Raises:
+        ConfigError: there is no such source, or no rows for supervised fine-tuning.
+        PromptError: the source cannot make so many prompts.
+    """
+    sft = recipe.sft
+    recipe = _with_sources(recipe, layout)
+    if recipe.sft.path or not sft.num_steps:
+        return recipe
+    if recipe.model in MODELS:
+        raise ConfigError(
+            f"sft.num_steps ({sft.num_steps}) needs {rows_wanted(recipe)}: only a model "
+            "and a prompts.source that are made for each other bring their own: "
+            f"{', '.join(map(' and '.join, DEMONSTRATIONS))}. Give one, or --sft.num-steps 0; see "
+            "the gsm8k recipe"
+        )
+    return changed(recipe, "sft", num_steps=0)
+
+
+def rows_wanted(recipe: Recipe) -> str:
+    """Return in words which file supervised fine-tuning needs, and how it is given."""
+    sft = recipe.sft
+    command = "sft" if sft.objective == "cross_entropy" else sft.objective.replace("_", "-")
+    fields = " and ".join(OBJECTIVES[sft.objective].fields)
+    return f"sft.path (--data of `areal-flow {command}`), JSONL with prompt and {fields}"
+
+
+def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:
+    """Return the recipe with a file for each source whose rows are made or fetched."""
+    folder = layout.train_prompts.parent
+    if not recipe.sources:
+        made = _with_made_rows(recipe, {}, folder, layout)
+        return recipe.model_copy(update={"prompts": made.prompts, "sft": made.sft})
+    sources, sft = [], recipe.sft
+    for source, part in zip(recipe.sources, recipe.by_source().values(), strict=True):
+        made = _with_made_rows(part, source.settings, folder / source.name, layout)
+        fields = SourceSettings.model_fields.keys() & PromptSettings.model_fields.keys()
+        files = {name: getattr(made.prompts, name) for name in fields}
+        sources.append(source.model_copy(update=files))
+        sft = made.sft if made.sft.path else sft
+    return recipe.model_copy(update={"sources": tuple(sources), "sft": sft})
+
+
+def _with_made_rows(
+    recipe: Recipe, settings: Mapping[str, Any], folder: Path, layout: RunLayout
+) -> Recipe:
+    """Return the recipe of one source with files, the source's own demonstrations among them."""
+    prompts, sft = recipe.prompts, recipe.sft
+    kind, _, argument = prompts.source.partition(":")
+    takes_settings = kind in FETCHED and argument
+    if settings and not takes_settings:
+        raise ConfigError(f"source {prompts.source!r} takes no settings, found {sorted(settings)}")
+    if prompts.source == "file":
+        return recipe
+    if takes_settings:
+        train, held_out = FETCHED[kind](argument, recipe, settings)
+    elif prompts.source in SOURCES:
+        train, held_out = SOURCES[prompts.source](recipe)
+        recipe = changed(recipe, "prompts", question_field="question", answer_field="answer")
+    else:
+        names = ", ".join(["file", *SOURCES, *(f"{kind}:NAME" for kind in FETCHED)])
+        raise ConfigError(f"prompts.source = {prompts.source!r}: expected one of {names}")
+    made = changed(
+        recipe,
+        "prompts",
+        source="file",
+        path=write_jsonl(folder / "train.jsonl", train),
+        held_out_path=write_jsonl(folder / "held_out.jsonl", held_out) if held_out else None,
+    )
+    demonstrate = DEMONSTRATIONS.get((recipe.model, prompts.source))
+    if sft.path or not sft.num_steps or not demonstrate or sft.objective != "cross_entropy":
+        return made
+    rows = demonstrate(
+        [prompts.template.replace("{question}", row["question"]) for row in train],
+        num_steps=sft.num_steps,
+        batch_size=sft.batch_size,
+        seed=recipe.seed,
+    )
+    return changed(made, "sft", path=write_jsonl(layout.sft_rows.with_name("rows.jsonl"), rows))
+
+
+def changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
+    """Return the recipe with some settings of a section changed, which are not validated again."""
+    other = getattr(recipe, section).model_copy(update=settings)
+    return recipe.model_copy(update={section: other})
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows as JSON, one a line; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    return path

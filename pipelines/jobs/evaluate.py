@@ -1,0 +1,317 @@
+"""Evaluates a model that need not be a run's: as a run would, through its workflow and rewards.
+
+Workers read everything from a run directory. So a model is evaluated in a temporary one, with its
+weights published and nothing that a log would need.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from areal_flow.cluster.adapters import DaskRollouts
+from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.placement import place_workers
+from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
+from areal_flow.errors import ConfigError, ModelError
+from areal_flow.evaluation.answers import answer_held_out
+from areal_flow.evaluation.paired import PairedComparison, compare_answers
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
+from areal_flow.generation.context_length import with_context_length
+from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
+from areal_flow.generation.registry import require_served
+from areal_flow.models.auto_tokenizer import warn_of_other_tokens, write_tokenizer
+from areal_flow.models.directory import (
+    check_model_directory,
+    copy_model_description,
+    texts_of,
+    tokenizer_of,
+)
+from areal_flow.prompts.prepare import check_first_held_out_rows, prepare_held_out
+from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.prompts.table import PromptTable
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.settings import flatten, merge
+from areal_flow.store.committed import EVALUATIONS
+from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.weights.directory import DirectoryReader, publish_model_directory
+from pipelines.console.progress import Progress, counted, make_progress
+from pipelines.jobs.built_in import changed
+from pipelines.jobs.preflight import check_devices
+from pipelines.jobs.stop_signals import wait_for
+from pipelines.references import run_of_checkpoint
+
+NO_WRITER = 0
+"""The writer epoch of what no run's driver writes."""
+NUM_GENERATORS_ON_CPU = 2
+JUDGED_BY: Any = {
+    "rewards": True,
+    "pass_threshold": True,
+    "workflow": True,
+    "evaluation": {"num_samples", *WHOLE_DISTRIBUTION},
+    "generation": {"max_new_tokens", "max_model_len", "stop"},
+}
+"""Settings that say what an answer is and what it is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
+
+    table: EvaluationTable
+    answers: list[dict[str, Any]]
+    title: str = ""
+    """What the model is called."""
+    pass_threshold: float = PASS_THRESHOLD
+    policy_version: int | None = None
+    """Which version of its run's policy the model is; None of a model that no run trained."""
+
+
+def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedComparison:
+    """Compare a model with another one on the same prompts, by the second's rule of what passes.
+
+    Raises:
+        ModelError: they answered other prompts.
+    """
+    return compare_answers(first.answers, second.answers, threshold=second.pass_threshold)
+
+
+def compare_by_set(
+    first: EvaluationResult, second: EvaluationResult
+) -> dict[str, PairedComparison]:
+    """Compare two models that answered the same prompts, on each held-out set by its name."""
+    sets = rows_by_set(first.answers), rows_by_set(second.answers)
+    return {
+        name: compare_answers(answers, sets[1][name], threshold=second.pass_threshold)
+        for name, answers in sets[0].items()
+    }
+
+
+def answers_table(results: Sequence[EvaluationResult]) -> pa.Table:
+    """Return all answers as a table of the evaluation schema, with the `model` of each."""
+    return pa.concat_tables(
+        pa.Table.from_pylist(result.answers, EVALUATIONS).append_column(
+            "model", pa.array([result.title] * len(result.answers), pa.string())
+        )
+        for result in results
+    )
+
+
+def evaluate_model(
+    directory: Path,
+    *,
+    data: Sequence[str] = (),
+    limit: int | None = None,
+    title: str = "",
+    settings: Mapping[str, Any] | None = None,
+    judged_as: RunLayout | None = None,
+) -> EvaluationResult:
+    """Answer held-out prompts with a model; how far it is goes to standard error.
+
+    Args:
+        directory: a checkpoint of a run, whose settings hold, or a Hugging Face directory.
+        data: files, PATH or NAME=PATH each, instead of the run's own held-out sets.
+        limit: answer only the first ones of each set.
+        title: what the model is called; its directory by default.
+        settings: a nested table over the run's settings.
+        judged_as: the run whose settings and prompts hold for a model of no run.
+
+    Raises:
+        ModelError: the directory is not a model's, or nothing says which prompts to use.
+        ConfigError: a setting is wrong, or two files have one name.
+        PromptError: a row of a file is wrong.
+    """
+    check_model_directory(directory)
+    own = run_of_checkpoint(directory)
+    run = own or judged_as
+    if run is None and not data:
+        raise ModelError(f"{directory} lies in no run: give --data FILE, in Python prompts=...")
+    recipe = _recipe(run, data, settings)
+    if data:
+        names = [each["name"] for each in held_out_sets(data)]
+        check_first_held_out_rows(recipe, names=names)
+    why_chat = why_chat_template(recipe) if data else ""
+    if why_chat:
+        recipe = changed(recipe, "prompts", chat_template=True)
+    check_devices(recipe)
+    require_served(recipe.generation, directory)
+    version = int(directory.name) if own and directory.parent == own.checkpoints else None
+    with _scratch_directory(run, recipe) as scratch:
+        layout = RunLayout(Path(scratch).resolve())
+        copy_model_description(directory, layout.model)
+        recipe, _ = with_context_length(recipe, layout.model)
+        layout.config.write_text(dump_recipe(recipe))
+        if own is None:
+            write_tokenizer(directory, layout.model)
+        publish_model_directory(directory, layout.weights_of(NO_WRITER), version=version or 0)
+        if run is not None and run.rewards.is_dir():
+            shutil.copytree(run.rewards, layout.rewards)
+        held_out = _held_out_prompts(run, data, layout, recipe)
+        prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
+        warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts_asked])
+        progress = make_progress(to_stderr=True)
+        if why_chat:
+            progress.phase(f"prompts.chat_template = true, since {why_chat}")
+        said = f"Evaluating {title or directory} on {len(prompts_asked)} held-out prompts"
+        try:
+            answers = wait_for(lambda: _answer(layout, recipe, prompts_asked, progress, said=said))
+        finally:
+            progress.close()
+    table = tabulate(answers, threshold=recipe.pass_threshold)
+    return EvaluationResult(table, answers, title or str(directory), recipe.pass_threshold, version)
+
+
+def evaluate_all(
+    directories: Sequence[Path],
+    titles: Sequence[str],
+    *,
+    data: Sequence[str] = (),
+    limit: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[EvaluationResult]:
+    """Answer the same prompts with one model or several, which one verifier judges at one sampling.
+
+    A model of no run is judged as the first one that is of a run.
+
+    Raises:
+        ConfigError: the models' runs judge or sample otherwise; as `evaluate_model`.
+    """
+    runs = [run for run in map(run_of_checkpoint, directories) if run is not None]
+    _require_alike(runs, data, settings)
+    return [
+        evaluate_model(
+            directory,
+            data=data,
+            limit=limit,
+            title=title,
+            settings=settings,
+            judged_as=runs[0] if runs else None,
+        )
+        for directory, title in zip(directories, titles, strict=True)
+    ]
+
+
+def _require_alike(
+    runs: Sequence[RunLayout], data: Sequence[str], settings: Mapping[str, Any] | None
+) -> None:
+    """Refuse to compare models that other verifiers judge, or that sample otherwise."""
+    judged: list[dict[str, Any]] = []
+    for run in runs:
+        recipe = _recipe(run, data, settings)
+        temperature = recipe.evaluation.sampling().get("temperature", recipe.generation.temperature)
+        own = {"temperature": temperature, "the verifier's code": read_inputs(run).verifier}
+        judged.append(flatten(recipe.model_dump(include=JUDGED_BY)) | own)
+    names = dict.fromkeys(name for of in judged for name in of)
+    differing = [name for name in names if len({repr(of.get(name)) for of in judged}) > 1]
+    if differing:
+        raise ConfigError(
+            f"runs {' and '.join(run.name for run in runs)} differ in {', '.join(differing)}: "
+            "expected one verifier and one sampling for both models, or their pass rates cannot be "
+            "compared. Give the sampling as options, or evaluate each by itself"
+        )
+
+
+def _recipe(
+    run: RunLayout | None, data: Sequence[str], settings: Mapping[str, Any] | None
+) -> Recipe:
+    """Return the settings that a model is evaluated by: a run's, for workers that only answer."""
+    given = merge({"trainer": {"device": "cpu"}}, dict(settings or {}))  # no trainer is started
+    if data:
+        sets = {"evaluation": {"held_out": _with_sets_of(run, held_out_sets(data))}}
+        given = merge(given, sets)
+    recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
+    if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
+        return recipe
+    cluster = recipe.cluster.model_copy(update={"num_generators": NUM_GENERATORS_ON_CPU})
+    return recipe.model_copy(update={"cluster": cluster})
+
+
+def _scratch_directory(run: RunLayout | None, recipe: Recipe) -> tempfile.TemporaryDirectory[str]:
+    """Return a directory that all workers see: those on other machines see the run's own."""
+    root = None if run is None or recipe.cluster.is_one_machine else run.root
+    return tempfile.TemporaryDirectory(prefix="areal-flow-evaluate-", dir=root)
+
+
+def _held_out_prompts(
+    run: RunLayout | None, data: Sequence[str], layout: RunLayout, recipe: Recipe
+) -> Path:
+    """Return the table of the prompts to answer: of the files given, else the run's own.
+
+    Raises:
+        ModelError: the run's prompts are tokens of another tokenizer than the model's.
+    """
+    if run is None or data:
+        names = [each["name"] for each in held_out_sets(data)]
+        prepare_held_out(recipe, layout, names=names)
+        return layout.held_out_prompts
+    if tokenizer_of(run.model).to_str() != tokenizer_of(layout.model).to_str():
+        raise ModelError(
+            f"the model has another tokenizer than run {run.name}, whose held-out prompts are "
+            "stored as its tokens: give --data FILE, in Python prompts=..."
+        )
+    return run.held_out_prompts
+
+
+def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
+    """Return the held-out sets that are given as NAME=PATH, or as PATH, whose stem is the name."""
+    found = []
+    for given in data:
+        name, _, path = given.rpartition("=")
+        found.append({"name": name or Path(path).stem, "path": str(Path(path).resolve())})
+    names = [each["name"] for each in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"--data: expected another name for each file, found {', '.join(names)}: give "
+            "--data NAME=PATH"
+        )
+    return found
+
+
+def _with_sets_of(run: RunLayout | None, sets: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return some sets after a run's others, which `rewards.sources` may name."""
+    names = {each["name"] for each in sets}
+    known = load_recipe(run.config).evaluation.held_out if run else ()
+    return [*(each.model_dump(mode="json") for each in known if each.name not in names), *sets]
+
+
+def _first_of_each_set(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    last = inf if limit is None else limit
+    places = defaultdict[str, Iterator[int]](count)
+    return [prompt for prompt in prompts if next(places[prompt.source]) < last]
+
+
+async def _answer(
+    layout: RunLayout, recipe: Recipe, prompts: list[Prompt], progress: Progress, *, said: str
+) -> list[dict[str, Any]]:
+    workers = [placed for placed in place_workers(recipe) if placed.role != "trainer"]
+    progress.phase(f"Starting {len(workers)} workers")
+    context = WorkerContext(layout.root, NO_WRITER)
+    async with launch_cluster(workers, recipe.cluster, context) as cluster:
+        progress.phase(said)
+        reader = DirectoryReader(layout.weights_of(NO_WRITER))
+        answers = answer_held_out(
+            counted(
+                DaskRollouts(cluster.client, reader, cluster.pool).answer,
+                progress,
+                total=len(prompts),
+            ),
+            prompts,
+            settings=recipe.evaluation,
+            name="evaluate",
+            seed=recipe.seed,
+            writer_epoch=NO_WRITER,
+            decode=partial(texts_of, tokenizer_of(layout.model)),
+        )
+        return await cluster.pool.guard(answers)

@@ -1,0 +1,294 @@
+"""A run driven from its making, or its resumption, to its recorded end.
+
+The command line and the Python API both start runs here. What a job prepares and computes is its
+pipeline's; this module knows how a driver holds a run and how it leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from areal_flow.cluster.launchers.standby import StandbyWorkers, standing_by
+from areal_flow.cluster.placement import WorkerPlacement, place_workers
+from areal_flow.command import command, from_here
+from areal_flow.config import (
+    Recipe,
+    SupervisedObjective,
+    build_recipe,
+    dump_recipe,
+    load_recipe,
+)
+from areal_flow.config_errors import spell
+from areal_flow.errors import ConfigError, RunError
+from areal_flow.run.directory import State, create_run, hold_run, leave_run
+from areal_flow.run.inputs import Verifier, accept, check_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
+from areal_flow.tracking.registry import track
+from areal_flow.trainer.supervised import OBJECTIVES
+from pipelines.console.run_log import log, log_kept, say
+from pipelines.jobs.forking import Fork, describe_parent
+from pipelines.jobs.preflight import check_devices, found_verifier, try_verifiers, try_workflow
+from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
+from pipelines.jobs.stop_signals import Outcome, is_loop_running, wait_for
+from pipelines.jobs.train import prepare_run, run_training
+from pipelines.references import newest_checkpoint
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+DEFAULT_RECIPE = RECIPES / "arithmetic.toml"
+MAY_CHANGE = ("num_steps", "max_minutes")
+"""Settings that a resume may change."""
+_TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
+
+logger = logging.getLogger(__name__)
+
+
+def recipe_path(given: Path | None) -> Path:
+    """Return the file of a recipe: the default one's, the one given, or a shipped one's by name.
+
+    Raises:
+        ConfigError: it is neither a file nor a shipped recipe's name.
+    """
+    if given is None:
+        return DEFAULT_RECIPE
+    if given.is_file():
+        return given
+    shipped = {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
+    if str(given) not in shipped:
+        names = ", ".join(shipped)
+        raise ConfigError(f"expected a recipe at {given} or one of {names}, found no such file")
+    return shipped[str(given)]
+
+
+def default_name(stem: str) -> str:
+    """Return the name of a run that is given none: of what it is made from, and the time."""
+    return f"{_TIME_OF_NAME.sub('', stem)}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a command does with a run."""
+
+    command: str
+    prepare: Callable[[RunLayout, Recipe], str]
+    """Writes what a new run needs; returns what there is to say of it."""
+    drive: Callable[..., Coroutine[Any, Any, Outcome]]
+    workers: Callable[[Recipe], list[WorkerPlacement]]
+    """What `drive` starts."""
+    prepared: Callable[[RunLayout], Path]
+    """The last thing that a preparation writes."""
+    verifier: Callable[[RunLayout, Recipe], Verifier]
+    """Says which code scores, as it is now."""
+    conclude: Callable[[RunLayout], None] = lambda layout: None
+    """Called with a run that is finished, and recorded as such."""
+
+
+def _draw_report(layout: RunLayout) -> None:
+    """Write a finished run's page; a run that cannot be drawn is finished all the same."""
+    from pipelines.report.page import write_report
+
+    try:
+        path = write_report(layout)
+    except Exception:
+        again = command("report", layout.name, runs=layout.root.parent)
+        logger.exception("%s could not be drawn: try %s", layout.name, again)
+    else:
+        say("", f"The run on one page: {path}")
+
+
+def _conclude_sft(layout: RunLayout) -> None:
+    """Register what supervised fine-tuning made, and say what may follow."""
+    recipe, runs = load_recipe(layout.config), layout.root.parent
+    if recipe.tracking.enabled:
+        try:
+            track(layout.root, recipe.tracking.uri)
+        except Exception as error:  # noqa: BLE001  the run is finished all the same
+            again = command("track", layout.name, runs=runs)
+            logger.warning("the tracker is away; deliver by %s: %s", again, error)
+    if not OBJECTIVES[recipe.sft.objective].makes_reward_model:
+        model = "--model", from_here(newest_checkpoint(layout)), "--sft.num-steps", 0
+        further = command("train", from_here(layout.config), *model, runs=runs)
+        say(f"Train it further with: {further}")
+    say(f"Export it with: {command('export', layout.name, 'DIRECTORY', runs=runs)}")
+
+
+def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
+    prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
+    tried = [*try_verifiers(layout, recipe), *try_workflow(layout, recipe)]
+    return "\n".join([*prepared, *tried])
+
+
+TRAINING = Job(
+    "train",
+    _prepare_training,
+    run_training,
+    place_workers,
+    lambda layout: layout.steps,
+    found_verifier,
+    _draw_report,
+)
+SFT = Job(
+    "sft",
+    prepare_sft_run,
+    run_sft,
+    sft_workers,
+    lambda layout: layout.sft_rows,
+    lambda *_: Verifier(),
+    _conclude_sft,
+)
+
+
+def recipe_to_resume(
+    layout: RunLayout, overrides: dict[str, Any], *, spelling: str = "{}"
+) -> Recipe:
+    """Return the recipe of a run that goes on, with what may change of it.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if set(overrides) - set(MAY_CHANGE):
+        may_change = " and ".join(spell(name, spelling) for name in MAY_CHANGE)
+        raise ConfigError(f"a resumed run keeps its recipe; only {may_change} may change")
+    table = load_recipe(layout.config).model_dump(mode="json")
+    return build_recipe(table, overrides, source=str(layout.config), spelling=spelling)
+
+
+def supervised(objective: SupervisedObjective) -> Job:
+    """Return the job that learns what a recipe's `sft.objective` says, under its own command."""
+    return replace(SFT, command=objective.replace("_", "-"))
+
+
+def start(
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    began: float,
+    recipe_name: str = "",
+    fill: Callable[[RunLayout, Recipe], Recipe] = lambda layout, recipe: recipe,
+    fork: Fork | None = None,
+) -> Outcome:
+    """Make a run and drive it to its end.
+
+    A mistake found in the preparation leaves nothing behind, so the name stays free.
+
+    Args:
+        began: `monotonic()` when the program began.
+        recipe_name: what the recipe is called: its file, without folder and ending.
+        fill: writes what a caller brought along into the new run directory; returns the recipe
+            that names it.
+        fork: the run whose policy this one begins with.
+
+    Raises:
+        RunError: the name is taken, or the run to fork has not what is asked for.
+        ArealFlowError: the run ended with it, and its directory says so.
+    """
+    check_devices(recipe)
+    create_run(layout, recipe, recipe_name=recipe_name)
+    with hold_run(layout) as writer, standing_by(job.workers(recipe)) as standby:
+        try:
+            recipe = fill(layout, recipe)
+            if fork is not None:
+                recipe = fork.begin(layout, recipe, writer)
+            layout.config.write_text(dump_recipe(recipe))
+            prepared = job.prepare(layout, recipe)
+            recipe = load_recipe(layout.config)  # a preparation may settle what it leaves open
+        except BaseException:
+            shutil.rmtree(layout.root, ignore_errors=True)
+            raise
+        with log_kept(layout.log):
+            say(f"Run {layout.name} in {layout.root}: {prepared}")
+            return _drive(job, layout, recipe, writer, standby, resume=False, began=began)
+
+
+def resume(
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    take_over: bool = False,
+    accept_verifier: bool = False,
+    began: float,
+) -> Outcome:
+    """Drive a run that was made before to its end.
+
+    Args:
+        take_over: even if another driver holds the run; it hangs, or it will find itself refused.
+        accept_verifier: even if the code that scores is not that of the run.
+        began: `monotonic()` when the program began.
+
+    Raises:
+        RunError: another driver holds it, it was never prepared for this job, or what it is made
+            of changed.
+        ArealFlowError: the run ended with it, and its directory says so.
+    """
+    if not job.prepared(layout).exists():
+        raise RunError(
+            f"expected a run that `areal-flow {job.command}` prepared in {layout.root}, found none "
+            f"of its files: start a new one, or resume it with the command that made it"
+        )
+    check_devices(recipe)
+    verifier = job.verifier(layout, recipe)
+    notes = check_inputs(layout, verifier, accept_verifier=accept_verifier)
+    with (
+        hold_run(layout, take_over=take_over) as writer,
+        standing_by(job.workers(recipe)) as standby,
+        log_kept(layout.log),
+    ):
+        accept(layout, verifier, writer)
+        log("")
+        say(f"Run {layout.name} in {layout.root}, resumed by driver {writer.writer_epoch}", *notes)
+        return _drive(job, layout, recipe, writer, standby, resume=True, began=began)
+
+
+def _drive(
+    job: Job,
+    layout: RunLayout,
+    recipe: Recipe,
+    writer: Writer,
+    standby: StandbyWorkers,
+    *,
+    resume: bool,
+    began: float,
+) -> Outcome:
+    state: State = "failed"
+    drive = partial(job.drive, layout, recipe, writer=writer, standby=standby)
+    try:
+        outcome = wait_for(lambda: drive(resume=resume, began=began))
+        state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            state = "stopped"
+        reason = str(error)[:500]
+        log(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        leave_run(layout, writer, state, seconds=monotonic() - began, reason=reason)
+        if state != "finished":
+            said = f"Everything committed is safe. Continue with: {_resumption(job, layout)}"
+            # A notebook shows standard error in red, as a failure.
+            print(said, file=sys.stdout if is_loop_running() else sys.stderr, flush=True)
+            log(said)
+    if outcome.finished:
+        job.conclude(layout)
+    return outcome
+
+
+def _resumption(job: Job, layout: RunLayout) -> str:
+    """Return what to type to go on with a run, in Python where a notebook's cell has it."""
+    runs = layout.root.parent
+    if job.command == TRAINING.command and is_loop_running():
+        where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"
+        return f"areal_flow.train(resume={layout.name!r}{where})"
+    return command(job.command, "--resume", layout.name, runs=runs)

@@ -1,0 +1,262 @@
+"""Looks for mistakes before anything of a run starts: its verifiers, its engine and its devices.
+
+What a mistake costs when a cluster finds it is a minute and a page of messages of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from areal_flow.cluster.launch import check_cluster
+from areal_flow.cluster.launchers.child import import_paths
+from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, place_workers
+from areal_flow.config import Recipe, TrainerSettings
+from areal_flow.errors import ConfigError, RewardError
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.generation.registry import require_engine, require_installed
+from areal_flow.prompts.rendering import messages_asked
+from areal_flow.prompts.table import PromptTable
+from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
+from areal_flow.rewards.registry import recipe_rewards
+from areal_flow.rewards.trial import ANY_SOURCE, is_foreign
+from areal_flow.run.code_version import how_to_install
+from areal_flow.run.inputs import Verifier
+from areal_flow.run.layout import RunLayout
+from areal_flow.types import Prompt
+from areal_flow.weights.media import check_medium
+from areal_flow.workflows.agent import Agent
+from areal_flow.workflows.registry import ImportedWorkflow
+from areal_flow.workflows.tool_use import ToolUse
+
+START_TIMEOUT_S = 120.0
+"""How long a verifier may take to be imported and opened."""
+EPISODE_LIMIT_S = 90.0
+"""How long one episode may take; the trial itself gives it up before."""
+SLOW_STEP_S = 30.0
+"""Scoring a step for longer than this is worth a word."""
+
+CUDA_FOUND = """
+import json, torch
+gpus = range(torch.cuda.device_count())
+old = [] if torch.version.hip else [g for g in gpus if torch.cuda.get_device_capability(g) < (8, 0)]
+names = [torch.cuda.get_device_name(gpu) for gpu in old]
+print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bfloat16": names}))
+"""
+"""Asked in a process of its own: the driver's would keep memory on each GPU."""
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Refuse an engine, devices, a type of numbers and a medium that this machine does not have.
+
+    Other machines are asked nothing.
+
+    Raises:
+        ConfigError: naming the setting, what was found, and what would work.
+    """
+    require_engine(recipe.generation.engine)
+    if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
+        raise ConfigError(
+            f"trainer.lora.rank = {rank}: expected the package peft, found none; set it to 0, or "
+            f"{how_to_install('lora')}"
+        )
+    sections: dict[str, TrainerSettings | GenerationSettings] = {
+        "trainer": recipe.trainer,
+        "generation": recipe.generation,
+    }
+    on_gpu = {name: chosen for name, chosen in sections.items() if chosen.device == "cuda"}
+    if on_gpu and not recipe.cluster.remote.hosts:
+        found = _cuda_found()
+        if not found["num_gpus"]:
+            settings = " and ".join(f"{name}.device = 'cuda'" for name in on_gpu)
+            raise ConfigError(
+                f"{settings}: expected CUDA, found none that torch {found['torch']} can use; "
+                "install a build of torch for CUDA and its driver, or set device to 'cpu'"
+            )
+        num_wanted = sum(worker.num_gpus for worker in place_workers(recipe))
+        if num_wanted > found["num_gpus"]:
+            raise ConfigError(
+                f"expected {num_wanted} GPUs for the trainers and generators with device 'cuda', "
+                f"found {found['num_gpus']}: start fewer, or mend cluster.num_gpus or "
+                "CUDA_VISIBLE_DEVICES, which name more"
+            )
+        for name, chosen in on_gpu.items():
+            if chosen.dtype == "bfloat16" and found["without_bfloat16"]:
+                raise ConfigError(
+                    f"{name}.dtype = 'bfloat16': {', '.join(found['without_bfloat16'])} cannot "
+                    "compute in it; set it to 'float32'"
+                )
+    check_cluster(recipe)
+    check_medium(recipe.weights_medium)
+    if not recipe.cluster.remote.hosts:
+        require_installed(recipe.generation)
+
+
+def _cuda_found() -> dict[str, Any]:
+    command = [sys.executable, "-c", CUDA_FOUND]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"device 'cuda': torch cannot say which GPUs there are: {last}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
+    """Return the identity of what scores, as its code is now.
+
+    Raises:
+        RewardError: one of them cannot be loaded.
+    """
+    rewards = recipe_rewards(recipe, layout.rewards)
+    return Verifier(rewards.identity, rewards.files)
+
+
+def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
+    """Call each verifier that is not ours on the first prompt row; return a line about each.
+
+    It is called with the right answer and with nothing as the completion, and may fail on one.
+    Of the verifier `code` and the tool `python` a line says in which sandboxes programs run here.
+
+    Raises:
+        SandboxError: the recipe runs code, and no sandbox passes its self-test.
+        RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
+    """
+    lines = []
+    if _runs_programs(recipe):
+        tier = choose_tier()
+        lost = f": {LOST[tier]}" if LOST[tier] else ""
+        lines.append(f"Model-written code runs in sandboxes here, tier {tier}{lost}")
+    chosen = [reward for reward in recipe.rewards if is_foreign(reward)]
+    if not chosen:
+        return lines
+    table = PromptTable(layout.train_prompts, seed=recipe.seed)
+    prompt = table.row(0)
+    firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
+    rows = {source: _given(first, recipe) for source, first in firsts.items()}
+    limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
+    tried, ended = _trial(
+        "areal_flow.rewards.trial", layout, given=json.dumps(rows), limit_s=limit_s
+    )
+    found = {judged["verifier"]: judged for judged in tried}
+    for verifier, judged in found.items():
+        scores = judged["scores"] or []
+        subject = f"rewards.verifier = {verifier!r}"
+        if error := judged["error"] or _common_error(scores):
+            raise RewardError(
+                f"{subject} fails on the first prompt row: {error}. Mend it, then start again"
+            )
+        if not scores:
+            raise RewardError(
+                f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
+                "it yourself on that row, and mend it"
+            )
+        lines.append(_told(verifier, scores, recipe))
+    return lines
+
+
+def _runs_programs(recipe: Recipe) -> bool:
+    workflow = recipe.workflow
+    is_tool = isinstance(workflow, ToolUse) and "python" in workflow.tools
+    return is_tool or any(reward.verifier == "code" for reward in recipe.rewards)
+
+
+def _common_error(scores: list[dict[str, Any]]) -> str:
+    """Return why a verifier failed, if it failed on every completion."""
+    errors = [score["error"] for score in scores]
+    return errors[0] if errors and all(errors) else ""
+
+
+def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
+    """Return what of a row a verifier is given."""
+    return {
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "metadata": dict(prompt.metadata),
+        "prompt_source": prompt.source,
+        "messages": messages_asked(prompt, recipe),
+    }
+
+
+def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
+    """Run one episode of a workflow of the user's on the first prompt row; return a line about it.
+
+    The row's answer stands in for all that the policy says. What fails after such an answer may
+    fail because of it, and is only said.
+
+    Raises:
+        ConfigError: it fails before it has an answer, asks for none, gives no number as a reward,
+            exits or hangs.
+    """
+    if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
+        return []
+    subject = f"workflow.path = {recipe.workflow.path!r}"
+    tried, ended = _trial(
+        "areal_flow.cluster.agent_trial", layout, limit_s=START_TIMEOUT_S + EPISODE_LIMIT_S
+    )
+    if not tried:
+        raise ConfigError(f"{subject} {ended} on the first prompt row: mend it, then start again")
+    (found,) = tried
+    if found["is_wrong"]:
+        raise ConfigError(
+            f"{subject} fails on the first prompt row: {found['error']}. Mend it, then start again"
+        )
+    num_answers = found["num_answers"]
+    line = (
+        f"Workflow {recipe.workflow.path}, tried on the first row with its answer as all that the "
+        f"policy says: {num_answers} answer{'s' * (num_answers != 1)}, {found['seconds']:.2g} s"
+    )
+    if found["error"]:
+        return [f"{line}, then {found['error']}"]
+    rewards = ["none" if each is None else f"{each:g}" for each in found["rewards"]]
+    return [f"{line}; reward {', '.join(rewards)}"]
+
+
+def _trial(
+    program: str, layout: RunLayout, *, given: str = "", limit_s: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Return what a trial found, as far as it came, and how its process ended."""
+    with tempfile.TemporaryDirectory(prefix="areal-flow-trial-") as scratch:
+        output = Path(scratch) / "found.jsonl"
+        command = [sys.executable, "-m", program, str(layout.root), str(output)]
+        paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
+        environment = os.environ | PROCESS_ENVIRONMENT | paths
+        try:
+            done = subprocess.run(
+                command, input=given, text=True, env=environment, timeout=limit_s, check=False
+            )
+            code = done.returncode
+            ended = f"crashes (signal {-code})" if code < 0 else f"exits (status {code})"
+        except subprocess.TimeoutExpired:
+            ended = f"hangs (no verdict within {limit_s:g} s)"
+        lines = output.read_text().splitlines() if output.exists() else []
+    return [json.loads(line) for line in lines], ended
+
+
+def _worth(score: dict[str, Any]) -> str:
+    if score["reward"] is None:
+        return "an error" if score["error"] else "no reward"
+    return f"{score['reward']:g}"
+
+
+def _told(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
+    """Return what a verifier said of the first row, and what it costs if that is much."""
+    seconds = min(score["seconds"] for score in scores)
+    of_answer, of_nothing = map(_worth, scores)
+    line = (
+        f"Verifier {verifier}, tried on the first row: {of_answer} for its answer as the "
+        f"completion, {of_nothing} for an empty one; {1000 * seconds:.3g} ms"
+    )
+    num_workers, size = recipe.cluster.num_reward_workers, recipe.controller.batch_size
+    if (step_s := seconds * size / num_workers) > SLOW_STEP_S:
+        line += (
+            f". {size} completions of a step take {step_s:.0f} s on {num_workers} reward "
+            "worker(s): raise cluster.num_reward_workers"
+        )
+    return line

@@ -1,0 +1,190 @@
+"""Supervised fine-tuning as a stage of a run: prepared, driven, stopped, gone on with.
+
+It is what `areal-flow sft` does, and what `areal-flow train` does first when a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from areal_flow.cluster.launch import launch_cluster
+from areal_flow.cluster.launchers.standby import StandbyWorkers
+from areal_flow.cluster.placement import WorkerPlacement, place_workers, trainer_name
+from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.trainer_tasks import sft_checkpoint, sft_chunk
+from areal_flow.cluster.worker_context import WorkerContext
+from areal_flow.config import Recipe
+from areal_flow.errors import ConfigError, TrainerLost
+from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.models.directory import chat_template_of, stop_token_ids, texts_of, tokenizer_of
+from areal_flow.prompts.completions import (
+    RowEncoder,
+    check_first_completions,
+    tokenise_completions,
+)
+from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.run.inputs import Verifier, record_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Writer
+from areal_flow.trainer.supervised import OBJECTIVES
+from pipelines.console.progress import Progress, make_progress
+from pipelines.jobs.built_in import initial_model, prepare_model, rows_wanted, with_files
+from pipelines.jobs.stop_signals import Outcome, StopSignals
+
+MAX_LOST_TRAINERS = 3
+"""So many in a row that die without having come further end the run."""
+
+SHOWN = {
+    "loss": "loss",
+    "pair_accuracy": "accuracy",
+    "pair_margin": "margin",
+    "held_out_loss": "held-out loss",
+    "held_out_pair_accuracy": "held-out accuracy",
+}
+"""What of a step's metrics is said while fine-tuning goes on, and how."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_first_sft_rows(recipe: Recipe) -> None:
+    """Refuse rows of supervised fine-tuning before a model is read; see `check_first_rows`."""
+    if recipe.sft.num_steps and recipe.sft.path:
+        check_first_completions(recipe.sft.path, OBJECTIVES[recipe.sft.objective].fields)
+
+
+def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
+    """Tokenise the rows of supervised fine-tuning; return how many there are, 0 without the stage.
+
+    Raises:
+        PromptError: naming file, line and field of the first bad row.
+        ModelError: rows are of messages, and the model has no chat template.
+        ConfigError: all rows would be held out.
+    """
+    sft = recipe.sft
+    if not (sft.num_steps and sft.path):
+        return 0
+    objective = OBJECTIVES[sft.objective]
+    encoder = RowEncoder(
+        tokenizer_of(layout.model),
+        stop_token_ids=() if objective.makes_reward_model else stop_token_ids(layout.model),
+        chat=chat_template_of(layout.model),
+        system=recipe.prompts.system,
+    )
+    num_rows = tokenise_completions(
+        sft.path,
+        layout.sft_rows,
+        encoder=encoder,
+        max_tokens=recipe.trainer.tokens_per_micro_batch,
+        fields=objective.fields,
+    )
+    if num_rows <= sft.num_held_out:
+        raise ConfigError(
+            f"sft.num_held_out ({sft.num_held_out}) leaves nothing to train of the {num_rows} rows "
+            f"in {sft.path}: hold out fewer"
+        )
+    return num_rows
+
+
+def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
+    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it.
+
+    Raises:
+        ConfigError: the recipe asks for no step, or has no rows.
+        PromptError, ModelError: nothing was started.
+    """
+    objective = OBJECTIVES[recipe.sft.objective]
+    filled = recipe if recipe.sft.path else with_files(recipe, layout)
+    if not (filled.sft.num_steps and filled.sft.path):
+        raise ConfigError(
+            f"expected sft.num_steps of 1 or more and {rows_wanted(filled)}: found "
+            f"{recipe.sft.num_steps} and {recipe.sft.path}"
+        )
+    check_first_sft_rows(filled)
+    prepare_model(recipe, layout)
+    if objective.makes_reward_model:
+        from areal_flow.models.reward_model import describe_reward_model  # torch
+
+        describe_reward_model(layout.model, pad_token_id=stop_token_ids(layout.model)[0])
+    num_rows = prepare_sft(layout, filled)
+    model = initial_model(recipe, layout)
+    with np.load(layout.sft_rows) as arrays:
+        first = np.split(arrays["tokens"], np.cumsum(arrays["lengths"][:NUM_COMPARED]))[:-1]
+    warn_of_other_tokens(model, layout.model, texts_of(tokenizer_of(layout.model), first))
+    record_inputs(layout, recipe, verifier=Verifier(), model=model)
+    return f"{num_rows} rows to learn from"
+
+
+def sft_workers(recipe: Recipe) -> list[WorkerPlacement]:
+    """Return the one trainer that supervised fine-tuning needs."""
+    return [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
+
+
+async def run_sft(
+    layout: RunLayout,
+    recipe: Recipe,
+    *,
+    writer: Writer,
+    standby: StandbyWorkers | None = None,
+    **_: object,
+) -> Outcome:
+    """Fine-tune on a cluster of one trainer; the policy is then the newest sft checkpoint."""
+    progress = make_progress(num_steps=recipe.sft.num_steps, num_generators=0)
+    workers = sft_workers(recipe)
+    context = WorkerContext(layout.root, writer.writer_epoch)
+    try:
+        progress.phase(f"Starting {len(workers)} worker")
+        with StopSignals() as signals:
+            async with launch_cluster(workers, recipe.cluster, context, standby=standby) as cluster:
+                progress.phase(f"Dask dashboard: {cluster.dashboard}")
+                replicas = TrainerReplicas(
+                    cluster.client, num_ranks=1, replace=cluster.pool.replace
+                )
+                result = await cluster.pool.guard(
+                    first_policy(replicas, layout, recipe, progress, signals)
+                )
+    finally:
+        progress.close()
+    return Outcome(True) if result else Outcome(False, signals.received[0])
+
+
+async def first_policy(
+    replicas: TrainerReplicas,
+    layout: RunLayout,
+    recipe: Recipe,
+    progress: Progress,
+    signals: StopSignals,
+) -> Path | None:
+    """Return the directory of version 0, fine-tuned or drawn first if need be; None if stopped.
+
+    A trainer that dies is started again by the pool, and goes on from the newest checkpoint.
+
+    Raises:
+        TrainerLost: the trainer died again and again.
+        TrainingError: a step could not be computed.
+    """
+    source = initial_model(recipe, layout)
+    num_steps = recipe.sft.num_steps if layout.sft_rows.is_file() else 0
+    if not num_steps and any(source.glob("*.safetensors")):
+        return source
+    taken, num_lost = -1, 0
+    with signals.finishing_steps(lambda: None):
+        while taken < num_steps and not signals.received:
+            try:
+                taken, metrics = await replicas.lead(sft_chunk, source)
+                if num_steps:
+                    shown = [name for name in SHOWN if name in metrics]
+                    note = "".join(f", {SHOWN[name]} {metrics[name]:.3f}" for name in shown)
+                    progress.count("supervised fine-tuning", taken, num_steps, note)
+                num_lost = 0
+            except TrainerLost as error:
+                num_lost += 1
+                if num_lost == MAX_LOST_TRAINERS:
+                    raise
+                logger.warning("%s: going on from the newest checkpoint", error)
+        if taken < num_steps:
+            await replicas.lead(sft_checkpoint)
+            return None
+    return checkpoint_path(layout.sft_checkpoints, num_steps)

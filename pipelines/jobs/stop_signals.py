@@ -1,0 +1,149 @@
+"""How a driver is run and stopped: the first signal lets the step finish, the second ends all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pipelines.console.run_log import say
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+WAKE_EVERY_S = 0.2
+_RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
+"""What signals are passed on to, by the loop that it runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a driver ended: with its work finished, or stopped by a signal."""
+
+    finished: bool
+    stopped_by: str = ""
+
+
+class StopSignals:
+    """Handles both signals while it is entered; made and used on the event loop.
+
+    Outside `finishing_steps` there is no step to finish, and the first signal ends everything.
+    Python handles signals in the main thread only: elsewhere this has those that `wait_for` passes
+    on.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self._request_stop: Callable[[], None] | None = None
+        self._driver = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handled = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+
+    def __enter__(self) -> StopSignals:
+        for number in self._handled:
+            self._loop.add_signal_handler(number, self._on_signal, number.name)
+        _RECEIVERS[self._loop] = self._on_signal
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del _RECEIVERS[self._loop]
+        for number in self._handled:
+            self._loop.remove_signal_handler(number)
+
+    @contextmanager
+    def finishing_steps(self, request_stop: Callable[[], None]) -> Iterator[None]:
+        """Let the first signal only ask for a stop, while it is entered."""
+        self._request_stop = request_stop
+        try:
+            yield
+        finally:
+            self._request_stop = None
+
+    def _on_signal(self, name: str) -> None:
+        self.received.append(name)
+        if self._request_stop is not None and len(self.received) == 1:
+            say("", f"{name}: finishing this step; once more to stop at once")
+            self._request_stop()
+        elif self._driver is not None:
+            say("", f"{name}: stopping at once")
+            # What is dropped in mid-air now has nothing to tell anybody.
+            self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
+            self._driver.cancel(name)
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A signal ended the work; a notebook shows this in one line, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: stopped at once by {self}"]
+
+
+def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run a coroutine to its end, in a thread of its own where an event loop runs already.
+
+    A notebook's cell is on a running loop. Interrupts of the cell are passed on to the thread.
+
+    Raises:
+        StoppedAtOnce: a signal cancelled the coroutine.
+    """
+    try:
+        return _run_in_thread(work()) if is_loop_running() else asyncio.run(work())
+    except asyncio.CancelledError as stop:
+        if (name := str(stop)) not in signal.Signals.__members__:
+            raise
+    raise StoppedAtOnce(name)  # with no context, of which a notebook would print all
+
+
+def is_loop_running() -> bool:
+    """Return whether this is called from a notebook's cell, or from a coroutine."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_thread(work: Coroutine[Any, Any, Result]) -> Result:
+    started: Future[Callable[[str], object]] = Future()
+    interrupts: list[str] = []
+
+    async def run() -> Result:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def receive(name: str) -> None:
+            receiver: Callable[[str], object] = _RECEIVERS.get(loop, task.cancel)
+            receiver(name)
+
+        started.set_result(lambda name: loop.call_soon_threadsafe(receive, name))
+        return await work
+
+    with ThreadPoolExecutor(max_workers=1) as thread, _interrupts_noted(interrupts):
+        running = thread.submit(asyncio.run, run())
+        # Python handles signals between waits: a library's handler with SA_RESTART ends no wait.
+        while wait([running], timeout=WAKE_EVERY_S).not_done:
+            while interrupts and started.done():
+                with suppress(RuntimeError):  # the loop is closed: the work is done
+                    started.result()(interrupts.pop(0))
+        return running.result()
+
+
+@contextmanager
+def _interrupts_noted(noted: list[str]) -> Iterator[None]:
+    """Append to a list instead of raising KeyboardInterrupt; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: noted.append("SIGINT"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

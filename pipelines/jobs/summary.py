@@ -1,0 +1,186 @@
+"""Summarises a finished run: numbers for `summary.json`, a table, and the next commands to type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from rich.console import RenderableType
+
+from areal_flow.command import command, from_here, python
+from areal_flow.run.layout import RunLayout
+from areal_flow.types import EvaluationTable
+from pipelines.console.run_log import say
+from pipelines.console.tables import Table, samples_text, with_interval
+
+_TOTALS = """
+SELECT
+    (SELECT seconds_train FROM ledger WHERE step = 0) AS seconds_first_policy,
+    sum(seconds_step) AS seconds_training,
+    count(*) AS num_steps,
+    sum(staleness_mean * num_trained_tokens) / nullif(sum(num_trained_tokens), 0) AS staleness_mean,
+    max(staleness_max) AS staleness_max,
+    sum(num_stale_tokens) / nullif(sum(num_trained_tokens + num_stale_tokens), 0)
+        AS masked_fraction,
+    sum(num_discarded_tokens)::BIGINT AS num_discarded_tokens,
+    sum(num_failed_members)::BIGINT AS num_failed_members,
+    sum(num_generated_tokens) / nullif(seconds_training, 0) AS tokens_per_second_generated,
+    sum(num_trained_tokens) / nullif(seconds_training, 0) AS tokens_per_second_trained,
+    greatest(
+        sum(seconds_generate) / $num_generators,
+        sum(seconds_read + seconds_train + seconds_stage)
+    ) AS seconds_longer_phase,
+    seconds_longer_phase / nullif(greatest(seconds_longer_phase, seconds_training), 0)
+        AS overlap_efficiency
+FROM (
+    SELECT *,
+        (num_trained_tokens + num_masked_tokens) * coalesce(masked_stale_fraction, 0)
+            AS num_stale_tokens
+    FROM ledger
+)
+WHERE step > 0
+"""
+"""What is masked is too old; the environment's tokens count as neither masked nor trained.
+Overlap efficiency is max(T_gen, T_train) / T_step: 1 when the longer phase hides the other."""
+
+STALE = "masked_stale_fraction"
+
+_VERIFIERS = """
+SELECT verifier, min(step) AS first_step, max(step) AS last_step FROM ledger
+GROUP BY verifier ORDER BY first_step
+"""
+
+
+def summarise(
+    held_out: Mapping[str, EvaluationTable], ledger: pa.Table, *, num_generators: int
+) -> dict[str, Any]:
+    """Return the summary of a whole run.
+
+    Args:
+        held_out: evaluations by name; those "before" and "after" are summarised.
+        ledger: every row, the genesis too.
+    """
+    from areal_flow.store.database import empty_database
+    from areal_flow.store.ledger import flatten_metrics
+
+    ledger = flatten_metrics(ledger)
+    if STALE not in ledger.column_names:  # of a run without a step
+        ledger = ledger.append_column(STALE, pa.nulls(len(ledger), pa.float64()))
+    with empty_database() as connection:
+        connection.register("ledger", ledger)
+        found = connection.sql(_TOTALS, params={"num_generators": num_generators})
+        (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
+        verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
+    compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
+    by_difficulty = {
+        name: {
+            str(difficulty): scores.as_json() for difficulty, scores in table.by_difficulty.items()
+        }
+        for name, table in compared.items()
+    }
+    by_set = {
+        name: {held: scores.as_json() for held, scores in table.by_set.items()}
+        for name, table in compared.items()
+    }
+    return {
+        "verifiers": verifiers,
+        **dict.fromkeys(("held_out_before", "held_out_after")),
+        **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
+        **{name: value or 0 for name, value in totals.items()},
+        "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
+        "by_set": {"before": {}, "after": {}, **by_set},
+    }
+
+
+def print_summary(
+    layout: RunLayout,
+    summary: dict[str, Any],
+    held_out: Mapping[str, EvaluationTable],
+    *,
+    model: str,
+) -> None:
+    """Show what the run did and what to type next."""
+    said = (
+        "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
+        "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
+        "masked {masked_fraction:.2%}; {tokens_per_second_generated:,.0f} tokens/s generated, "
+        "{tokens_per_second_trained:,.0f} trained; overlap efficiency {overlap_efficiency:.2f}"
+    )
+    seconds = f"fine-tuning {summary['seconds_first_policy']:.0f} s, "
+    stages = {"fine_tuning": seconds if layout.sft_rows.is_file() else ""}
+    both = {"before", "after"} <= held_out.keys()
+    compared = _comparison(held_out["before"], held_out["after"]) if both else []
+    notes = _changes(summary["verifiers"])
+    if num_failed := summary["num_failed_members"]:
+        notes.append(
+            f"{num_failed} completions have no reward: workflow or verifier failed on them"
+        )
+    said = said.format(**summary, **stages)
+    say(*compared, said, *notes, *next_commands(layout, model, evaluated=bool(held_out)))
+
+
+def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what there is to say of a verifier that was changed and accepted."""
+    if len(verifiers) < 2:
+        return []
+    said = "The verifier changed, and nothing is compared across it:"
+    listed = (
+        f"  steps {of['first_step']} to {of['last_step']}: {of['verifier']}" for of in verifiers
+    )
+    return [said, *listed]
+
+
+def next_commands(layout: RunLayout, model: str, *, evaluated: bool) -> list[str]:
+    """Return what a user may want to type after a run.
+
+    Args:
+        model: what the commands call its policy.
+        evaluated: whether it has held-out prompts.
+    """
+    runs = layout.root.parent
+    where = json.dumps(str(from_here(layout.root)))
+    opened = f"import areal_flow; run = areal_flow.open_run({where})"
+    rows = 'run.trajectories(text=True, columns=["prompt", "completion", "reward"]).tail()'
+    read = f"{opened}; print({rows}.astype(object).to_string(max_colwidth=30))"
+    chosen = {
+        ("ui",): "the MLflow UI: metrics and models",
+        ("trajectories", layout.name): "what the policy wrote; --show 1 for one in full",
+        ("lineage", model): "what the model was made from",
+        ("evaluate", model): "the model on its held-out prompts",
+        ("export", model, "DIRECTORY"): "a plain Hugging Face directory",
+    }
+    if not (runs / "mlflow.db").is_file():
+        del chosen[("ui",)]
+    if not evaluated:
+        del chosen["evaluate", model]
+    commands = {command(*words, runs=runs): what for words, what in chosen.items()}
+    commands[python(read)] = "the last trajectories in pandas"
+    return ["", "Next:", *(f"  {command}\n      {what}" for command, what in commands.items())]
+
+
+def _comparison(before: EvaluationTable, after: EvaluationTable) -> list[RenderableType]:
+    (label, first_parts), (_, last_parts) = before.parts, after.parts
+    both = [(part, scores, last_parts[part]) for part, scores in first_parts.items()]
+    parts = both if len(both) > 1 else []
+    rows = [
+        {
+            label: part,
+            "prompts": first.passed.n,
+            "pass rate": f"{first.passed.pass_rate:.3f} -> {last.passed.pass_rate:.3f}",
+            "mean reward": f"{first.reward.reward_mean:.3f} -> {last.reward.reward_mean:.3f}",
+            "mean tokens": f"{first.mean_tokens:.1f} -> {last.mean_tokens:.1f}",
+        }
+        for part, first, last in [*parts, ("all", before.overall, after.overall)]
+    ]
+    kind = "Wilson" if after.overall.num_samples == 1 else "normal"
+    changes = [
+        f"{label} {with_interval(before.overall, name)} -> {with_interval(after.overall, name)}"
+        f" (95%, {kind})"
+        for label, name, kind in (
+            ("pass rate  ", "pass_rate", kind),
+            ("mean reward", "reward_mean", "normal"),
+        )
+    ]
+    return [Table(rows, f"Held-out prompts, {samples_text(after.overall)}"), "", *changes, ""]

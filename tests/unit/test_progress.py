@@ -17,7 +17,7 @@ from rich.text import Text
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
-from pipelines.cli import progress as shown
+from pipelines.console import progress as shown
 from pipelines.console.progress import (
     Lines,
     LiveProgress,

@@ -7,7 +7,7 @@ nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in C
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
 nox -s lint types          ruff, import-linter, mypy
 nox -s mutate [-- ARGS]    breaks of the core that no unit test notices; not in CI
-nox -s bench               benchmarks, as tables and JSON
+nox -s bench [-- ARGS]     async against sync on the default job, as a table and JSON
 nox -s trl                 TRL beside this project, in an environment that has it; not in CI
 nox -s gpu                 tests and the speed of a step of 1.5B on a GPU; not in CI
 nox -s ui                  the MLflow UI on 127.0.0.1
@@ -101,8 +101,8 @@ def mutate(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks; arguments go to `benchmarks/schedule.py`."""
-    run(session, "python", "benchmarks/schedule.py", *session.posargs)
+    """Compare async with sync on the default job; arguments go to `benchmarks/schedule.py`."""
+    run(session, "python", "-m", "benchmarks.schedule", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)

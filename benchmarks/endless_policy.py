@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,20 +11,12 @@ from areal_flow.models.policy import empty_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
-def write_endless_policy(directory: Path, *, max_model_len: int, **architecture: int) -> None:
-    """Write the default job's policy, of which no completion stops before its bound.
-
-    Args:
-        directory: to be made.
-        max_model_len: of its positions.
-        architecture: what `config.json` says otherwise than the default job's.
-    """
+def write_endless_policy(directory: Path, *, max_model_len: int) -> None:
+    """Write the default job's policy into a new directory; no completion stops before its bound."""
     write_tiny_model(directory, max_model_len=max_model_len)
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | architecture))
     torch.manual_seed(0)
     policy = empty_policy(directory)
-    with torch.no_grad():  # feature 0 stays what it is in every layer, and speaks against the end
+    with torch.no_grad():  # feature 0 stays the same in every layer, and speaks against the end
         policy.model.embed_tokens.weight[:, 0] = 4
         for layer in policy.model.layers:
             layer.self_attn.o_proj.weight[0] = 0

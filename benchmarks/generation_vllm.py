@@ -1,8 +1,8 @@
-"""vLLM's turns in `benchmarks/generation.py`, which runs this in the interpreter that has vLLM.
+"""vLLM's turn in `benchmarks/generation.py`, which runs this in the interpreter that has vLLM.
 
-Each line that it reads is a turn; it answers with the seconds that the load took.
+Decodes the load twice, since the first time prepares, and prints the seconds of the second time.
 
-    PYTHON -m benchmarks.generation_vllm MODEL_DIRECTORY MODEL GROUPS CUT MAX_NUM_SEQS
+    PYTHON -m benchmarks.generation_vllm MODEL_DIRECTORY MODEL GROUPS MAX_NUM_SEQS
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from areal_flow.generation.vllm.core import InProcessCore, engine_config
 from areal_flow.generation.vllm.weights import ServedTensors
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.types import Sampling
-from benchmarks.tailed_load import (
-    MODELS,
-    Load,
-    moderate_tails,
-    random_load,
-    run_all,
-    seconds_of,
-    settings_for,
-)
+from benchmarks.harness import seconds_of
+from benchmarks.tailed_load import MODELS, MODERATE, Load, random_load, run_all, settings_for
 
 
 def end_at_given_lengths(load: Load) -> None:
@@ -37,17 +30,16 @@ def end_at_given_lengths(load: Load) -> None:
     vllm_engine._parameters = of_member
 
 
-def main(directory: str, name: str, num_groups: str, cut: str, max_num_seqs: str) -> None:
+def main(directory: str, name: str, num_groups: str, max_num_seqs: str) -> None:
     model = Path(directory)
-    load = random_load(int(num_groups), moderate_tails(int(cut)), MODELS[name].vocab_size)
+    load = random_load(int(num_groups), MODERATE, MODELS[name].vocab_size)
     settings = settings_for(load, int(max_num_seqs))
     tensors = policy_tensors(load_policy(model))
     core, served = InProcessCore(engine_config(model, settings)), ServedTensors(model)
     end_at_given_lengths(load)
     engine = vllm_engine.VLLMEngine(core, served, settings, tensors, version=0)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(seconds_of(lambda: run_all(engine, load)), flush=True)
+    run_all(engine, load)
+    print(seconds_of(lambda: run_all(engine, load)))
 
 
 if __name__ == "__main__":

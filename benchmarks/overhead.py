@@ -1,152 +1,82 @@
-"""Processor seconds of a step by role, for completions and groups of several sizes.
+"""Processor seconds of a step by role, for completions, groups and batches of a given size.
 
-Each line is a short run of `areal-flow train`, its rows those of the default job: the real thing,
-with a small policy that never stops by itself, so that every completion has the same length. The
-time that each process has used is read four times a second, and laid over the times at which the
-ledger's rows were committed. The first steps are left out.
+A short run of `areal-flow train` with the default job's prompts and a small policy that never stops
+by itself, so that every completion has the same length. The time that each process has used is read
+four times a second, and interpolated at the times at which the ledger's rows were committed. The
+first steps are left out. Overhead is what driver and reward worker use.
 
-    python benchmarks/overhead.py [--steps 12] [--skip 4] [--json FILE]
+    python -m benchmarks.overhead [--tokens 8] [--group-size 16] [--batch-size 512] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import sleep, time
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 import areal_flow
+from benchmarks import harness
 from benchmarks.endless_policy import write_endless_policy
 
 PROMPT_ROOM = 32
-DRIVER = "driver"
-ROLES = (DRIVER, "reward", "generator", "trainer")
+ROLES = ("driver", "reward", "generator", "trainer")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a step consists of."""
-
-    num_tokens: int
-    group_size: int
-    batch_size: int
-
-
-SHAPES = (
-    Shape(8, 16, 512),
-    Shape(8, 8, 512),
-    Shape(8, 64, 512),
-    Shape(512, 8, 128),
-    Shape(512, 64, 128),
-    Shape(4096, 8, 64),
-    Shape(4096, 64, 64),
-)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Means over the measured steps of one run, in seconds."""
-
-    shape: Shape
-    seconds_step: float
-    processor_s: dict[str, float]
-
-    @property
-    def overhead_s(self) -> float:
-        """What neither generates nor trains."""
-        return self.processor_s[DRIVER] + self.processor_s["reward"]
-
-    @property
-    def overhead_ms_per_trajectory(self) -> float:
-        return 1e3 * self.overhead_s / self.shape.batch_size
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=4)
-    parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPES)))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
-        model = Path(scratch) / "model"
-        longest = max(shape.num_tokens for shape in SHAPES)
-        write_endless_policy(model, max_model_len=longest + PROMPT_ROOM)
-        found = [
-            measure(Path(scratch), model, SHAPES[index], arguments.steps, arguments.skip)
-            for index in arguments.shapes
-        ]
-    machine = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
-    print_table(found, machine)
-    if arguments.json:
-        lines = [asdict(m) | {"overhead_s": m.overhead_s} for m in found]
-        arguments.json.write_text(json.dumps({"machine": machine, "runs": lines}, indent=2) + "\n")
-
-
-def measure(cwd: Path, model: Path, shape: Shape, num_steps: int, skip: int) -> Measurement:
-    name = f"{shape.num_tokens}-{shape.group_size}"
-    command = [sys.executable, "-m", "pipelines.cli.main", "train", "--name", name]
-    driver = subprocess.Popen(
-        [*command, "--model", str(model), "--num-steps", str(num_steps), *options(shape)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def measure(cwd: Path, chosen: argparse.Namespace) -> dict[str, float]:
+    """Return means over the measured steps of a run, in seconds."""
     samples: list[dict[str, float]] = []
-    while driver.poll() is None:
-        samples.append({"at": time(), **processor_s(driver.pid)})
-        sleep(0.25)
+    log = cwd / "train.log"
+    with log.open("w") as output:
+        command = [*harness.CLI, "train", "--name", "run", *harness.flags(settings_of(cwd, chosen))]
+        driver = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT)
+        while driver.poll() is None:
+            samples.append({"at": time(), **processor_s(driver.pid)})
+            sleep(0.25)
     if driver.returncode:
-        sys.exit(f"{name} failed:\n{driver.communicate()[0]}")
-    steps = areal_flow.open_run(cwd / "runs" / name).steps("arrow").to_pylist()
+        sys.exit(f"the run failed:\n{log.read_text()}")
+    steps = areal_flow.open_run(cwd / "runs" / "run").steps("arrow").to_pylist()
     at = {row["step"]: row["committed_at"].timestamp() for row in steps}
-    moments, num_measured = [at[skip], at[num_steps]], num_steps - skip
-    used = {
-        role: np.diff(np.interp(moments, *known(samples, role)))[0] / num_measured for role in ROLES
-    }
-    return Measurement(shape, (moments[1] - moments[0]) / num_measured, used)
+    moments, num_measured = [at[chosen.skip], at[chosen.steps]], chosen.steps - chosen.skip
+    used = {role: used_between(moments, samples, role) / num_measured for role in ROLES}
+    step_s, overhead_s = (moments[1] - moments[0]) / num_measured, used["driver"] + used["reward"]
+    return {"step_s": step_s, **used, "overhead_s": overhead_s}
 
 
-def options(shape: Shape) -> list[str]:
-    """Return a run's settings; whatever else belongs to the default job stays as it is."""
-    max_model_len = shape.num_tokens + PROMPT_ROOM
-    settings = {
+def settings_of(cwd: Path, chosen: argparse.Namespace) -> dict[str, object]:
+    """Write the policy; return a run's settings, all others are those of the default job."""
+    batch_size, max_model_len = chosen.batch_size, chosen.tokens + PROMPT_ROOM
+    write_endless_policy(cwd / "model", max_model_len=max_model_len)
+    return {
+        "model": cwd / "model",
+        "num-steps": chosen.steps,
         "sft.num-steps": 0,
         "prompts.num-held-out": 0,
-        "generation.max-new-tokens": shape.num_tokens,
+        "generation.max-new-tokens": chosen.tokens,
         "generation.max-model-len": max_model_len,
-        "generation.max-num-seqs": min(128, shape.batch_size),
-        "controller.group-size": shape.group_size,
-        "controller.batch-size": shape.batch_size,
-        "algorithm.num-minibatches": min(2, shape.batch_size // shape.group_size),
+        "generation.max-num-seqs": min(128, batch_size),
+        "controller.group-size": chosen.group_size,
+        "controller.batch-size": batch_size,
+        "algorithm.num-minibatches": min(2, batch_size // chosen.group_size),
         "trainer.tokens-per-micro-batch": max(8192, max_model_len),
         "trainer.learning-rate": 1e-6,
     }
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
 def processor_s(driver: int) -> dict[str, float]:
-    """Return the processor seconds of each role so far."""
-    used = dict.fromkeys(ROLES, 0.0)
+    """Return the processor seconds of each role so far; nothing if a process has just ended."""
+    used = dict.fromkeys((*ROLES, "other"), 0.0)
     try:
         process = psutil.Process(driver)
-        roles = [(DRIVER, process), *((role_of(p), p) for p in process.children())]
-        for role, member in roles:
+        members = [("driver", process), *((role_of(p), p) for p in process.children())]
+        for role, member in members:
             times = member.cpu_times()
-            used[role] = used.get(role, 0.0) + times.user + times.system
+            used[role] += times.user + times.system
     except psutil.Error:
         return {}
     return used
@@ -159,22 +89,21 @@ def role_of(process: psutil.Process) -> str:
     return next(named, "other")
 
 
-def known(samples: list[dict[str, float]], role: str) -> tuple[list[float], NDArray[np.float64]]:
-    """Return when a role's processor time was read, and what it was: it stays when all end."""
+def used_between(moments: list[float], samples: list[dict[str, float]], role: str) -> float:
+    """Return what a role used between two moments; its time stays when its process ends."""
     read = [sample for sample in samples if role in sample]
-    return [sample["at"] for sample in read], np.maximum.accumulate([s[role] for s in read])
+    used = np.maximum.accumulate([sample[role] for sample in read])
+    began, ended = np.interp(moments, [sample["at"] for sample in read], used)
+    return float(ended - began)
 
 
-def print_table(found: list[Measurement], machine: str) -> None:
-    table = Table(title=f"Processor seconds of a step; {machine}")
-    for label in ("tokens", "group", "batch", "s/step", *ROLES, "overhead, s", "ms/trajectory"):
-        table.add_column(label, justify="right")
-    for m in found:
-        sizes = (m.shape.num_tokens, m.shape.group_size, m.shape.batch_size)
-        seconds = (m.seconds_step, *(m.processor_s[role] for role in ROLES), m.overhead_s)
-        cells = [f"{size:,}" for size in sizes] + [f"{value:.3f}" for value in seconds]
-        table.add_row(*cells, f"{m.overhead_ms_per_trajectory:.3f}")
-    Console(width=120).print(table)
+def main() -> None:
+    sizes = {"tokens": 8, "group_size": 16, "batch_size": 512}
+    chosen = harness.parse_options(__doc__, **sizes, steps=12, skip=4)
+    with tempfile.TemporaryDirectory(prefix="areal-flow-bench-") as scratch:
+        row = measure(Path(scratch), chosen)
+    shape = ", ".join(f"{name} {getattr(chosen, name)}" for name in sizes)
+    harness.report(chosen.json, {f"Processor seconds of a step: {shape}": [row]})
 
 
 if __name__ == "__main__":

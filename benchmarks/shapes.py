@@ -1,13 +1,55 @@
-"""Shapes of real models, for random weights."""
+"""Policies and trajectories of given shapes, for random weights and tokens."""
 
 from __future__ import annotations
 
-QWEN_1_5B = {
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-"""Qwen2.5-1.5B, but for its 28 layers."""
+from typing import Any
+
+import numpy as np
+from transformers import Qwen2Config
+
+from areal_flow.models.policy import policy_from_config
+from areal_flow.trainer.sequences import TrainingSequence
+from areal_flow.types import VersionSpan
+
+
+def qwen2_config(
+    vocabulary: int, hidden: int, layers: int, *, heads: int, key_value_heads: int, **others: Any
+) -> Qwen2Config:
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "tie_word_embeddings": True,
+    }
+    return Qwen2Config(**{**sizes, **others})
+
+
+def random_policy(*sizes: int, device: str = "cpu", **others: Any) -> Any:
+    """Return a policy of `qwen2_config`."""
+    return policy_from_config(qwen2_config(*sizes, **others), device=device)
+
+
+def random_trajectory(
+    num_prompt: int,
+    num_sampled: int,
+    vocabulary: int,
+    *,
+    seed: int = 0,
+    reward: float = 1.0,
+    group: int = 0,
+) -> TrainingSequence:
+    """Return a trajectory that a uniform policy of version 0 sampled."""
+    drawn = np.random.default_rng(seed).integers(0, vocabulary, num_prompt + num_sampled)
+    tokens = drawn.astype(np.int32)
+    return TrainingSequence(
+        prompt_tokens=tokens[:num_prompt],
+        output_tokens=tokens[num_prompt:],
+        behavior_logprobs=np.full(num_sampled, -np.log(vocabulary), np.float32),
+        trained=np.ones(num_sampled, np.bool_),
+        reward=reward,
+        group=group,
+        version_spans=(VersionSpan(0, num_sampled),),
+    )

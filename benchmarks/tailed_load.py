@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
-from transformers import Qwen2Config
 
 from areal_flow.generation.protocol import EngineCore, GenerationSettings
 from areal_flow.generation.scheduler import SampledSequence
 from areal_flow.types import GroupRequest, Prompt, Sampling
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.protocol import TrajectoryDraft
+from benchmarks.shapes import qwen2_config
 
 PROMPT_TOKENS = 32
 GROUP_SIZE = 8
+MODELS = {
+    "0.6M": qwen2_config(1024, 128, 2, heads=2, key_value_heads=2, max_position_embeddings=4096),
+    "11M": qwen2_config(4096, 384, 5, heads=6, key_value_heads=2, max_position_embeddings=4096),
+}
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,6 @@ class Load:
         return GroupRequest(f"{group}", self.prompts[group], seeds, Sampling(self.longest))
 
 
-def config_of(hidden: int, layers: int, vocabulary: int) -> Qwen2Config:
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(2, hidden // 64),
-        num_key_value_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-
-
-MODELS = {"0.6M": config_of(128, 2, 1024), "11M": config_of(384, 5, 4096)}
-
-
 @dataclass(frozen=True)
 class Lengths:
     """How long completions are, in tokens: lognormal, at least 8 and at most `cut`."""
@@ -65,6 +52,8 @@ class Lengths:
         return np.clip(drawn, 8, self.cut).astype(np.int64)
 
 
+MODERATE = Lengths(median=120, sigma=1.0, cut=1024)
+"""198 tokens in the mean before the cut."""
 TAILS = Lengths(median=75, sigma=1.5, cut=2048)
 """204 tokens in the mean; one of 70 is cut, so that most batches of 64 have one that is."""
 
@@ -80,38 +69,29 @@ class GivenLengths(Lengths):
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]
 
 
-def moderate_tails(cut: int) -> Lengths:
-    """Return the lengths of `generation.py`, 198 tokens in the mean before the cut."""
-    return Lengths(median=120, sigma=1.0, cut=cut)
-
-
 def random_load(num_groups: int, lengths: Lengths, vocabulary: int) -> Load:
     rng = np.random.default_rng(0)
     drawn = lengths.draw(rng, (num_groups, GROUP_SIZE))
     return Load(rng.integers(1, vocabulary, (num_groups, PROMPT_TOKENS)), drawn)
 
 
-def settings_for(load: Load, max_num_seqs: int) -> GenerationSettings:
-    return GenerationSettings(
-        max_num_seqs=max_num_seqs,
-        max_new_tokens=load.longest,
-        max_model_len=PROMPT_TOKENS + load.longest,
-    )
+def settings_for(load: Load, max_num_seqs: int, **others: object) -> GenerationSettings:
+    """Return an engine's settings, with as much room as the load's longest completion needs."""
+    sizes = {"max_num_seqs": max_num_seqs, "max_new_tokens": load.longest}
+    return GenerationSettings(**sizes, max_model_len=PROMPT_TOKENS + load.longest, **others)
+
+
+def add_all(engine: EngineCore, load: Load) -> None:
+    for group in range(len(load.prompts)):
+        engine.add(load.request(group))
 
 
 def run_all(engine: EngineCore, load: Load) -> None:
-    for group in range(len(load.prompts)):
-        engine.add(load.request(group))
+    add_all(engine, load)
     num_tokens = 0
     while engine.has_work():
         num_tokens += sum(len(c.tokens) for _, group in engine.step() for c in group)
     assert num_tokens == load.lengths.sum()
-
-
-def seconds_of(work: Callable[[], None]) -> float:
-    began = perf_counter()
-    work()
-    return perf_counter() - began
 
 
 take_next = SampledSequence.append

@@ -1,9 +1,7 @@
 """Async against sync where completions are long and have a heavy tail, as in the paper.
 
-`schedule_comparison` says what is measured. A completion is as long as a draw from its member's
-seed says, whatever the policy learns: `TAILS`. Both schedules decode the same lengths, with a
-policy that never ends a completion by itself. Steps before `--skip` are left out: until then async
-trains the short ones of its first groups.
+`schedule` says what is measured. A completion is as long as a draw from its member's seed says, so
+both schedules decode the same lengths. Until `--skip` async trains short completions.
 
     python -m benchmarks.tails [--steps 30] [--skip 12] [--rounds 1] [--json FILE] [--plot FILE]
 """
@@ -14,17 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.endless_policy import write_endless_policy
-from benchmarks.schedule_comparison import Job, compare_schedules
+from benchmarks.schedule import compare_schedules
 from benchmarks.tailed_load import TAILS
 
 PROMPT_ROOM = 32
+LENGTHS = ", ".join(f"{name} = {value}" for name, value in asdict(TAILS).items())
 SETTINGS = {
     "sft.num-steps": 0,
     "workflow.name": "imported",
     "workflow.path": "benchmarks.tailed_load:GivenLengths",
-    "workflow.settings": ", ".join(
-        f"{name} = {value}" for name, value in asdict(TAILS).items()
-    ).join("{}"),
+    "workflow.settings": f"{{{LENGTHS}}}",
     "generation.max-new-tokens": TAILS.cut,
     "generation.max-model-len": TAILS.cut + PROMPT_ROOM,
     "generation.max-num-seqs": 128,
@@ -45,15 +42,6 @@ def make_model(cwd: Path) -> Path:
 
 
 if __name__ == "__main__":
-    options = tuple(part for name, value in SETTINGS.items() for part in (f"--{name}", str(value)))
     title = "long completions with a heavy tail"
-    job = Job(
-        title,
-        make_model,
-        num_steps=30,
-        num_skipped=12,
-        num_rounds=1,
-        sync_trainer="ranks",
-        options=options,
-    )
-    compare_schedules(job, __doc__)
+    defaults = {"steps": 30, "skip": 12, "rounds": 1, "sync_trainer": "ranks"}
+    compare_schedules(__doc__, title, make_model, SETTINGS, **defaults)

@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` beside this project: same policy, prompts, reward, lengths and updates.
 
-All on the CPU with two cores, taking turns. TRL generates and trains with two threads; sync has two
+On the CPU with two cores, taking turns. TRL generates and trains with two threads; sync has two
 generators, and then a trainer of two threads; async has one generator and one trainer.
 
     short   the default job: a warm-started policy of 0.6M, 32 prompts x 16 completions of at most
@@ -9,57 +9,43 @@ generators, and then a trainer of two threads; async has one generator and one t
             update a step; the reward is the share of digits
 
 A step of TRL lasts from the end of the update before it to the end of its last update. The first
-steps are left out (`--skip`). Both see the same tokens if the mean rewards of step 1 agree.
+steps are left out. Both see the same tokens if the mean rewards of step 1 agree.
 
     python -m benchmarks.trl --trl PYTHON [--profiles short long] [--rounds 1] [--json FILE]
-
-PYTHON is an interpreter that has TRL, such as `nox -s trl` makes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-import areal_flow
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT
-from areal_flow.config import load_recipe
 from areal_flow.models.policy import empty_policy
-from benchmarks.schedule import make_model as make_warm_model
-from benchmarks.schedule_comparison import train
+from benchmarks import harness
+from benchmarks.schedule import make_warm_model
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
-ROOT = Path(__file__).parents[1]
 LONG = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 5}
+NUMERIC = "areal_flow.rewards.numeric:verify_numeric"
+DIGITS = "benchmarks.trl_reward:share_of_digits"
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What all of them train; `options` are of `areal-flow train`."""
+class Profile(NamedTuple):
+    """What all ways train; `settings` are of `areal-flow train`, and `trl_side` reads them, too."""
 
     make_model: Callable[[Path], Path]
-    batch_size: int
-    group_size: int
-    num_minibatches: int
-    max_new_tokens: int
-    learning_rate: float
     reward: str
     num_steps: int
     num_skipped: int
-    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
 
 def make_random_model(cwd: Path) -> Path:
@@ -73,196 +59,106 @@ def make_random_model(cwd: Path) -> Path:
     return directory
 
 
+SHORT_SETTINGS = {
+    "controller.batch-size": 512,
+    "controller.group-size": 16,
+    "algorithm.num-minibatches": 2,
+    "generation.max-new-tokens": 16,
+    "trainer.learning-rate": 4e-5,
+    "trainer.num-learning-rate-warmup-steps": 0,
+}
+LONG_SETTINGS = {
+    "controller.batch-size": 32,
+    "controller.group-size": 8,
+    "algorithm.num-minibatches": 1,
+    "generation.max-new-tokens": 512,
+    "trainer.learning-rate": 1e-5,
+    "trainer.num-learning-rate-warmup-steps": 0,
+    "sft.num-steps": 0,
+    "generation.max-model-len": 640,
+    "generation.max-num-seqs": 32,
+    "trainer.tokens-per-micro-batch": 4096,
+    "rewards": f'[{{verifier = "{DIGITS}"}}]',
+}
 PROFILES = {
-    "short": Profile(
-        make_warm_model,
-        batch_size=512,
-        group_size=16,
-        num_minibatches=2,
-        max_new_tokens=16,
-        learning_rate=4e-5,
-        reward="areal_flow.rewards.numeric:verify_numeric",
-        num_steps=12,
-        num_skipped=4,
-        options={"trainer.num-learning-rate-warmup-steps": 0},
-    ),
-    "long": Profile(
-        make_random_model,
-        batch_size=32,
-        group_size=8,
-        num_minibatches=1,
-        max_new_tokens=512,
-        learning_rate=1e-5,
-        reward="benchmarks.trl_reward:share_of_digits",
-        num_steps=5,
-        num_skipped=2,
-        options={
-            "sft.num-steps": 0,
-            "generation.max-model-len": 640,
-            "generation.max-num-seqs": 32,
-            "trainer.tokens-per-micro-batch": 4096,
-            "trainer.num-learning-rate-warmup-steps": 0,
-            "rewards": '[{verifier = "benchmarks.trl_reward:share_of_digits"}]',
-        },
-    ),
+    "short": Profile(make_warm_model, NUMERIC, 12, 4, SHORT_SETTINGS),
+    "long": Profile(make_random_model, DIGITS, 5, 2, LONG_SETTINGS),
 }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of the measured steps of one way."""
-
-    seconds_step: float
-    trained_tokens_per_second: float
-    reward_of_step_1: float
-    reward_of_last_step: float
-    tokens_mean: float
-
-
-def by_schedule(cwd: Path, model: Path, of: Profile, schedule: str, name: str) -> Speed:
+def by_schedule(cwd: Path, model: Path, of: Profile, schedule: str) -> dict[str, float]:
     """Train with this project."""
-    num_cores = "2" if schedule == "sync" else "1"
-    options = {
-        "schedule": schedule,
-        "model": model,
-        "num-steps": of.num_steps,
-        "controller.batch-size": of.batch_size,
-        "controller.group-size": of.group_size,
-        "algorithm.num-minibatches": of.num_minibatches,
-        "generation.max-new-tokens": of.max_new_tokens,
-        "trainer.learning-rate": of.learning_rate,
-        "cluster.num-generators": num_cores,
-        "cluster.num-trainer-threads": num_cores,
-        **of.options,
-    }
-    train(cwd, name, [part for key, value in options.items() for part in (f"--{key}", f"{value}")])
-    rows = areal_flow.open_run(cwd / "runs" / name).steps("arrow").to_pylist()
-    measured = [row for row in rows if row["step"] > of.num_skipped]
+    num_cores = 2 if schedule == "sync" else 1
+    cores = {"cluster.num-generators": num_cores, "cluster.num-trainer-threads": num_cores}
+    own = {"schedule": schedule, "model": model, "num-steps": of.num_steps, **cores}
+    run = harness.train(cwd, f"run-{len(list(cwd.glob('runs/*')))}", {**own, **of.settings})
+    rows = harness.steps_after(run, 0)
+    measured = rows[of.num_skipped :]
     seconds = sum(row["seconds_step"] for row in measured)
-    return Speed(
-        seconds / len(measured),
-        sum(row["num_trained_tokens"] for row in measured) / seconds,
-        rows[1]["reward_mean"],
-        rows[-1]["reward_mean"],
-        mean(row["completion_tokens_mean"] for row in measured),
-    )
-
-
-def by_trl(python: str, cwd: Path, model: Path, of: Profile, prompts: Sequence[Any]) -> Speed:
-    """Train with TRL, in a process of its own."""
-    given = {
-        "model": str(model),
-        "prompts": prompts,
-        "reward": of.reward,
-        "output": str(cwd / "trl"),
-        "threads": 2,
-        "seed": 0,
-        **{name: getattr(of, name) for name in ("batch_size", "group_size", "num_minibatches")},
-        **{name: getattr(of, name) for name in ("max_new_tokens", "learning_rate", "num_steps")},
+    return {
+        "step_s": seconds / len(measured),
+        "trained_tokens_per_s": sum(row["num_trained_tokens"] for row in measured) / seconds,
+        "completion_tokens": mean(row["completion_tokens_mean"] for row in measured),
+        "reward_of_step_1": rows[0]["reward_mean"],
     }
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [python, "-m", "benchmarks.trl_side"],
-        input=json.dumps(given),
-        env={**os.environ, **PROCESS_ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"TRL failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    batches, ends = (
-        found["batches"],
-        found["step_ends"][of.num_minibatches - 1 :: of.num_minibatches],
-    )
+
+
+def by_trl(
+    python: str, cwd: Path, model: Path, of: Profile, prompts: Sequence[Any]
+) -> dict[str, float]:
+    """Train with TRL, in a process of its own."""
+    given = {"model": str(model), "prompts": prompts, "output": str(cwd / "trl"), "threads": 2}
+    given |= {"num_steps": of.num_steps, "reward": of.reward, "settings": of.settings}
+    environment = {**PROCESS_ENVIRONMENT, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    command = [python, "-m", "benchmarks.trl_side"]
+    said = harness.output_of(command, stdin=json.dumps(given), **environment)
+    batches, ends = json.loads(said.splitlines()[-1])
+    num_updates = of.settings["algorithm.num-minibatches"]
+    ends = ends[num_updates - 1 :: num_updates]
     measured = batches[of.num_skipped :]
     seconds = ends[-1] - ends[of.num_skipped - 1]
-    tokens = sum(batch["num_tokens"] for batch in measured)
-    return Speed(
-        seconds / len(measured),
-        tokens / seconds,
-        batches[0]["reward_mean"],
-        batches[-1]["reward_mean"],
-        tokens / len(measured) / of.batch_size,
-    )
-
-
-def default_prompts(cwd: Path) -> list[dict[str, str]]:
-    """Return the default job's prompts, as its runs render them."""
-    train(cwd, "prompts", ["--num-steps", "0", "--sft.num-steps", "0"])
-    run = cwd / "runs" / "prompts"
-    template = load_recipe(run / "config.toml").prompts.template
-    rows = map(json.loads, (run / "prompts" / "train.jsonl").read_text().splitlines())
-    return [
-        {"prompt": template.replace("{question}", row["question"]), "answer": row["answer"]}
-        for row in rows
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trl", required=True, metavar="PYTHON")
-    parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=[*PROFILES])
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="instead of each profile's own")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="areal-flow-trl-") as scratch:
-        cwd = Path(scratch)
-        prompts = default_prompts(cwd)
-        for name in arguments.profiles:
-            of = PROFILES[name]
-            if arguments.steps:
-                of = replace(of, num_steps=arguments.steps)
-            report[name] = compare(arguments, cwd, of, name, prompts)
-    print_table(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"profiles": report}, indent=2) + "\n")
+    num_tokens = sum(batch["num_tokens"] for batch in measured)
+    return {
+        "step_s": seconds / len(measured),
+        "trained_tokens_per_s": num_tokens / seconds,
+        "completion_tokens": num_tokens / len(measured) / of.settings["controller.batch-size"],
+        "reward_of_step_1": batches[0]["reward_mean"],
+    }
 
 
 def compare(
-    arguments: argparse.Namespace, cwd: Path, of: Profile, name: str, prompts: Sequence[Any]
-) -> dict[str, Any]:
-    """Have the three ways take turns."""
+    name: str, cwd: Path, python: str, prompts: Sequence[Any], num_rounds: int
+) -> list[dict[str, Any]]:
+    """Return the means of each way's rounds."""
+    of = PROFILES[name]
     model = of.make_model(cwd).resolve()
-    found: dict[str, list[Speed]] = {"trl": [], "sync": [], "async": []}
-    for round_ in range(arguments.rounds):
-        found["trl"].append(by_trl(arguments.trl, cwd, model, of, prompts))
-        for schedule in ("sync", "async"):
-            run = f"{name}-{schedule}-{round_}"
-            found[schedule].append(by_schedule(cwd, model, of, schedule, run))
-    columns = Speed.__dataclass_fields__
-    return {
-        column: {way: mean(getattr(speed, column) for speed in found[way]) for way in found}
-        for column in columns
+    ways = {
+        "TRL": partial(by_trl, python, cwd, model, of, prompts),
+        "sync": partial(by_schedule, cwd, model, of, "sync"),
+        "async": partial(by_schedule, cwd, model, of, "async"),
     }
+    rows = []
+    for way, turns in harness.take_turns(num_rounds, ways).items():
+        means = {column: mean(turn[column] for turn in turns) for column in turns[0]}
+        rows.append({"profile": name, "way": way, **means})
+    base = rows[0]["trained_tokens_per_s"]
+    return [{**row, "over_trl": row["trained_tokens_per_s"] / base} for row in rows]
 
 
-def print_table(report: Mapping[str, Any]) -> None:
-    table = Table(title="Two cores")
-    for label in ("profile", "way", "s/step", "trained tokens/s", "over TRL", "tokens"):
-        table.add_column(label, justify="right")
-    for label in ("reward, step 1", "reward, last"):
-        table.add_column(label, justify="right")
-    for profile, of in report.items():
-        speeds = of["trained_tokens_per_second"]
-        for way, speed in speeds.items():
-            cells = (
-                f"{of['seconds_step'][way]:.2f}",
-                f"{speed:,.0f}",
-                f"{speed / speeds['trl']:.2f}",
-            )
-            rewards = (of["reward_of_step_1"][way], of["reward_of_last_step"][way])
-            table.add_row(
-                profile,
-                way,
-                *cells,
-                f"{of['tokens_mean'][way]:.0f}",
-                *(f"{reward:.3f}" for reward in rewards),
-            )
-    Console(width=120).print(table)
+def main() -> None:
+    names = list(PROFILES)
+    choices = {"profiles": names}
+    chosen = harness.parse_options(__doc__, choices=choices, trl=str, profiles=names, rounds=1)
+    if not chosen.trl:
+        sys.exit("--trl: expected an interpreter that has TRL, such as `nox -s trl` makes")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="areal-flow-trl-") as scratch:
+        run = harness.train(Path(scratch), "prompts", {"num-steps": 0, "sft.num-steps": 0})
+        questions = harness.questions(run, "train")
+        prompts = [{"prompt": prompt, "answer": answer} for prompt, answer in questions]
+        for name in chosen.profiles:
+            rows += compare(name, Path(scratch), chosen.trl, prompts, chosen.rounds)
+    harness.report(chosen.json, {"Beside TRL": rows})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """TRL's half of `benchmarks/trl.py`, in an environment that has it: one `GRPOTrainer`, on the CPU.
 
-Reads a JSON object of settings from its standard input, trains, and prints one JSON object: for
-each batch of completions, when it was scored, its tokens and its mean reward; and when updates
-ended.
+Reads a JSON object from its standard input, trains, and prints a JSON list of two: tokens and mean
+reward of each batch of completions, and when each optimizer update ended.
 """
 
 from __future__ import annotations
@@ -18,52 +17,30 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+ends: list[float] = []
+"""When each optimizer update ended."""
+
 
 class StepEnds(TrainerCallback):
-    """Notes when each optimizer update ended."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.at.append(perf_counter())
+        ends.append(perf_counter())
 
 
-def main() -> None:
-    given = json.load(sys.stdin)
-    torch.set_num_threads(given["threads"])
-    module, _, name = given["reward"].partition(":")
-    verify = getattr(import_module(module), name)
-    batches: list[dict[str, float]] = []
-
-    def reward(
-        prompts: list[str],
-        completions: list[str],
-        completion_ids: list[list[int]],
-        answer: list[str],
-        **_: Any,
-    ) -> list[float]:
-        columns = zip(prompts, completions, answer, strict=True)
-        scores = [verify(prompt=p, completion=c, answer=a) for p, c, a in columns]
-        rewards = [float(getattr(score, "reward", score)) for score in scores]
-        num_tokens = sum(map(len, completion_ids))
-        mean = sum(rewards) / len(rewards)
-        batches.append({"at": perf_counter(), "num_tokens": num_tokens, "reward_mean": mean})
-        return rewards
-
-    num_minibatches, batch_size = given["num_minibatches"], given["batch_size"]
-    config = GRPOConfig(
+def config_of(given: dict[str, Any]) -> GRPOConfig:
+    settings = given["settings"]
+    num_minibatches = settings["algorithm.num-minibatches"]
+    return GRPOConfig(
         output_dir=given["output"],
         use_cpu=True,
         bf16=False,
-        seed=given["seed"],
+        seed=0,
         max_steps=given["num_steps"] * num_minibatches,
-        per_device_train_batch_size=batch_size // num_minibatches,
+        per_device_train_batch_size=settings["controller.batch-size"] // num_minibatches,
         steps_per_generation=num_minibatches,
-        num_generations=given["group_size"],
-        max_completion_length=given["max_new_tokens"],
+        num_generations=settings["controller.group-size"],
+        max_completion_length=settings["generation.max-new-tokens"],
         temperature=1.0,
-        learning_rate=given["learning_rate"],
+        learning_rate=settings["trainer.learning-rate"],
         lr_scheduler_type="constant",
         adam_beta1=0.9,
         adam_beta2=0.95,
@@ -79,20 +56,35 @@ def main() -> None:
         logging_strategy="no",
         disable_tqdm=True,
     )
-    ends = StepEnds()
-    trainer = GRPOTrainer(
-        model=given["model"],
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    torch.set_num_threads(given["threads"])
+    module, _, name = given["reward"].partition(":")
+    verify = getattr(import_module(module), name)
+    batches: list[dict[str, float]] = []
+
+    def reward(
+        prompts: list[str], completions: list[str], answer: list[str], **columns: Any
+    ) -> list[float]:
+        rows = zip(prompts, completions, answer, strict=True)
+        scores = [verify(prompt=p, completion=c, answer=a) for p, c, a in rows]
+        rewards = [float(getattr(score, "reward", score)) for score in scores]
+        num_tokens = sum(map(len, columns["completion_ids"]))
+        batches.append({"num_tokens": num_tokens, "reward_mean": sum(rewards) / len(rewards)})
+        return rewards
+
+    model = given["model"]
+    GRPOTrainer(
+        model=model,
         reward_funcs=reward,
-        args=config,
+        args=config_of(given),
         train_dataset=Dataset.from_list(given["prompts"]),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(
-            given["model"], padding_side="left"
-        ),
-        callbacks=[ends],
-    )
-    began = perf_counter()
-    trainer.train()
-    print(json.dumps({"began": began, "batches": batches, "step_ends": ends.at}))
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model, padding_side="left"),
+        callbacks=[StepEnds()],
+    ).train()
+    print(json.dumps([batches, ends]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Generators, trainer GPUs and a log in virtual time: what a flow needs, at costs that are stated.
 
 A generator decodes all its rows together, a token each a decode step, whose time grows with their
-number. Nothing is computed and nothing happens between two events (a row ends, a row begins, new
-weights come), so that 512 generators are one process. A group goes to the generator with the
-fewest, as many at a time as `placement` gives it; new weights interrupt all of its rows.
+number. Nothing happens between two events (a row ends, a row begins, new weights come), so 512
+generators are one process. A group goes to the generator with the fewest; new weights interrupt.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import asyncio
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
+from typing import NamedTuple
 
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.cluster.placement import groups_in_flight
@@ -52,14 +52,13 @@ class Costs:
         return num_rows / (self.decode_step_s + num_rows * self.row_s)
 
 
-@dataclass(order=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A sequence that decodes; rows are ordered by their ends, counted in decode steps."""
 
     end: float
     number: int
-    begin: float = field(compare=False)
-    ended: asyncio.Future[Spans] = field(compare=False)
+    begin: float
+    ended: asyncio.Future[Spans]
 
 
 class Generator:
@@ -135,19 +134,17 @@ class VirtualCluster:
     def __init__(
         self, recipe: Recipe, costs: Costs, num_tokens: Callable[[int], int], *, num_trainers: int
     ) -> None:
-        """Take the GPUs that train, and how long the completion of a seed is."""
+        """Take how long the completion of a seed is, and how many GPUs train."""
         self._costs = costs
         self._num_tokens = num_tokens
         self._num_trainers = num_trainers
-        num_generators = recipe.cluster.num_generators
-        rows = recipe.generation.max_num_seqs
+        num_generators, rows = recipe.cluster.num_generators, recipe.generation.max_num_seqs
         self._generators = [Generator(costs, rows) for _ in range(num_generators)]
         self._slots = asyncio.Semaphore(groups_in_flight(recipe) * num_generators)
         self._spans: dict[str, Spans] = {}
         self._num_committed = 0
 
     async def roll_out(self, episode: Episode) -> GroupReceipt:
-        """`Rollouts.roll_out`."""
         async with self._slots:
             generator = min(self._generators, key=lambda generator: generator.num_groups)
             generator.num_groups += 1
@@ -163,28 +160,22 @@ class VirtualCluster:
         return GroupReceipt(index, (), receipts)
 
     async def write(self, rolled_out: GroupReceipt) -> GroupReceipt:
-        """`Rollouts.write`."""
         return rolled_out
 
     async def commit(self, receipts: Sequence[GroupReceipt]) -> int:
-        """`Logs.commit`."""
         self._num_committed += sum(len(receipt.trajectories) for receipt in receipts)
         return self._num_committed
 
-    async def append(self, row: dict[str, object]) -> None:
-        """`Logs.append`."""
+    async def append(self, row: dict[str, object]) -> None: ...
 
     async def step(self, request: StepRequest) -> StepResult:
-        """`Trainer.step`: computes every token, those that are masked, too."""
+        """Compute every token, masked ones too."""
         spans = [self._spans.pop(identifier) for identifier in request.trajectory_ids]
         counted = count_staleness(
             spans, policy_version=request.policy_version, max_staleness=request.max_staleness
         )
-        seconds = (
-            (counted.num_trained + counted.num_masked)
-            / self._costs.train_tokens_per_s
-            / self._num_trainers
-        )
+        num_computed = counted.num_trained + counted.num_masked
+        seconds = num_computed / self._costs.train_tokens_per_s / self._num_trainers
         await asyncio.sleep(seconds)
         metrics = replace(
             NOTHING_TRAINED,
@@ -196,14 +187,11 @@ class VirtualCluster:
         hashes = PolicyHashes(f"w{request.step}", f"s{request.step}")
         return StepResult(request.step, hashes, metrics, "{}")
 
-    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        """`Trainer.read_ahead`."""
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
 
-    async def publish(self, version: int) -> None:
-        """`WeightsPublisher.publish`."""
+    async def publish(self, version: int) -> None: ...
 
     async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
-        """`WeightsPublisher.load_everywhere`."""
         for generator in self._generators:
             generator.load(version)
         return [ServedWeights(version, served_hash, 0.0, 0.0)] * len(self._generators)

@@ -1,86 +1,60 @@
 """What it costs to carry weights from the trainer to a generator, by medium, beside a plain copy.
 
-    python benchmarks/weights.py [--models default 11M 100M] [--json FILE]
+Random weights, one thread, media in turn. `memcpy` copies the tensors once. A float32 version is
+staged, hashed beside that, and published; then it is mapped or read, hashed, and copied into the
+policy: the best of nine. An engine of the default job, with all slots decoding, gets versions one
+after the other: how long each was read, and how long the switch and the decode step after it took;
+the median of nine. Last, the bytes that a directory ships of a bfloat16 version after a small step.
 
-Random weights, float32. `memcpy` copies the same tensors once, in one thread. A version is staged,
-hashed beside that, and published; then it is mapped or read, hashed, and copied into the policy.
-Both happen once more without hashes, which shows them apart. Then engines of the default job, with
-all slots decoding, get versions one after the other: how long each was read, and how long it took
-to switch and to decode the step after it. Last, how many bytes a directory and a broadcast ship of
-a bfloat16 version after a small step, and how long that takes beside whole files. The best of nine,
-of updates the median; media take turns, and a broadcast is over loopback. Needs 9 GB of memory, 3
-of them in /dev/shm.
+    python -m benchmarks.weights [--models default 11M 100M] [--json FILE]
+
+Needs 9 GB of memory, 3 of them in /dev/shm.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from areal_flow.config import load_recipe
 from areal_flow.generation.protocol import Engine
 from areal_flow.generation.registry import engine_factory
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.models.huggingface import AutoConfig
-from areal_flow.models.policy import (
-    assign_tensors,
-    empty_policy,
-    policy_from_config,
-    policy_tensors,
-)
+from areal_flow.models.policy import assign_tensors, empty_policy, policy_tensors
 from areal_flow.types import GroupRequest, Sampling, as_tokens
-from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.channel import WeightsWriter
-from areal_flow.weights.directory import DirectoryReader, DirectoryWriter
-from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
+from areal_flow.weights.directory_deltas import DeltaWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import free_segments
+from benchmarks import harness
+from benchmarks.shapes import random_policy
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 MEDIA: tuple[Medium, ...] = ("directory", "shared_memory", "broadcast")
-MODELS = ("default", "11M", "100M")
-SHAPES = {
-    "11M": {"vocab_size": 8192, "hidden_size": 320, "num_hidden_layers": 6},
-    "100M": {"vocab_size": 16_384, "hidden_size": 768, "num_hidden_layers": 10},
-}
-RECIPE = Path(__file__).parents[1] / "pipelines" / "recipes" / "arithmetic.toml"
+MODELS = {"default": None, "11M": (8192, 320, 6), "100M": (16_384, 768, 10)}
+"""Vocabulary, width and layers."""
+RECIPE = harness.ROOT / "pipelines" / "recipes" / "arithmetic.toml"
 NUM_WARM = 6
 """Versions before the measured ones: from then on shared memory has pages to write again."""
-NUM_UPDATES = 9
-NUM_DELTAS = 12
-DELTA_RATE = 1e-6
-DELTA_MEDIA = ("directory", "broadcast")
-HOST = "127.0.0.1"
+NUM_UPDATES, NUM_DELTAS, DELTA_RATE = 9, 12, 1e-6
 
 
 def make_policy(name: str, directory: Path) -> Any:
     """Return a policy with random weights: the default job's, or a Qwen2 of about this size."""
-    if name == "default":
+    if not (shape := MODELS[name]):
         write_tiny_model(directory, max_model_len=64)
         return empty_policy(directory)
-    shape = SHAPES[name]
-    heads = {"num_attention_heads": shape["hidden_size"] // 64, "num_key_value_heads": 1}
-    sizes = {"intermediate_size": 4 * shape["hidden_size"], "tie_word_embeddings": False}
-    return policy_from_config(AutoConfig.for_model("qwen2", **shape, **heads, **sizes))
-
-
-def without_hashes() -> Any:
-    return patch("areal_flow.models.hashing.TensorHash.add", lambda *tensor: None)
+    heads = shape[1] // 64
+    return random_policy(*shape, heads=heads, key_value_heads=1, tie_word_embeddings=False)
 
 
 def publish(channel: WeightsWriter, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -88,71 +62,58 @@ def publish(channel: WeightsWriter, version: int, tensors: Mapping[str, Tensor])
     channel.publish(version)
 
 
-def load(channel: ChosenChannel, version: int, policy: Any) -> None:
-    assign_tensors(policy, channel.load(version))
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = perf_counter()
-    work()
-    return perf_counter() - began
-
-
-def gigabytes_per_s(policy: Any, directory: Path) -> dict[str, Any]:
-    """Return how quickly a policy is copied, hashed, published and loaded, by medium."""
+def measure_speeds(name: str, policy: Any, directory: Path) -> list[dict[str, Any]]:
+    """Return how quickly a policy is copied, hashed, published and loaded, in GB/s."""
     tensors = {name: tensor.clone() for name, tensor in policy_tensors(policy).items()}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    num_gb = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     channels = {medium: ChosenChannel(directory / medium, medium) for medium in MEDIA}
-    seconds: dict[str, list[float]] = {}
-    version = 0
-
-    def note(name: str, work: Callable[[], object]) -> None:
-        taken = timed(work)
-        if version >= NUM_WARM:
-            seconds.setdefault(name, []).append(taken)
-
+    ways: dict[str, Callable[[int], object]] = {
+        "memcpy": lambda version: assign_tensors(policy, tensors),
+        "hash": lambda version: hash_tensors(tensors),
+    }
+    for medium, channel in channels.items():
+        ways[f"publish {medium}"] = partial(publish, channel, tensors=tensors)
+        ways[f"load {medium}"] = lambda version, c=channel: assign_tensors(policy, c.load(version))
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     try:
         for version in range(NUM_WARM + NUM_UPDATES):
-            note("memcpy", lambda: assign_tensors(policy, tensors))
-            note("hash", lambda: hash_tensors(tensors))
-            for medium, channel in channels.items():
-                note(f"{medium}, publish", partial(publish, channel, 2 * version, tensors))
-                note(f"{medium}, load", partial(load, channel, 2 * version, policy))
-                with without_hashes():
-                    bare = 2 * version + 1
-                    note(f"{medium}, publish unhashed", partial(publish, channel, bare, tensors))
-                    note(f"{medium}, load unhashed", partial(load, channel, bare, policy))
+            for way, work in ways.items():
+                seconds[way].append(harness.seconds_of(partial(work, version)))
     finally:
         for medium in MEDIA:
             free_segments(directory / medium)
-    speeds = {name: num_bytes / 1e9 / min(taken) for name, taken in seconds.items()}
-    return {"num_bytes": num_bytes, "gigabytes_per_s": speeds}
+    speeds = {way: num_gb / min(taken[NUM_WARM:]) for way, taken in seconds.items()}
+    common = {"model": name, "mb": 1e3 * num_gb} | {way: speeds[way] for way in ("memcpy", "hash")}
+    rows = []
+    for medium in MEDIA:
+        rates = {way: speeds[f"{way} {medium}"] for way in ("publish", "load")}
+        shares = {f"{way}_by_memcpy": rate / speeds["memcpy"] for way, rate in rates.items()}
+        rows.append({**common, "medium": medium, **rates, **shares})
+    return rows
 
 
-async def updates(directory: Path) -> dict[str, dict[str, dict[str, float]]]:
+async def measure_updates(directory: Path) -> list[dict[str, Any]]:
     """Return what updates cost engines of the default job whose slots are all decoding."""
     model = directory / "model"
     tensors = policy_tensors(make_policy("default", model))
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for interruption in ("interrupt", "keep"):
-        given = {"generation": {"interruption": interruption}}
-        settings = load_recipe(RECIPE, given).generation
-        for medium in MEDIA:
-            channel = ChosenChannel(directory / f"{interruption}, {medium}", medium)
-            publish(channel, 0, tensors)
-            engine = await engine_factory(settings.engine)(model, settings, channel)
-            try:
-                costs = await _updates_of(engine, channel, tensors)
-            finally:
-                engine.close()
-                free_segments(channel.root)
-            found.setdefault(interruption, {})[medium] = costs
-    return found
+    settings = load_recipe(RECIPE).generation
+    rows = []
+    for medium in MEDIA:
+        channel = ChosenChannel(directory / medium, medium)
+        publish(channel, 0, tensors)
+        engine = await engine_factory(settings.engine)(model, settings, channel)
+        try:
+            rows.append({"medium": medium, **await update(engine, channel, tensors)})
+        finally:
+            engine.close()
+            free_segments(channel.root)
+    return rows
 
 
-async def _updates_of(
+async def update(
     engine: Engine, channel: ChosenChannel, tensors: Mapping[str, Tensor]
 ) -> dict[str, float]:
+    """Publish versions to an engine at work; return what the measured ones cost."""
     stop = asyncio.Event()
     decoding = asyncio.gather(*(keep_decoding(engine, group, stop) for group in range(8)))
     transfers, stalls = [], []
@@ -162,149 +123,64 @@ async def _updates_of(
         publish(channel, version, tensors)
         await engine.load_weights(version, channel)
         assert channel.last_load is not None
-        if version >= NUM_WARM:
-            transfers.append(channel.last_load.transfer_s)
-            stalls.append(engine.stats().stall_s - before_s)
+        transfers.append(1e3 * channel.last_load.transfer_s)
+        stalls.append(1e3 * (engine.stats().stall_s - before_s))
     stop.set()
     await decoding
-    return {
-        "transfer_s": median(transfers),
-        "stall_s": median(stalls),
-        "longest_stall_s": max(stalls),
-    }
+    stalls = stalls[NUM_WARM - 1 :]
+    medians = {"transfer_ms": median(transfers[NUM_WARM - 1 :]), "stall_ms": median(stalls)}
+    return {**medians, "longest_stall_ms": max(stalls)}
 
 
 async def keep_decoding(engine: Engine, group: int, stop: asyncio.Event) -> None:
     """Have 16 completions of 16 tokens decoded, again and again."""
-    count = 0
+    prompt, sampling, seeds = as_tokens(range(2, 14)), Sampling(max_new_tokens=16), range(16)
     while not stop.is_set():
-        seeds = tuple(range(16 * count, 16 * count + 16))
-        prompt = as_tokens(range(2, 14))
-        name = f"{group}-{count}"
-        await engine.generate(GroupRequest(name, prompt, seeds, Sampling(max_new_tokens=16)))
-        count += 1
+        await engine.generate(GroupRequest(f"{group}-{seeds[0]}", prompt, tuple(seeds), sampling))
+        seeds = range(seeds.stop, seeds.stop + 16)
 
 
-def deltas(policy: Any, directory: Path) -> dict[str, Any]:
-    """Return what media ship of AdamW's steps in bfloat16, and the time beside whole files.
+def measure_deltas(name: str, policy: Any, directory: Path) -> dict[str, Any]:
+    """Return what a directory ships of AdamW's steps in bfloat16, as shares of all bytes.
 
     The gradients are noise. A first step moves every weight by the whole rate, the most that AdamW
     can; later ones by less, the less the gradients agree.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=DELTA_RATE, betas=(0.9, 0.95))
-    roots = {name: directory / f"deltas, {name}" for name in ("whole", *DELTA_MEDIA)}
-    sends = BroadcastWriter(roots["broadcast"], host=HOST)
-    writers = {
-        "whole": DirectoryWriter(roots["whole"]),
-        "directory": DeltaWriter(roots["directory"]),
-        "broadcast": sends,
-    }
-    readers = {
-        "whole": DirectoryReader(roots["whole"]),
-        "directory": DeltaReader(roots["directory"]),
-        "broadcast": BroadcastReader(roots["broadcast"], host=HOST),
-    }
-    num_bytes: dict[str, list[int]] = {name: [] for name in roots}
-    seconds: dict[str, list[float]] = {}
+    root = directory / "deltas"
+    writer = DeltaWriter(root)
+    num_bytes = []
     for version in range(NUM_DELTAS + 1):
-        tensors = policy_tensors(policy)
-        for name, writer in writers.items():
-            weights = {n: tensor.to(torch.bfloat16) for n, tensor in tensors.items()}
-            staged = timed(partial(publish, writer, version, weights))
-            loaded = timed(partial(readers[name].load, version))  # checks the hash
-            seconds.setdefault(f"{name}, publish", []).append(staged)
-            seconds.setdefault(f"{name}, load", []).append(loaded)
-            if name != "broadcast":
-                written = (roots[name] / f"{version:08d}").iterdir()
-                num_bytes[name].append(sum(file.stat().st_size for file in written))
-        assert sends.sender is not None
-        num_bytes["broadcast"].append(sends.sender.num_sent_bytes - sum(num_bytes["broadcast"]))
+        tensors = policy_tensors(policy).items()
+        publish(writer, version, {n: tensor.to(torch.bfloat16) for n, tensor in tensors})
+        files = (root / f"{version:08d}").iterdir()
+        num_bytes.append(sum(file.stat().st_size for file in files))
         for parameter in policy.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    whole = num_bytes["whole"][0]
-    return {
-        "num_bytes": whole,
-        "shares": {n: [each / whole for each in num_bytes[n][1:]] for n in DELTA_MEDIA},
-        "seconds": {name: min(taken[1:]) for name, taken in seconds.items()},
-    }
-
-
-def print_speeds(found: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title="GB/s of float32 weights; in brackets without hashes; share of memcpy")
-    columns = ("model", "MB", "memcpy", "hash", "medium", "publish", "load")
-    for label in (*columns, "publish / memcpy", "load / memcpy"):
-        table.add_column(label, justify="right")
-    for model, of in found.items():
-        speeds = of["gigabytes_per_s"]
-        for medium in MEDIA:
-            parts = [f"{medium}, {part}" for part in ("publish", "load")]
-            table.add_row(
-                model,
-                f"{of['num_bytes'] / 1e6:.1f}",
-                f"{speeds['memcpy']:.1f}",
-                f"{speeds['hash']:.1f}",
-                medium,
-                *(f"{speeds[part]:.2f} ({speeds[f'{part} unhashed']:.2f})" for part in parts),
-                *(
-                    f"{speeds[part] / speeds['memcpy']:.2f} "
-                    f"({speeds[f'{part} unhashed'] / speeds['memcpy']:.2f})"
-                    for part in parts
-                ),
-            )
-    Console(width=150).print(table)
-
-
-def print_deltas(found: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title=f"bfloat16 at a rate of {DELTA_RATE:g}: bytes shipped, of all")
-    steps = ("step 1", "step 2", f"step {NUM_DELTAS}")
-    for label in ("model", "MB", "medium", *steps, "publish, s (whole)", "load, s (whole)"):
-        table.add_column(label, justify="right")
-    for model, of in found.items():
-        costs = of["deltas"]
-        taken, size = costs["seconds"], f"{costs['num_bytes'] / 1e6:.1f}"
-        for medium, by_step in costs["shares"].items():
-            shares = [f"{100 * by_step[step]:.2f}%" for step in (0, 1, -1)]
-            seconds = [
-                f"{taken[f'{medium}, {part}']:.3f} ({taken[f'whole, {part}']:.3f})"
-                for part in ("publish", "load")
-            ]
-            table.add_row(model, size, medium, *shares, *seconds)
-    Console(width=150).print(table)
-
-
-def print_updates(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    table = Table(title="An update of the default job's engine, all slots decoding")
-    for label in ("interruption", "medium", "transfer, ms", "stall, ms", "longest stall, ms"):
-        table.add_column(label, justify="right")
-    for interruption, by_medium in found.items():
-        for medium, costs in by_medium.items():
-            told = [f"{1000 * seconds:.1f}" for seconds in costs.values()]
-            table.add_row(interruption, medium, *told)
-    Console(width=150).print(table)
+    whole = num_bytes[0]
+    shares = {f"step_{step}": num_bytes[step] / whole for step in (1, 2, NUM_DELTAS)}
+    return {"model": name, "mb": whole / 1e6, **shares}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    models = list(MODELS)
+    chosen = harness.parse_options(__doc__, choices={"models": models}, models=models)
     torch.set_num_threads(1)
-    speeds = {}
+    speeds, deltas = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        for model in arguments.models:
-            directory = Path(scratch) / model
-            policy = make_policy(model, directory / "model")
-            speeds[model] = {
-                **gigabytes_per_s(policy, directory),
-                "deltas": deltas(policy, directory),
-            }
-        found = {"models": speeds, "updates": asyncio.run(updates(Path(scratch)))}
-    print_speeds(speeds)
-    print_deltas(speeds)
-    print_updates(found["updates"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        for name in chosen.models:
+            directory = Path(scratch) / name
+            policy = make_policy(name, directory / "model")
+            speeds += measure_speeds(name, policy, directory)
+            deltas.append(measure_deltas(name, policy, directory))
+        updates = asyncio.run(measure_updates(Path(scratch) / "updates"))
+    tables = {
+        "GB/s of float32 weights": speeds,
+        "An update of the default job's engine, all slots decoding": updates,
+        f"bfloat16 at a rate of {DELTA_RATE:g}: bytes shipped, of all": deltas,
+    }
+    harness.report(chosen.json, tables)
 
 
 if __name__ == "__main__":

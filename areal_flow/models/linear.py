@@ -2,7 +2,8 @@
 
 PyTorch's builds for x86 multiply float32 matrices with MKL, which uses the widest vectors of
 Intel's processors only. oneDNN is in the same builds and uses those of any maker: twice as fast
-(`benchmarks/matrices.py`). Elsewhere, in other precisions and on GPUs nothing changes.
+(`docs/decisions/0017-products-by-onednn.md`). Elsewhere, in other precisions and on GPUs nothing
+changes.
 
 What multiplies is a matter of the machine and of shapes alone, never of measured times: a step's
 bits must be those of its replay.

@@ -14,6 +14,11 @@ def reward_length(*, prompt: str, completion: str, answer: str) -> float:
     return len(completion) % 5 / 4
 
 
+def reward_short(*, prompt: str, completion: str, answer: str) -> float:
+    """Give an untrained policy a gradient: 1 for an empty completion, less for a longer one."""
+    return 1.0 / (1.0 + len(completion))
+
+
 def batched_digits(
     prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
 ) -> list[float | None]:

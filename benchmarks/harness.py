@@ -1,0 +1,159 @@
+"""What benchmarks share: options, rounds, child processes, runs of `areal-flow`, tables and JSON.
+
+Light to import, since measured processes import it: their peak memory counts their imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from math import floor, isfinite, log10
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+import areal_flow
+from areal_flow.config import load_recipe
+
+if TYPE_CHECKING:
+    from areal_flow.store.queries import Run
+
+ROOT = Path(__file__).parents[1]
+CLI = (sys.executable, "-m", "pipelines.cli.main")
+
+Way = TypeVar("Way")
+Found = TypeVar("Found")
+
+
+def parse_options(
+    doc: str | None, *, choices: Mapping[str, Collection[str]] | None = None, **defaults: Any
+) -> argparse.Namespace:
+    """Read the command line; `--json FILE` is an option of every benchmark.
+
+    A list is the default of an option with several values, `False` of a switch; a type stands for
+    an option of that type without a default. The first line of `doc` describes the command.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name, default in {**defaults, "json": Path}.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+            continue
+        several = {"nargs": "+"} if isinstance(default, list) else {}
+        kind = default if isinstance(default, type) else type(default[0] if several else default)
+        value = None if kind is default else default
+        limits = {"choices": (choices or {}).get(name), **several}
+        parser.add_argument(flag, type=kind, default=value, help=f"default: {value}", **limits)
+    return parser.parse_args()
+
+
+def report(path: Path | None, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Print tables by title; write all to a JSON file, if one is named.
+
+    A row's keys are the columns. Fractions are printed with three significant digits.
+    """
+    machine = _machine()
+    for title, rows in tables.items():
+        table = Table(title=title)
+        for name in rows[0] if rows else ():
+            table.add_column(name.replace("_", "\n"), justify="right")
+        for row in rows:
+            table.add_row(*map(_text, row.values()))
+        Console(width=160).print(table)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    if path:
+        path.write_text(json.dumps({"machine": machine, "tables": tables}, indent=2) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    load = round(psutil.getloadavg()[0], 1)
+    return {"processor": (names or [platform.machine()])[0], "cores": os.cpu_count(), "load": load}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, float) or not isfinite(value):
+        return str(value)
+    num_decimals = 2 - floor(log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, num_decimals)}f}"
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
+
+
+def take_turns(num_rounds: int, ways: Mapping[Way, Callable[[], Found]]) -> dict[Way, list[Found]]:
+    """Call each way once a round, so that other work on the machine disturbs all of them alike."""
+    found: dict[Way, list[Found]] = {way: [] for way in ways}
+    for _ in range(num_rounds):
+        for way, work in ways.items():
+            found[way].append(work())
+    return found
+
+
+def in_processes(
+    work: Callable[..., Found], calls: Sequence[tuple[Any, ...]], environment: Mapping[str, str]
+) -> list[Found]:
+    """Return what each call of `work` returns; each has a new process, and all run together."""
+    spawn = get_context("spawn")
+    with patch.dict(os.environ, environment), ProcessPoolExecutor(len(calls), spawn) as pool:
+        futures = [pool.submit(work, *call) for call in calls]
+        return [future.result() for future in futures]
+
+
+def peak_gb() -> float:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    """Return settings as options of `areal-flow`."""
+    return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+
+
+def output_of(command: Sequence[str], *, cwd: Path = ROOT, stdin: str = "", **added: str) -> str:
+    """Return what a command prints, with `added` in its environment; if it fails, exit."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **added}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, input=stdin, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def train(cwd: Path, name: str, settings: Mapping[str, object]) -> Run:
+    """Train a run in a directory, without evaluations and tracking; return the run."""
+    quiet = {"prompts.num-held-out": 0, "tracking.enabled": "false"}
+    output_of([*CLI, "train", *flags({"name": name, **quiet, **settings})], cwd=cwd)
+    return areal_flow.open_run(cwd / "runs" / name)
+
+
+def questions(run: Run, name: str) -> list[tuple[str, str]]:
+    """Return a run's prompts (`train` or `held_out`) as it renders them, with their answers."""
+    root = run.layout.root
+    template = load_recipe(root / "config.toml").prompts.template
+    rows = map(json.loads, (root / "prompts" / f"{name}.jsonl").read_text().splitlines())
+    return [(template.replace("{question}", row["question"]), row["answer"]) for row in rows]
+
+
+def steps_after(run: Run, num_skipped: int) -> list[dict[str, Any]]:
+    """Return the ledger's rows without the first steps."""
+    return [row for row in run.steps("arrow").to_pylist() if row["step"] > num_skipped]

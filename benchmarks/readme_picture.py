@@ -1,6 +1,6 @@
 """The README's picture, of a finished run: what it learned, and generation beside training.
 
-A group of completions has the colour of the oldest version that sampled it, a step of the one before it.
+A group has the colour of the oldest version that sampled it; a step, of that which it starts from.
 
     python -m benchmarks.readme_picture runs/NAME docs/images/run.png
 """

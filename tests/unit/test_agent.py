@@ -740,7 +740,7 @@ def test_error_that_says_all_is_printed_without_our_frames(
 
 
 def test_agent_of_the_page_is_trained_by_its_two_calls() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "workflows.md").read_text()
     (code,) = re.findall(r"^```python\n# my_agents.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     example: dict[str, Any] = {}
     exec(compile(code, "my_agents.py", "exec"), example)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.gated import M2PO
-from areal_flow.algorithms.protocol import Algorithm, LossInputs, PolicyLoss
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.objectives import M2PO
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
@@ -47,7 +48,7 @@ NUM_STEPS = 10
 class Training:
     """Ten steps of a policy."""
 
-    algorithm: Algorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
+    algorithm: ComposedAlgorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
     trainer: dict[str, Any] = field(default_factory=dict)
     num_sequences: int = 12
     tied: bool = False

@@ -21,13 +21,6 @@ from areal_flow.algorithms.advantages import (
     batch_norm_advantages,
     overlong_penalties,
 )
-from areal_flow.algorithms.divergence import KLEstimator, kl_from_older, kl_to_reference
-from areal_flow.algorithms.importance import (
-    ImportanceWeightRule,
-    Proximal,
-    corrected_weights,
-    proximal_logprobs,
-)
 from areal_flow.algorithms.logprobs import (
     at_bound,
     bounded_exp,
@@ -35,7 +28,18 @@ from areal_flow.algorithms.logprobs import (
     sequence_means,
     sums_to_come,
 )
-from areal_flow.algorithms.objective import Objective, objective_metrics, weight_metrics
+from areal_flow.algorithms.objective import (
+    ImportanceWeightRule,
+    KLEstimator,
+    Objective,
+    Proximal,
+    corrected_weights,
+    kl_from_older,
+    kl_to_reference,
+    objective_metrics,
+    proximal_logprobs,
+    weight_metrics,
+)
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -94,26 +98,32 @@ class ComposedAlgorithm(Settings):
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether the loss reads `entropy_T`, whose gradient costs a copy of the logits."""
         return self.entropy_coefficient > 0
 
     @property
     def needs_proximal(self) -> bool:
+        """Whether the loss reads `proximal_logprobs_T`, which cost a forward pass."""
         return self.proximal == "recomputed"
 
     @property
     def needs_reference(self) -> bool:
+        """Whether loss or advantages need a reference policy, which costs a pass."""
         return self.kl_coefficient > 0
 
     @property
     def needs_kl(self) -> bool:
+        """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
         return self.needs_reference and self.kl_in == "reward"
 
     @property
     def needs_critic(self) -> bool:
+        """Whether advantages are of values, which cost a model of their own."""
         return False
 
     @property
     def needs_minibatch_bound(self) -> bool:
+        """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
         return False
 
     @model_validator(mode="after")
@@ -174,14 +184,13 @@ class ComposedAlgorithm(Settings):
         return self.advantage not in ("batch_norm", "none") or self.group_filter != "all"
 
     def keeps_group(self, rewards: Sequence[float]) -> bool:
-        """Return whether the group is trained.
+        """Return whether a group of these rewards is trained; one that is not is discarded.
 
         Equal rewards give no group-relative advantage (DAPO, arXiv 2503.14476, section 3.2).
         """
         return self.group_filter == "all" or len(set(rewards)) > 1
 
     def punished_rewards(self, inputs: AdvantageInputs) -> Tensor:
-        """Return each trajectory's reward, less what its length costs."""
         if self.overlong_tokens is None:
             return inputs.rewards_B
         first, last = self.overlong_tokens
@@ -203,22 +212,22 @@ class ComposedAlgorithm(Settings):
             return list(found_B.tolist())
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
-        normalised = batch_norm_advantages if self.advantage == "batch_norm" else _as_they_are
+        normalise = batch_norm_advantages if self.advantage == "batch_norm" else _not_normalised
         if inputs.kl_N is None:
-            return list(normalised(rewards_B, inputs.num_trained_B).tolist())
+            return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         of_N = inputs.trajectories
         returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(inputs.kl_N, of_N)
-        return inputs.by_token(normalised(returns_N, returns_N.new_ones(len(returns_N))))
+        return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return what is maximised, of u_t = exp(log_ratio_T) and the advantages."""
 
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
-        """Return what `objective` needs to know of all of a minibatch's tokens, before its update.
+        """Return what `objective` needs of all N tokens of a minibatch, before its update.
 
         Args:
-            log_ratio_N: to the policies that sampled.
+            log_ratio_N: of the tokens of all ranks, to the policies that sampled them.
         """
         raise NotImplementedError
 
@@ -265,6 +274,7 @@ class ComposedAlgorithm(Settings):
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
     def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+        """Return the estimated KL divergence of a policy from the reference at each token."""
         return kl_to_reference(logprobs_T, reference_logprobs_T, self.kl_estimator)
 
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:
@@ -291,5 +301,5 @@ class ComposedAlgorithm(Settings):
         return losses_T.sum() / of.num_tokens
 
 
-def _as_they_are(returns_N: Tensor, _: Tensor) -> Tensor:
+def _not_normalised(returns_N: Tensor, _: Tensor) -> Tensor:
     return returns_N

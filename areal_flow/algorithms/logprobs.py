@@ -94,12 +94,12 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
-    from areal_flow.algorithms.taken_rows import (  # here: recipes are read without torch
-        Taken,
-        take_rows,
+    from areal_flow.algorithms.gather import (  # here: recipes are read without torch
+        GatherIndex,
+        deterministic_gather,
     )
 
-    return take_rows(values_S, Taken.of(sequence_T, len(values_S)))
+    return deterministic_gather(values_S, GatherIndex.of(sequence_T, len(values_S)))
 
 
 def sums_to_come(values_T: Tensor, sequence_T: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_flow.algorithms.taken_rows import Taken, take_rows
+from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
 from areal_flow.models.attention import (
@@ -228,7 +228,7 @@ def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
         layout=layout,
     ).last_hidden_state
     hidden_TH: Tensor = hidden_1TH[0]
-    return take_rows(hidden_TH, Taken.of(positions_M, len(hidden_TH)))
+    return deterministic_gather(hidden_TH, GatherIndex.of(positions_M, len(hidden_TH)))
 
 
 def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.protocol import Advantage, Algorithm, Metric, MinibatchSize, TokenLoss
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.protocol import Advantage, Metric, MinibatchSize, TokenLoss
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
@@ -39,7 +40,7 @@ BACKENDS = {
 class StepSettings:
     """What a step needs beside the policy and the sequences."""
 
-    algorithm: Algorithm
+    algorithm: ComposedAlgorithm
     temperature: float
     seed: int
     num_ranks: int = 1

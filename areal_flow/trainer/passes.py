@@ -118,7 +118,7 @@ class Passes:
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
         if repeats_another(rank, settings):
-            return RankNumbers(0.0, {name: metric.of_nothing() for name, metric in metrics.items()})
+            return RankNumbers(0.0, {name: metric.neutral() for name, metric in metrics.items()})
         return RankNumbers(total, metrics)
 
     def _loss_inputs(

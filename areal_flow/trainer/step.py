@@ -15,12 +15,12 @@ from itertools import chain, groupby
 import numpy as np
 import torch
 
+from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
-    Algorithm,
     Metric,
     MinibatchSize,
     add_metrics,
@@ -139,7 +139,7 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
 
 
 def compute_advantages(
-    sequences: Sequence[TrainingSequence], algorithm: Algorithm
+    sequences: Sequence[TrainingSequence], algorithm: ComposedAlgorithm
 ) -> list[Advantage]:
     """Return each trajectory's advantage, where it follows from the whole batch alone."""
     return list(algorithm.advantages(advantage_inputs(sequences)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.gated import M2PO
+from areal_flow.algorithms.objectives import M2PO
 from areal_flow.config import TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError, RunError
 from areal_flow.run.inputs import Verifier, check_inputs, record_inputs, reference_directory

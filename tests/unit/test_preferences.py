@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_flow.algorithms.preferences import dpo_loss, reward_model_loss
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError
@@ -21,6 +20,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.trainer.step import plan_micro_batches
+from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
 from pipelines.jobs.train import prepare_run
 from tests.policies import completion_rows, small_policy, write_model_directory
 

@@ -16,8 +16,8 @@ import torch
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.gated import M2PO
-from areal_flow.algorithms.protocol import Algorithm
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
@@ -41,7 +41,7 @@ def trained(
     num_ranks: int,
     replicas: GlooGroup | None = None,
     *,
-    algorithm: Algorithm | None = None,
+    algorithm: ComposedAlgorithm | None = None,
 ) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
     how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
@@ -100,7 +100,7 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
     ],
 )
 def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
-    tmp_path: Path, num_ranks: int, algorithm: Algorithm
+    tmp_path: Path, num_ranks: int, algorithm: ComposedAlgorithm
 ) -> None:
     states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
     found = together(

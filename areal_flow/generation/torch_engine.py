@@ -32,15 +32,16 @@ from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.directory import tokenizer_of
-from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
-from areal_flow.models.policy import (
-    assign_tensors,
-    decode,
-    empty_policy,
+from areal_flow.models.paged_decode import decode
+from areal_flow.models.paged_prefill import (
+    Chunk,
+    Pages,
     fill_pages,
+    page_tokens_for,
     paged_cache,
     prefill,
 )
+from areal_flow.models.policy import assign_tensors, empty_policy
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 
@@ -302,7 +303,7 @@ class TorchEngine:
             tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
         tables_SW[rows] = self._pages.tables_SW[slots]
         logits_SV = decode(
-            self.policy, self._cache, tokens_S, positions_S, tables_SW, as_it_lies=not self._alone
+            self.policy, self._cache, tokens_S, positions_S, tables_SW, share_pages=not self._alone
         )
         self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
 

@@ -27,14 +27,12 @@ from torch import Tensor
 from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.paged_prefill import Chunk
+from areal_flow.models.paged_decode import decode
+from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
 from areal_flow.models.policy import (
-    decode,
     load_policy,
     logits_at,
-    paged_cache,
     policy_from_config,
-    prefill,
 )
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})

@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
-from areal_flow.models.policy import hidden_at, load_model, ready
+from areal_flow.models.policy import disable_dropout_and_move, hidden_at, load_model
 
 SCORE = "score"
 """The layer that makes a score of a hidden state; a policy has none."""
@@ -67,7 +67,7 @@ def load_reward_model(
         drawn = frozenset({f"{SCORE}.weight"})
         return load_model(kind, directory, device=device, drawn=drawn, config=config)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    return ready(model, device)
+    return disable_dropout_and_move(model, device)
 
 
 def critic_of(policy: Any) -> Any:
@@ -91,7 +91,7 @@ def critic_of(policy: Any) -> Any:
         ) from error
     layers.load_state_dict(policy.get_decoder().state_dict())
     torch.nn.init.zeros_(model.score.weight)
-    return ready(model, policy.device)
+    return disable_dropout_and_move(model, policy.device)
 
 
 def is_reward_model(model: Any) -> bool:

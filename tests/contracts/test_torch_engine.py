@@ -12,8 +12,7 @@ from areal_flow.generation import torch_engine
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import sample
 from areal_flow.generation.torch_engine import TorchEngine
-from areal_flow.models.paged_prefill import Chunk, PagedCache
-from areal_flow.models.policy import fill_pages
+from areal_flow.models.paged_prefill import Chunk, PagedCache, fill_pages
 from areal_flow.types import Completion, GroupRequest
 from tests.engines import (
     VOCABULARY,

@@ -86,9 +86,11 @@ def measure(num_tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
         replicas,
     )
     algorithm = DecoupledPPO(num_minibatches=1)
-    settings = StepSettings(algorithm, temperature=1.0, seed=0, context_ranks=arguments.ranks)
+    settings = StepSettings(
+        algorithm, temperature=1.0, seed=0, context_ranks=arguments.ranks, replicas=replicas
+    )
     began = perf_counter()
-    train_step(backend, [trajectory(num_tokens)], step=1, settings=settings, replicas=replicas)
+    train_step(backend, [trajectory(num_tokens)], step=1, settings=settings)
     seconds = perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"num_tokens": num_tokens, "peak_bytes": peak, "seconds": seconds}

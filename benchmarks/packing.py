@@ -31,7 +31,6 @@ from areal_flow.algorithms.protocol import MinibatchSize
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
 from areal_flow.trainer.backend import Minibatch, StepSettings
-from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
 from areal_flow.types import VersionSpan
@@ -106,8 +105,8 @@ def compare(profile: str, num_sequences: int, rounds: int) -> Comparison:
     for _ in range(rounds):
         for way, plan in plans.items():
             began = perf_counter()
-            minibatch = Minibatch({0: MicroBatches(sequences, plan)}, size, 1e-9)
-            backend.update(minibatch, settings, SingleProcess(1))
+            minibatch = Minibatch({0: MicroBatches(sequences, plan)}, size, 1e-9, settings)
+            backend.update(minibatch)
             best[way] = min(best.get(way, np.inf), perf_counter() - began)
     speeds = [size.num_tokens / best[way] for way in plans]
     return Comparison(profile, *speeds, *(len(plan) for plan in plans.values()))

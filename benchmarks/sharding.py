@@ -98,10 +98,12 @@ def measure(rank: int, directory: Path, arguments: argparse.Namespace) -> dict[s
         empty = policy(arguments)
     backend = make_backend(empty, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)
-    how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
+    how = StepSettings(
+        DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks, replicas=replicas
+    )
     began = perf_counter()
     for step in range(1, NUM_STEPS + 1):
-        train_step(backend, sequences(step), step=step, settings=how, replicas=replicas)
+        train_step(backend, sequences(step), step=step, settings=how)
     trained, peak_of_steps = perf_counter(), _peak_bytes()
     weights = directory / f"weights-{arguments.one}"
     channel = DeltaWriter(weights) if replicas.leads else HashingWriter()

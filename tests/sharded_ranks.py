@@ -133,10 +133,11 @@ def take_step(
         seed=0,
         num_ranks=num_ranks // context,
         context_ranks=1 if replicas is None else context,
+        replicas=replicas,
         **settings,
     )
     sequences = make_sequences(training.num_sequences, seed=step)
-    return train_step(backend, sequences, step=step, settings=how, replicas=replicas)
+    return train_step(backend, sequences, step=step, settings=how)
 
 
 def staged(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:

@@ -51,6 +51,19 @@ class StepSettings:
     """Minimised instead of the algorithm's own."""
     packs_groups: bool = False
     """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
+    replicas: ReplicaGroup | None = None
+    """The other ranks; without them this process computes every rank's batch."""
+
+    @property
+    def group(self) -> ReplicaGroup:
+        return self.replicas or SingleProcess(self.num_ranks)
+
+    def is_secondary_context_rank(self, rank: int) -> bool:
+        """Return whether another process reports the numbers of the batch that this one shares.
+
+        The gradients of this one are of its own tokens alone, and count.
+        """
+        return rank % self.context_ranks > 0
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -70,6 +83,7 @@ class Minibatch:
     """By rank, of the ranks that this process computes."""
     size: MinibatchSize
     learning_rate: float
+    settings: StepSettings
     policy_version: int = 0
     """Of the policy before the step."""
 
@@ -116,9 +130,7 @@ class TrainerBackend(Protocol):
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Return the same of one micro-batch under the reference policy."""
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
 
         Where the loss or the gradient is not finite, nothing changes, and there are no numbers.

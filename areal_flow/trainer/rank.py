@@ -112,6 +112,7 @@ class TrainerRank:
             if self.replicas.is_alone
             else self.recipe.trainer.parallel.context_ranks,
             loss=self.loss,
+            replicas=self.replicas,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
@@ -174,7 +175,6 @@ class TrainerRank:
             sequences,
             step=request.step,
             settings=self.settings,
-            replicas=self.replicas,
         )
         self.advantages = numbers.advantages
         trained = perf_counter()

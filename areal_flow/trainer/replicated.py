@@ -25,7 +25,7 @@ from areal_flow.models.policy import (
     recompute_layers,
 )
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
+from areal_flow.trainer.backend import Minibatch, SavedState, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.gradients import update_whole
@@ -73,17 +73,13 @@ class ReplicatedBackend:
         self._has_reference = True
         self.passes.reference = self._over_ranks(partial(run_on, policy.requires_grad_(False)))
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
-        bound = self.passes.minibatch_bound(minibatch, settings, replicas)
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
+        bound = self.passes.minibatch_bound(minibatch)
         return update_whole(
             self.optimizer,
-            lambda rank: self.passes.backward(minibatch, rank, settings, bound),
-            minibatch.micro_batches,
-            replicas,
+            lambda rank: self.passes.backward(minibatch, rank, bound),
+            minibatch,
             max_grad_norm=self.settings.max_grad_norm,
-            learning_rate=minibatch.learning_rate,
             name="update",
         )
 

@@ -25,7 +25,7 @@ from areal_flow.models.hashing import TensorHash, hash_tensors
 from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_layers
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedRows, StepSettings, UpdateNumbers
+from areal_flow.trainer.backend import Minibatch, SavedRows, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
 from areal_flow.trainer.mesh import losses_noticed
@@ -76,22 +76,20 @@ class ShardedBackend:
         frozen = policy.requires_grad_(False)
         self.passes.reference = self._over_ranks(_Sharded(frozen, self._mesh, self.settings))
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
         (rank,) = minibatch.micro_batches
         self.optimizer.zero_grad(set_to_none=True)
         with losses_noticed():
-            bound = self.passes.minibatch_bound(minibatch, settings, replicas)
-            numbers = self.passes.backward(minibatch, rank, settings, bound)
-            loss, metrics = add_numbers({rank: numbers}, replicas)
+            bound = self.passes.minibatch_bound(minibatch)
+            numbers = self.passes.backward(minibatch, rank, bound)
+            loss, metrics = add_numbers({rank: numbers}, minibatch.settings.group)
             trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
             norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm)
             grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (isfinite(loss) and isfinite(grad_norm)):
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
             return UpdateNumbers()
-        self._run.forget()  # what was gathered for a pass without gradients is old from here on
+        self._run.reshard_all()  # what passes without gradients gathered is old now
         self.optimizer.update(learning_rate=minibatch.learning_rate)
         return UpdateNumbers([loss], [grad_norm], metrics)
 
@@ -134,7 +132,7 @@ class ShardedBackend:
                     f"found {tuple(rows.shape)}"
                 )
             local.copy_(rows)
-        self._run.forget()
+        self._run.reshard_all()
         # A fork from a run with a critic leaves it behind.
         names = [n for n in sorted(optimizer.names) if n != RNG_STATE and not n.startswith(PREFIX)]
         self.optimizer.load_named_state({name: self._state(name, optimizer) for name in names})
@@ -194,7 +192,7 @@ class _Sharded(nn.Module):
     def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(self.policy, *arguments, **keywords)
 
-    def forget(self) -> None:
+    def reshard_all(self) -> None:
         """Free what is still gathered: the next pass gathers it again."""
         for module in self.modules():
             if isinstance(module, FSDPModule):

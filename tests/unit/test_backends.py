@@ -26,7 +26,6 @@ from areal_flow.trainer.backend import (
     TrainerBackend,
     make_backend,
 )
-from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
@@ -207,8 +206,8 @@ def test_backend_makes_one_update_of_any_loss() -> None:
     (before,) = backend.logprobs([micro], temperature=1.0)
     how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
     size = MinibatchSize(sequence.num_trained, 1)
-    minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2)
-    numbers = backend.update(minibatch, how, SingleProcess())
+    minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2, settings=how)
+    numbers = backend.update(minibatch)
     (after,) = backend.logprobs([micro], temperature=1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
     assert set(numbers.metrics) == {"entropy_mean"}

@@ -44,13 +44,18 @@ def trained(
     algorithm: ComposedAlgorithm | None = None,
 ) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
-    how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
+    how = StepSettings(
+        algorithm or DecoupledPPO(),
+        temperature=1.0,
+        seed=0,
+        num_ranks=num_ranks,
+        replicas=replicas,
+    )
     of.hold_reference(deepcopy(of.policy))
     if isinstance(how.algorithm, ActorCriticPPO):
         of.add_critic(how.algorithm)
     numbers = [
-        train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
-        for step in (1, 2)
+        train_step(of, make_sequences(seed=step), step=step, settings=how) for step in (1, 2)
     ]
     return {
         "weights": of.fingerprint(),

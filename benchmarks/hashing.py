@@ -68,7 +68,7 @@ def staging(rank: TrainerRank) -> dict[str, float]:
 
     def staged_without_hashes() -> None:
         with patch("areal_flow.models.hashing.TensorHash.add", lambda *tensor: None):
-            rank.genesis()
+            rank.stage_initial_policy()
 
     seconds = best_of_three(
         {

@@ -230,7 +230,6 @@ class TorchEngine:
         yield held, pages, member.num_cached, ()
 
     def _begins_alike(self, other: int, slot: int) -> bool:
-        """Return whether another slot lacks as much of the end of the same prompt."""
         held, of_other = self._pages.slots[slot], self._pages.slots[other]
         lacking = (held.prompt, held.num_computed)
         return other != slot and (of_other.prompt, of_other.num_computed) == lacking
@@ -354,7 +353,6 @@ class TorchEngine:
 async def start_torch_engine(
     model: Path, settings: GenerationSettings, reader: WeightsReader
 ) -> ThreadedEngine:
-    """Start an engine in this process; see `EngineFactory`."""
     return ThreadedEngine(await asyncio.to_thread(_load_core, model, settings, reader))
 
 

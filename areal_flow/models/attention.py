@@ -87,9 +87,6 @@ def attend_by_layout(
     """Hand one layer's attention to the layout that came with the forward call.
 
     Attention dropout is left out: a policy's numbers must not depend on anything but its tokens.
-
-    Raises:
-        ModelError: the model asks for something that no layout does.
     """
     if layout is None:
         raise ModelError(

@@ -47,9 +47,6 @@ class ChatTemplate:
 
         Args:
             tools: that the policy is told of.
-
-        Raises:
-            ValueError: the template refuses these messages, or is wrong.
         """
         if tools and self.tool_use:
             return self._with_tools.render(messages, tools=tools)
@@ -78,9 +75,6 @@ class ChatTemplate:
             content: of the message.
             role: whose message it is: the user's or a tool's.
             ended_by: the text of the token that ended the answer, which is not repeated.
-
-        Raises:
-            ValueError: the template shows earlier answers otherwise than they were given.
         """
         messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
         template = self._with_tools if role == "tool" else self
@@ -102,9 +96,6 @@ class ChatTemplate:
             ended_by: the text of the token that ended the answer, which is not repeated; empty if
                 none did.
             tools: that the policy is told of.
-
-        Raises:
-            ValueError: the template shows earlier answers otherwise than they were given.
         """
         if rewrites := (self._with_tools if tools else self)._rewrites:
             raise ValueError(rewrites)
@@ -118,9 +109,6 @@ class ChatTemplate:
 
         Args:
             messages: the last is the assistant's.
-
-        Raises:
-            ValueError: the template shows it otherwise than it was given.
         """
         before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
@@ -151,11 +139,7 @@ class ChatTemplate:
 
     @cached_property
     def call_start(self) -> str:
-        """What stands before the JSON of a tool's call, such as `<tool_call>`.
-
-        Raises:
-            ValueError: the template shows no tools, or no calls as JSON with name and arguments.
-        """
+        """What stands before the JSON of a tool's call, such as `<tool_call>`."""
         if self.tool_use:
             return self._with_tools.call_start
         first = self.render([_said("user", "?")])
@@ -173,11 +157,7 @@ class ChatTemplate:
         return start.strip()
 
     def calls_in(self, answer: str) -> list[tuple[str, str]]:
-        """Return name and input of each call in an answer; both are empty for one that is no JSON.
-
-        Raises:
-            ValueError: as `call_start`.
-        """
+        """Return name and input of each call in an answer; both are empty for one that is no JSON."""
         start = self.call_start
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []

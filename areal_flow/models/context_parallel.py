@@ -23,7 +23,6 @@ class ContextLayout:
     """An `AttentionLayout` of one process's slice of a packed row."""
 
     def __init__(self, row: PackedLayout, group: Any) -> None:
-        """Take the layout of the whole row, and torch's group of the processes that share it."""
         self._row = row
         self.places = row.places
         self._group = group
@@ -55,7 +54,6 @@ class ContextLayout:
 
 
 def own_slice(num_tokens: int, group: Any) -> slice:
-    """Return which tokens of a row are this process's."""
     length = num_tokens // group.size()
     return slice(group.rank() * length, (group.rank() + 1) * length)
 

@@ -54,7 +54,6 @@ class TensorHash:
             before.result()
 
     def hexdigest(self) -> str:
-        """Return the hash of what was added: 32 hexadecimal digits."""
         return self._digest.hexdigest()
 
 
@@ -72,9 +71,6 @@ def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
 
     Args:
         without: names that do not count.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be read.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]

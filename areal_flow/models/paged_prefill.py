@@ -48,7 +48,6 @@ class PagedCache:
     def __init__(
         self, like: KeyValues, *, num_pages: int, page_tokens: int, device: torch.device
     ) -> None:
-        """Allocate for the layers, heads and types of any pass of the same policy."""
         self.page_tokens = page_tokens
         self.layers = {
             layer: [t.new_zeros((num_pages, t.shape[1], page_tokens, t.shape[3])) for t in pair]
@@ -57,7 +56,6 @@ class PagedCache:
         self.device = device
 
     def copy_page(self, source: int, targets: list[int], num_tokens: int) -> None:
-        """Give each target page the first tokens of a source."""
         for pair in self.layers.values():
             for pages in pair:
                 pages[targets, :, :num_tokens] = pages[source, :, :num_tokens]
@@ -81,7 +79,6 @@ class Chunk:
 
 
 def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
-    """Allocate pages for keys and values of a policy, at its type and on its device."""
     one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
     like = KeyValues()
     run_policy(policy, one_11, one_11, like, 1)
@@ -206,7 +203,6 @@ class _ChunkBatch:
     real: Tensor
 
     def unpaged(self, pages: Tensor) -> Tensor:
-        """Return `[N, K, L, D]` of the chunks' sequences."""
         gathered = pages.index_select(0, self.pages_NW.flatten())
         by_chunk = gathered.view(*self.pages_NW.shape, *gathered.shape[1:])
         return by_chunk.transpose(1, 2).flatten(2, 3)

@@ -45,9 +45,6 @@ def load_policy(
 
     Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
     checkpoint that has one is merged.
-
-    Raises:
-        ModelError: the directory has no usable configuration, or lacks weights.
     """
     if (Path(directory) / ADAPTER_FILE).is_file():
         return _load_merged(Path(directory), dtype=dtype, device=device)
@@ -110,31 +107,17 @@ def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> 
 
 
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
-    """Refuse an adapter of matrices that a model does not have.
-
-    Raises:
-        ConfigError: naming them.
-    """
     with torch.device("meta"):
         add_adapter(empty_policy(directory, device="meta"), settings)
 
 
 def read_weight_files(directory: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by name, as they lie there: an adapter beside what it adapts.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be read.
-    """
+    """Return a checkpoint's weights by name, as they lie there: an adapter beside what it adapts."""
     files = [load_file(file) for file in weight_files(directory)]
     return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def read_lora_settings(directory: Path) -> LoraSettings:
-    """Return the settings of a checkpoint's adapter, which its file names.
-
-    Raises:
-        OSError, SafetensorError, ValueError: it cannot be read.
-    """
     with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
         return LoraSettings.model_validate_json((file.metadata() or {}).get("lora", ""))
 
@@ -150,7 +133,6 @@ def empty_policy(
 def policy_from_config(
     config: Any, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Any:
-    """Build a configuration's architecture with random weights, in evaluation mode."""
     policy = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
     )
@@ -183,7 +165,6 @@ def recompute_layers(policy: Any) -> None:
 
 
 def layers_of(policy: Any) -> list[Any]:
-    """Return a policy's layers, in their order."""
     return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
@@ -279,12 +260,7 @@ def merged_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def assign_tensors(policy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the policy, in place.
-
-    Raises:
-        WeightsError: names or shapes are not this policy's; the policy may be half changed and
-            must not be used.
-    """
+    """Copy named tensors into the policy, in place; after an error it must not be used."""
     expected = policy_tensors(policy)
     if expected.keys() != tensors.keys():
         odd = sorted(expected.keys() ^ tensors.keys())

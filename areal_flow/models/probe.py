@@ -59,10 +59,6 @@ def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
     Args:
         directory: a Hugging Face model directory.
         max_model_len: tokens of the longest sequence that the run may make; 0: not known.
-
-    Raises:
-        ModelError: naming the architecture and what is not supported, what differs (which pass,
-            by how much), or which tensors the directory lacks.
     """
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
@@ -73,11 +69,6 @@ def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
 
 
 def probe_config(config: Any, *, max_model_len: int) -> None:
-    """Check a configuration, and compare the passes of its small copy; see the module.
-
-    Raises:
-        ModelError: naming the architecture, the pass, and what differs or is not supported.
-    """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     try:
         _check_config(config, max_model_len)
@@ -203,9 +194,6 @@ def check_weights(directory: Path, config: Any) -> None:
 
     Names and shapes in the files' headers answer for a model that is stored as the installed
     transformers would store it. Any other (an old one, or a base model's) is loaded to know.
-
-    Raises:
-        ModelError: naming the tensors that are missing.
     """
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)

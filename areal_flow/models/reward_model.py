@@ -27,9 +27,6 @@ def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
 
     Args:
         pad_token_id: for a configuration that has none; scoring several texts at once needs one.
-
-    Raises:
-        ModelError: `transformers` has no such model for this architecture.
     """
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, num_labels=1)
     if config.pad_token_id is None:
@@ -57,9 +54,6 @@ def load_reward_model(
     Args:
         directory: of a policy, or of a reward model; without weights, all are drawn.
         description: the directory of the reward model's configuration.
-
-    Raises:
-        ModelError: the directory lacks weights of the layers.
     """
     config = AutoConfig.from_pretrained(str(description), local_files_only=True)
     kind = AutoModelForSequenceClassification
@@ -71,11 +65,7 @@ def load_reward_model(
 
 
 def critic_of(policy: Any) -> Any:
-    """Return a model that scores, with a copy of a policy's layers; its scores are 0.
-
-    Raises:
-        ConfigError: `transformers` has no such model for this architecture.
-    """
+    """Return a model that scores, with a copy of a policy's layers; its scores are 0."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id or 0
@@ -95,7 +85,6 @@ def critic_of(policy: Any) -> Any:
 
 
 def is_reward_model(model: Any) -> bool:
-    """Return whether a model scores instead of predicting tokens: by what it was made as."""
     return type(model).__name__.endswith("ForSequenceClassification")
 
 

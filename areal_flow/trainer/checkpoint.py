@@ -64,22 +64,12 @@ class Snapshot:
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
-    """Write a checkpoint aside, force it to disk, rename it into place.
-
-    Raises:
-        RunError: another driver took over.
-        StorageError: the disk refused; older checkpoints are intact.
-    """
     write_part(root, snapshot, writer)
     return complete_checkpoint(root, model_directory, snapshot, writer)
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
-    """Write aside what this process has of a checkpoint, which may be all of it.
-
-    Raises:
-        StorageError: the disk refused; older checkpoints are intact.
-    """
+    """Write aside what this process has of a checkpoint, which may be all of it."""
     partial = _partial(root, snapshot, writer)
     saved = snapshot.saved
     with _refusals_told(root, snapshot):
@@ -102,12 +92,7 @@ def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
 def complete_checkpoint(
     root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer
 ) -> Path:
-    """Rename a checkpoint into place of which every process has written its part.
-
-    Raises:
-        RunError: another driver took over.
-        StorageError: the disk refused, or a part is missing; older checkpoints are intact.
-    """
+    """Rename a checkpoint into place of which every process has written its part."""
     partial, target = _partial(root, snapshot, writer), _target(root, snapshot)
     with _refusals_told(root, snapshot):
         without_weights = shutil.ignore_patterns("*.safetensors")
@@ -164,11 +149,6 @@ def _refusals_told(root: Path, snapshot: Snapshot) -> Iterator[None]:
 
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
-    """Load a checkpoint into a trainer's backend and check both hashes.
-
-    Raises:
-        TrainingError: the files are unreadable or not what was written.
-    """
     if backend.is_sharded:
         return _read_rows(path, cast("LoadsRows", backend))
     description, optimizer = _read(path, lambda path: load_file(path / OPTIMIZER_FILE))
@@ -196,11 +176,6 @@ def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's weights by name, their hash checked.
-
-    Raises:
-        TrainingError: the files are unreadable or not what was written.
-    """
     description, weights = _read(path, read_weight_files)
     _refuse_unless(hash_tensors(weights) == description.weights_hash, path)
     return weights

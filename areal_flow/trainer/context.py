@@ -22,7 +22,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.models.context_parallel import ContextLayout
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.passes import RunOn
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
@@ -32,7 +32,6 @@ class ContextParallel:
     """A `RunOn` for functions of a micro-batch, whose result has one entry a trained token."""
 
     def __init__(self, run: RunOn, group: Any) -> None:
-        """Take what runs functions of the policy, and torch's group of ranks that share rows."""
         self._run = run
         self._group = group
 
@@ -52,7 +51,7 @@ class ContextParallel:
             trained_M=micro.trained_M[own_M] - layout.slice.start,
             targets_M=micro.targets_M[own_M],
         )
-        with losses_noticed():
+        with raise_trainer_lost():
             found = self._run(function, own, **keywords)
             if isinstance(found, Tensor):
                 return self._whole(found, own_M)
@@ -78,11 +77,7 @@ def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) ->
 
 
 def check_heads(policy: Any, num_ranks: int) -> None:
-    """Refuse a policy whose heads do not split among the ranks that share a row.
-
-    Raises:
-        ConfigError: naming the numbers.
-    """
+    """Refuse a policy whose heads do not split among the ranks that share a row."""
     config = policy.config.get_text_config()
     heads = config.num_attention_heads
     key_values = getattr(config, "num_key_value_heads", None) or heads
@@ -95,7 +90,6 @@ def check_heads(policy: Any, num_ranks: int) -> None:
 
 
 def _padding(num_tokens: int, num_padding: int) -> list[NDArray[np.int64]]:
-    """Return the places of a sequence of padding, if there is any."""
     return [np.arange(num_tokens, num_tokens + num_padding)] if num_padding else []
 
 

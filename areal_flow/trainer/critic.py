@@ -39,7 +39,6 @@ class Critic:
     """The model of values, in training form, and its optimizer."""
 
     def __init__(self, policy: Any, settings: TrainerSettings, algorithm: ActorCriticPPO) -> None:
-        """Begin with the policy's layers, and values of 0."""
         self._policy = policy
         self._algorithm = algorithm
         self._settings = settings.model_copy(
@@ -48,7 +47,6 @@ class Critic:
         self.begin()
 
     def begin(self) -> None:
-        """Take the layers that the policy has now, and a fresh optimizer."""
         self.model = critic_of(self._policy)
         if self._settings.activations == "recompute":
             recompute_layers(self.model)
@@ -142,11 +140,7 @@ class Critic:
         return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `named_state` returned; from nothing, begin with the policy's layers.
-
-        Raises:
-            WeightsError: it is of another critic.
-        """
+        """Continue from what `named_state` returned; from nothing, begin with the policy's layers."""
         weights = _under(f"{PREFIX}weights.", tensors)
         if not weights:
             self.begin()
@@ -156,7 +150,6 @@ class Critic:
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:
-    """Return the values `[M]` before the tokens of a micro-batch."""
     return scores_at(model, micro.input_ids_1T, micro.layout, micro.predicting_M)
 
 

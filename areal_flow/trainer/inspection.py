@@ -59,7 +59,6 @@ class InspectedTrajectory:
 
     @property
     def importance_weights(self) -> tuple[float, ...]:
-        """Return w = pi_prox / pi_behav of each token."""
         log_weights = np.subtract(self.proximal_logprobs, self.behavior_logprobs)
         return tuple(np.exp(log_weights).tolist())
 
@@ -74,7 +73,6 @@ class InspectedTrajectory:
 
     @property
     def mean_difference(self) -> float:
-        """Return the mean size of the differences, whatever their signs."""
         return sum(map(abs, self.differences)) / max(1, len(self.differences))
 
 
@@ -96,7 +94,6 @@ class ClipWatch:
 def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
-    """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
     packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],

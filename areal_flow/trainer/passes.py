@@ -19,7 +19,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
 
@@ -53,11 +53,9 @@ class Passes:
         self.reference = reference
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return the log-probabilities `[M]` of a micro-batch's trained tokens."""
         return self._logprobs_under(self._policy, micro, temperature)
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return the same under the reference policy."""
         return self._logprobs_under(self.reference, micro, temperature)
 
     @torch.no_grad()
@@ -107,7 +105,7 @@ class Passes:
             with self._saved_activations():
                 found = loss_of(micro)
             loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
-            with losses_noticed():
+            with raise_trainer_lost():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)

@@ -85,7 +85,6 @@ class CompletionRows:
         return len(self.lengths) // self.num_completions
 
     def sequences(self, row: int) -> list[TrainingSequence]:
-        """Return the completions of a row, which are trained, stop token included."""
         first = row * self.num_completions
         return [*map(self._sequence, range(first, first + self.num_completions))]
 
@@ -136,9 +135,6 @@ class SftTrainer:
         """Update the policy once; return the loss in nats, a trained token or a pair.
 
         Not a number where the update was skipped.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
         """
         rate = self.learning_rate(self.step)
         found = train_step(
@@ -161,7 +157,6 @@ class SftTrainer:
         return found.losses[0]
 
     def measure_held_out(self) -> dict[str, float]:
-        """Return loss and metrics of the rows that are not trained."""
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
         of = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
         loss, metrics = 0.0, dict[str, Metric]()
@@ -189,12 +184,7 @@ class SftTrainer:
         )
 
     def save(self, layout: RunLayout, writer: Writer) -> Path:
-        """Write a checkpoint of this step, a Hugging Face directory; return where it lies.
-
-        Raises:
-            RunError: another driver took over.
-            StorageError: the disk refused; older checkpoints are intact.
-        """
+        """Write a checkpoint of this step, a Hugging Face directory; return where it lies."""
         root = layout.sft_checkpoints
         root.mkdir(parents=True, exist_ok=True)
         writer.check_current()

@@ -28,7 +28,7 @@ from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.backend import Minibatch, SavedRows, UpdateNumbers
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.passes import Passes, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
@@ -60,11 +60,11 @@ class ShardedBackend:
         self._has_reference = False
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        with losses_noticed():
+        with raise_trainer_lost():
             return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
 
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        with losses_noticed():
+        with raise_trainer_lost():
             return self.passes.reference_logprobs(micro, temperature)
 
     @property
@@ -79,7 +79,7 @@ class ShardedBackend:
     def update(self, minibatch: Minibatch) -> UpdateNumbers:
         (rank,) = minibatch.micro_batches
         self.optimizer.zero_grad(set_to_none=True)
-        with losses_noticed():
+        with raise_trainer_lost():
             bound = self.passes.minibatch_bound(minibatch)
             numbers = self.passes.backward(minibatch, rank, bound)
             loss, metrics = add_numbers({rank: numbers}, minibatch.settings.group)
@@ -200,14 +200,10 @@ class _Sharded(nn.Module):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor: all ranks ask together.
-
-    Raises:
-        TrainerLost: another rank left.
-    """
+    """Return a whole tensor: all ranks ask together."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with losses_noticed():
+    with raise_trainer_lost():
         return tensor.full_tensor()
 
 
@@ -221,7 +217,6 @@ def _local(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return copies of this rank's rows in main memory."""
     found = {}
     for name, tensor in tensors.items():
         local, first_row = _local(tensor)

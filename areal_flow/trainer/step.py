@@ -52,12 +52,11 @@ def train_step(
 ) -> UpdateNumbers:
     """Update the policy once per minibatch; deterministic in (policy, sequences, step, settings).
 
+    After `TrainerLost` (another rank was lost) the backend must not be used any more.
+
     Args:
         sequences: the whole batch, on every rank.
         rate: of learning; without one, that of the backend's settings.
-
-    Raises:
-        TrainerLost: another rank left in the midst. The backend must not be used any more.
     """
     rate = learning_rate(backend.settings, step) if rate is None else rate
     max_tokens = backend.settings.tokens_per_micro_batch
@@ -171,7 +170,6 @@ def divergences(
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
-    """Return mean and deviation of the advantages of all trained tokens."""
     values = [np.broadcast_to(np.asarray(s.advantage, float), len(s.trained)) for s in sequences]
     parts = [v[s.trained] for v, s in zip(values, sequences, strict=True)]
     trained = np.concatenate(parts or [np.zeros(0)])
@@ -234,7 +232,6 @@ def units_of(
 def plan_passes(
     sequences: Sequence[TrainingSequence], settings: StepSettings, max_tokens: int
 ) -> MinibatchPlan:
-    """Return the plan of passes over a whole batch."""
     units = units_of(sequences, range(len(sequences)), settings.num_ranks, max_tokens)
     return _plan_minibatch(sequences, units, settings.num_ranks, max_tokens)
 

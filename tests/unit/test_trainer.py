@@ -20,10 +20,10 @@ from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, p
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from areal_flow.trainer.metrics import masked_fraction_by_tenth
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import (
     TrainingSequence,
-    masked_fraction_by_tenth,
     pack_sequences,
     sequences_from_rows,
 )

@@ -67,11 +67,7 @@ class ServedTensors:
         }
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the policy's weights by their names in a checkpoint, which are vLLM's.
-
-        Raises:
-            WeightsError: names or shapes are not this policy's.
-        """
+        """Return the policy's weights by their names in a checkpoint, which are vLLM's."""
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if odd := sorted(name for name, _ in found.items() ^ self._shapes.items()):
             raise WeightsError(
@@ -88,9 +84,6 @@ def check_logprobs(
 
     Args:
         core: an engine that has nothing to do and serves `tensors`.
-
-    Raises:
-        ModelError: saying by how much log-probabilities differ.
     """
     policy = empty_policy(model, dtype=settings.dtype)
     assign_tensors(policy, tensors)

@@ -65,13 +65,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
 
 
 def warn_of_other_tokens(source: Path, target: Path, texts: Sequence[str]) -> None:
-    """Warn where a model's own tokenizer.json makes other tokens than `AutoTokenizer` does of it.
-
-    Args:
-        source: the model's directory.
-        target: what `write_tokenizer` wrote.
-        texts: the first of them are tokenised in both ways.
-    """
+    """Warn where a model's own tokenizer.json makes other tokens than `AutoTokenizer`."""
     compared = texts[:NUM_COMPARED]
     own, used = (
         [tokenizer_of(directory).encode(text).tokens for text in compared]

@@ -43,11 +43,7 @@ class ChatTemplate:
         return replace(self, source=self.tool_use, tool_use="") if self.tool_use else self
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
-        """Return the conversation up to where the policy's answer begins.
-
-        Args:
-            tools: that the policy is told of.
-        """
+        """Return the conversation up to where the policy's answer begins."""
         if tools and self.tool_use:
             return self._with_tools.render(messages, tools=tools)
         from areal_flow.models.huggingface import render_jinja_template
@@ -105,11 +101,7 @@ class ChatTemplate:
         return following if before.strip() else rest
 
     def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return the last message as the policy would say it, and what stands after it.
-
-        Args:
-            messages: the last is the assistant's.
-        """
+        """Return the last message as the policy would say it, and what stands after it."""
         before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
         shown = self.render(messages)
@@ -157,7 +149,7 @@ class ChatTemplate:
         return start.strip()
 
     def calls_in(self, answer: str) -> list[tuple[str, str]]:
-        """Return name and input of each call in an answer; both are empty for one that is no JSON."""
+        """Return name and input of each call in an answer; both are empty where it is not JSON."""
         start = self.call_start
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []

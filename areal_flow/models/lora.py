@@ -22,11 +22,7 @@ _NAME = "default"
 
 
 def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen.
-
-    Args:
-        seed: of A's first values; those of B are 0.
-    """
+    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen."""
     import torch.distributed.tensor  # which `peft` reads, and does not import
     from peft import inject_adapter_in_model
 

@@ -27,10 +27,6 @@ def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[li
     Longest first; a group takes the next row while the scores of padding are at most `padding` of
     its real ones, or `FREE_SCORES`.
 
-    Args:
-        lengths: tokens of each row.
-        padding: scores of padding that a group may have, as a share of its real ones.
-
     Returns:
         The indices of each group's rows; in their own order if all are one group.
     """

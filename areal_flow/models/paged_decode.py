@@ -36,16 +36,7 @@ def decode(
     *,
     share_pages: bool = True,
 ) -> Tensor:
-    """Write one token to every row's pages and return the logits `[S, V]` after it.
-
-    Args:
-        policy: whose keys and values the cache holds.
-        cache: written at `positions_S`.
-        tokens_S: one token a row.
-        positions_S: each token's position in its sequence.
-        tables_SW: pages of each row, with room for its token.
-        share_pages: see `PagedDecodeLayout`.
-    """
+    """Write one token to every row's pages and return the logits `[S, V]` after it."""
     positions_S1 = torch.from_numpy(positions_S).to(policy.device)[:, None]
     input_ids_S1 = torch.from_numpy(tokens_S).to(policy.device)[:, None]
     layout = PagedDecodeLayout(cache, tables_SW, positions_S, share_pages=share_pages)

@@ -112,7 +112,7 @@ def check_adapter(directory: Path, settings: LoraSettings) -> None:
 
 
 def read_weight_files(directory: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by name, as they lie there: an adapter beside what it adapts."""
+    """Return a checkpoint's weights by name as stored: an adapter beside what it adapts."""
     files = [load_file(file) for file in weight_files(directory)]
     return {name: tensor for file in files for name, tensor in file.items()}
 
@@ -179,13 +179,7 @@ def fill_buffers(policy: Any) -> None:
 
 
 def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
-    """Return the logits `[M, V]` of a packed row at some of its positions.
-
-    Args:
-        input_ids_1T: packed tokens.
-        layout: where the row's sequences begin.
-        positions_M: indices into the row.
-    """
+    """Return the logits `[M, V]` of a packed row at some of its positions."""
     return run_policy(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 

@@ -54,12 +54,7 @@ _WEIGHT_GAIN = 3.0
 
 
 def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
-    """Refuse a model that engine and trainer would not compute as its own forward does.
-
-    Args:
-        directory: a Hugging Face model directory.
-        max_model_len: tokens of the longest sequence that the run may make; 0: not known.
-    """
+    """Refuse a model that engine and trainer would not compute as its own forward does."""
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -23,11 +23,7 @@ SCORE = "score"
 
 
 def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
-    """Make the configuration in a directory that of a reward model over the same layers.
-
-    Args:
-        pad_token_id: for a configuration that has none; scoring several texts at once needs one.
-    """
+    """Make the configuration in a directory that of a reward model over the same layers."""
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, num_labels=1)
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id

@@ -60,11 +60,7 @@ class Critic:
         planned: Sequence[Sequence[Sequence[int]]],
         settings: StepSettings,
     ) -> Tensor:
-        """Return the value before every completion token, float64 `[B, L]`, on every rank.
-
-        Args:
-            planned: the indices of the sequences of each rank's micro-batches.
-        """
+        """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
         device = self._settings.device
         found = by_trajectory(self._values_of, whole, planned, settings, device=device)
@@ -140,7 +136,7 @@ class Critic:
         return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `named_state` returned; from nothing, begin with the policy's layers."""
+        """Continue from what `named_state` returned; without it, from the policy's layers."""
         weights = _under(f"{PREFIX}weights.", tensors)
         if not weights:
             self.begin()

@@ -29,10 +29,6 @@ def update_whole(
     """Update a model that each rank holds whole by all ranks' gradients.
 
     Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
-
-    Args:
-        backward: adds a rank's gradients to those of the parameters.
-        name: what the log calls the update.
     """
     numbers, gradients, replicas = {}, {}, minibatch.settings.group
     for rank in minibatch.micro_batches:

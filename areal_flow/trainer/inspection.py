@@ -152,12 +152,7 @@ def inspect_trajectories(
     replayed: Sequence[TrajectoryOutcome],
     changed: Sequence[TrajectoryOutcome] | None,
 ) -> tuple[InspectedTrajectory, ...]:
-    """Put together what a step was asked for and what it made, of each trajectory.
-
-    Args:
-        sequences: of the step, in the order of the request.
-        proximal_logprobs: under the policy before the step, one a completion token.
-    """
+    """Put together what a step was asked for and what it made, of each trajectory."""
     bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
     changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
     together = zip(

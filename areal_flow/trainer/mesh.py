@@ -25,12 +25,7 @@ _subgroups: list[Any] = []
 def connect_ranks(
     store: Any, device_type: str, *, rank: int, num_ranks: int, host: str, timeout_s: float
 ) -> None:
-    """Form the group, once all ranks are there.
-
-    Args:
-        store: torch's, by which they find each other; nobody else uses it.
-        device_type: of the tensors that are shared.
-    """
+    """Form the group, once all ranks are there."""
     from torch import distributed
 
     def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:

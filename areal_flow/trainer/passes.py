@@ -161,12 +161,7 @@ def by_trajectory(
     *,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """Return numbers of each sequence's trained tokens, float64, on every rank.
-
-    Args:
-        compute: returns a number for each trained token of a micro-batch.
-        planned: the indices of the sequences of each rank's micro-batches.
-    """
+    """Return numbers of each sequence's trained tokens, float64, on every rank."""
     order = [[index for micro in of_rank for index in micro] for of_rank in planned]
     lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
     longest = max(map(sum, lengths))

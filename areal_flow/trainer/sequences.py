@@ -200,11 +200,7 @@ def _side_by_side(
 def sequences_from_rows(
     rows: Sequence[Mapping[str, Any]], *, policy_version: int, max_staleness: int
 ) -> list[TrainingSequence]:
-    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only.
-
-    Args:
-        rows: their tokens as arrays, which stay where they are.
-    """
+    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only."""
     return [
         TrainingSequence(
             prompt_tokens=row["prompt_tokens"],

@@ -29,11 +29,11 @@ from transformers import AutoConfig
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import VersionSpan
 from benchmarks.shapes import QWEN_1_5B
 

@@ -32,10 +32,11 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import ParallelSettings, TrainerSettings
 from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous, VersionSpan
 
 VOCABULARY = 151_936

@@ -30,9 +30,9 @@ from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import MinibatchSize
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
+from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import VersionSpan
 from benchmarks.tailed_load import MODELS, Lengths
 

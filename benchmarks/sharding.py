@@ -32,7 +32,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
@@ -44,6 +44,7 @@ from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.channel import HashingWriter
 from areal_flow.weights.directory_deltas import DeltaWriter

@@ -23,10 +23,10 @@ from rich.table import Table
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import policy_from_config
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import VersionSpan
 from benchmarks.tailed_load import MODELS
 

@@ -49,9 +49,9 @@ from areal_flow.store.trajectories import (
     validate_groups,
     write_groups,
 )
-from areal_flow.trainer.backend import Minibatch, StepSettings, UpdateNumbers
 from areal_flow.trainer.sequences import MicroBatch, sequences_from_rows
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import Minibatch, StepSettings, UpdateNumbers
 from areal_flow.types import (
     Completion,
     EngineStats,

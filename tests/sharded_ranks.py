@@ -25,7 +25,7 @@ from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
+from areal_flow.trainer.backend import TrainerBackend, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
@@ -35,6 +35,7 @@ from areal_flow.trainer.checkpoint import (
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.channel import HashingWriter
 from tests.policies import small_policy

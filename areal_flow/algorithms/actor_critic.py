@@ -6,7 +6,7 @@ Letters: B trajectories of a step, L tokens of the longest completion, T trained
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -47,6 +47,7 @@ class ActorCriticPPO(ClippedTokens):
     count in the estimates, and train neither policy nor critic.
     """
 
+    needs_critic: ClassVar[bool] = True
     name: Literal["ppo_critic"] = "ppo_critic"
     """Which algorithm trains; each has settings of its own."""
     advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
@@ -55,10 +56,6 @@ class ActorCriticPPO(ClippedTokens):
     """The policy that the ratio is taken to; see `decoupled_ppo` and `ppo`."""
     critic: CriticSettings = CriticSettings()
     """The model of values."""
-
-    @property
-    def needs_critic(self) -> bool:
-        return True
 
     @property
     def compares_groups(self) -> bool:

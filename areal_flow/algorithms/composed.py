@@ -1,10 +1,9 @@
-"""What all algorithms share: the parts that they are composed of, and their settings.
+"""An algorithm: the parts that it is composed of, and their settings.
 
 A loss is an objective of a ratio (the algorithm's own), times an importance weight, plus what is
 asked for beside it. Without a critic gamma = lambda = 1 and the reward sits on the final token, so
 each token's return is the trajectory's reward. The micro-batches' losses add up to the minibatch's
-whatever the packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of
-one step.
+whatever the packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,6 +58,11 @@ AdvantageRule = Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_base
 
 class ComposedAlgorithm(Settings):
     """Settings and parts of an algorithm; `objective` is its own."""
+
+    needs_critic: ClassVar[bool] = False
+    """Whether advantages are of values, which cost a model of their own."""
+    needs_minibatch_bound: ClassVar[bool] = False
+    """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
 
     advantage: AdvantageRule = "dr_grpo"
     """How rewards become advantages: normalised over the batch, or relative to the group; none:
@@ -116,16 +120,6 @@ class ComposedAlgorithm(Settings):
         """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
         return self.needs_reference and self.kl_in == "reward"
 
-    @property
-    def needs_critic(self) -> bool:
-        """Whether advantages are of values, which cost a model of their own."""
-        return False
-
-    @property
-    def needs_minibatch_bound(self) -> bool:
-        """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
-        return False
-
     @model_validator(mode="after")
     def _consistent(self) -> ComposedAlgorithm:
         require(
@@ -155,6 +149,10 @@ class ComposedAlgorithm(Settings):
             0 <= first < last,
             f"algorithm.overlong_tokens ({[first, last]}) must be two numbers, the larger last",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_to_learn(self) -> ComposedAlgorithm:
         require(
             not self.reference or self.kl_coefficient > 0,
             f"algorithm.reference ({self.reference}) is compared with nothing: set "
@@ -212,7 +210,7 @@ class ComposedAlgorithm(Settings):
             return list(found_B.tolist())
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
-        normalise = batch_norm_advantages if self.advantage == "batch_norm" else _not_normalised
+        normalise = batch_norm_advantages if self.advantage == "batch_norm" else _unchanged
         if inputs.kl_N is None:
             return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         of_N = inputs.trajectories
@@ -226,8 +224,7 @@ class ComposedAlgorithm(Settings):
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
         """Return what `objective` needs of all N tokens of a minibatch, before its update.
 
-        Args:
-            log_ratio_N: of the tokens of all ranks, to the policies that sampled them.
+        The ratios are to the policies that sampled the tokens.
         """
         raise NotImplementedError
 
@@ -246,8 +243,7 @@ class ComposedAlgorithm(Settings):
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
         if kl_T is not None and self.kl_in == "advantage":
-            advantages_T = inputs.advantages_T - self.kl_coefficient * kl_T
-            inputs = replace(inputs, advantages_T=advantages_T)
+            inputs = replace(inputs, advantages_T=inputs.advantages_T - self.kl_coefficient * kl_T)
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
         found = self.objective(log_ratio_T, inputs)
@@ -281,9 +277,8 @@ class ComposedAlgorithm(Settings):
         if not self.needs_reference or self.needs_kl:
             return None
         policy_T = inputs.logprobs_T if self.kl_in == "loss" else proximal_T
-        reference_T = inputs.reference_logprobs_T
-        assert reference_T is not None, "a trainer gives them to an algorithm that needs them"
-        return self.kl(policy_T, reference_T)
+        assert inputs.reference_logprobs_T is not None, "a trainer gives them where they are needed"
+        return self.kl(policy_T, inputs.reference_logprobs_T)
 
     def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
         """Return what these tokens add to the minibatch's loss.
@@ -301,5 +296,5 @@ class ComposedAlgorithm(Settings):
         return losses_T.sum() / of.num_tokens
 
 
-def _not_normalised(returns_N: Tensor, _: Tensor) -> Tensor:
+def _unchanged(returns_N: Tensor, _: Tensor) -> Tensor:
     return returns_N

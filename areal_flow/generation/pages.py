@@ -1,9 +1,9 @@
 """Says which sequence holds which pages of a fixed memory, and how much of each has been computed.
 
 A prompt's whole pages are shared by the members of its group; what follows them is each member's
-own. A page is free again when nobody holds it.
+own. A page is free again when no sequence holds it.
 
-The module refuses to know what a page contains: no torch, no threads.
+The module does not know what a page contains: no torch, no threads.
 
 Letters: S slots, W pages of the longest sequence.
 """

@@ -1,6 +1,6 @@
 """Decides which completion decodes in which slot, and keeps what each of them has so far.
 
-It refuses to know how tokens are sampled: no torch, no threads.
+It does not know how tokens are sampled: no torch, no threads.
 """
 
 from __future__ import annotations

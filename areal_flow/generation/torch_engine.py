@@ -8,8 +8,8 @@ and is prefilled again later, with the tokens that it has.
 New weights interrupt between two tokens: nothing counts as computed any more, so that the same
 chunks prefill prefixes with the new weights, and sampling goes on where it stood.
 
-`TorchEngine` refuses to know where weights come from and what completions are for; one thread
-drives it. `start_torch_engine` is what the registry names.
+`TorchEngine` does not know where weights come from or what completions are for; one thread drives
+it. `start_torch_engine` is what the registry names.
 
 Letters: S sequences, N chunks, V vocabulary.
 """

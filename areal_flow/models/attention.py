@@ -5,7 +5,7 @@ one row. Sampling has layouts of its own in `paged_prefill` and `paged_decode`. 
 for more than scaled, causal, windowed and soft-capped attention is refused, because to ignore what
 it asks for would change its numbers.
 
-The module refuses to know what the tokens mean, which policy runs, or whether gradients flow.
+The module does not depend on what tokens mean, which policy runs, or whether gradients flow.
 
 Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
 K key-value heads, D head dimension.
@@ -53,7 +53,7 @@ class AttentionRule:
 
 
 class AttentionLayout(Protocol):
-    """Decides which keys and values each query of a layer meets."""
+    """Decides which keys and values each query of a layer attends to."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule

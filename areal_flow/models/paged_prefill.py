@@ -107,7 +107,7 @@ def _prefill(policy: Any, chunks: Sequence[Chunk], layout: ChunkLayout) -> Tenso
 
 
 class _PagesAreFilled(Exception):
-    """Ends a pass of which nobody needs what comes after its last keys and values."""
+    """Ends a pass after its last keys and values."""
 
 
 class ChunkLayout:
@@ -123,8 +123,6 @@ class ChunkLayout:
         """Find where each token's keys and values go.
 
         Args:
-            cache: of the policy.
-            chunks: of sequences that need not be each other's company.
             needs_logits: whether the pass goes on after its last keys and values are written;
                 without, that raises `_PagesAreFilled`.
         """

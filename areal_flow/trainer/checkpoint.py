@@ -72,7 +72,7 @@ def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
     """Write aside what this process has of a checkpoint, which may be all of it."""
     partial = _partial(root, snapshot, writer)
     saved = snapshot.saved
-    with _refusals_told(root, snapshot):
+    with _storage_errors(root, snapshot):
         partial.mkdir(parents=True, exist_ok=True)
         if isinstance(saved, SavedRows):
             write_rows(partial / MODEL_FILE, saved.weights, metadata={"format": "pt"})
@@ -94,7 +94,7 @@ def complete_checkpoint(
 ) -> Path:
     """Rename a checkpoint into place of which every process has written its part."""
     partial, target = _partial(root, snapshot, writer), _target(root, snapshot)
-    with _refusals_told(root, snapshot):
+    with _storage_errors(root, snapshot):
         without_weights = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(model_directory, partial, dirs_exist_ok=True, ignore=without_weights)
         description = replace(
@@ -138,7 +138,7 @@ def _partial(root: Path, snapshot: Snapshot, writer: Writer) -> Path:
 
 
 @contextmanager
-def _refusals_told(root: Path, snapshot: Snapshot) -> Iterator[None]:
+def _storage_errors(root: Path, snapshot: Snapshot) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, UpdateNumbers
 from areal_flow.trainer.passes import RankNumbers, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 
 logger = logging.getLogger(__name__)
 

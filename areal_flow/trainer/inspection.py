@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
 from areal_flow.algorithms.staleness import fresh_enough
-from areal_flow.trainer.backend import StepSettings, TrainerBackend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
 from areal_flow.trainer.step import plan_micro_batches
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import StepRequest
 
 

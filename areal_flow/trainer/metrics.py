@@ -20,9 +20,9 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
-from areal_flow.trainer.backend import UpdateNumbers
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import learning_rate
+from areal_flow.trainer.updates import UpdateNumbers
 from areal_flow.types import StepMetrics, StepRequest
 
 PERCENTILES = (10, 50, 90)

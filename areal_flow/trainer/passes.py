@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
-from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
 from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.updates import Minibatch, StepSettings
 
 
 class RunOn(Protocol):

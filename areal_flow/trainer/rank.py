@@ -31,7 +31,6 @@ from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import (
     SavedRows,
     SavedState,
-    StepSettings,
     TrainerBackend,
     backend_name,
     make_backend,
@@ -53,6 +52,7 @@ from areal_flow.trainer.rows_ahead import ReadRows
 from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
 from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 

@@ -25,13 +25,14 @@ from areal_flow.models.policy import (
     recompute_layers,
 )
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedState, UpdateNumbers
+from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
 

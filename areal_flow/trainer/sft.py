@@ -42,11 +42,12 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.durable import replace_file_durably
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
 from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
+from areal_flow.trainer.updates import StepSettings
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")

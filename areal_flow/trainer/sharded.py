@@ -25,7 +25,7 @@ from areal_flow.models.hashing import TensorHash, hash_tensors
 from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_layers
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedRows, UpdateNumbers
+from areal_flow.trainer.backend import SavedRows
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
 from areal_flow.trainer.mesh import raise_trainer_lost
@@ -33,6 +33,7 @@ from areal_flow.trainer.passes import Passes, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import StreamedTensors, WeightsWriter
 

@@ -27,9 +27,11 @@ from areal_flow.algorithms.protocol import (
     mean,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.passes import by_trajectory
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
+from areal_flow.trainer.updates import Minibatch, StepSettings, UpdateNumbers
 from areal_flow.types import SKIPPED_UPDATES
 
 ATTENTION_BREAK_EVEN_TOKENS = 4096
@@ -89,13 +91,24 @@ def train_step(
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
         valued = critic.sequences_with_targets(sequences, inputs)
-        for planned in plan:
-            if (size := _size(sequences, planned)).num_tokens:
-                batches = _batches(valued, planned, backend, settings)
-                found_of_values = critic.update(batches, size, settings)
-                numbers.metrics = add_metrics(numbers.metrics, found_of_values)
+        numbers.metrics |= _update_critic(critic, valued, plan, backend, settings)
         numbers.metrics |= critic.explained_variance(inputs)
     return numbers
+
+
+def _update_critic(
+    critic: Critic,
+    sequences: Sequence[TrainingSequence],
+    plan: Sequence[MinibatchPlan],
+    backend: TrainerBackend,
+    settings: StepSettings,
+) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for planned in plan:
+        if (size := _size(sequences, planned)).num_tokens:
+            batches = _batches(sequences, planned, backend, settings)
+            metrics = add_metrics(metrics, critic.update(batches, size, settings))
+    return metrics
 
 
 def _batches(

@@ -19,16 +19,11 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import AdamWSettings, TrainerSettings, build_recipe
-from areal_flow.trainer.backend import (
-    BACKENDS,
-    Minibatch,
-    StepSettings,
-    TrainerBackend,
-    make_backend,
-)
+from areal_flow.trainer.backend import BACKENDS, TrainerBackend, make_backend
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
+from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import VersionSpan
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state

@@ -30,9 +30,9 @@ from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, effective_
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import completion_logprobs
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences, state

@@ -22,10 +22,10 @@ from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time

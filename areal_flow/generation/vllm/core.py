@@ -1,6 +1,6 @@
 """vLLM's core, in this process or in one of its own: how it is made, called, watched and ended.
 
-It refuses to know requests; see `engine`. Of a core in a process of its own:
+It does not know requests; see `engine`. Of a core in a process of its own:
 
 | who                      | waits for  | unblocked by                                     |
 |--------------------------|------------|--------------------------------------------------|

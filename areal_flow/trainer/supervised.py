@@ -47,7 +47,7 @@ class Objective:
         return len(self.fields) > 1
 
 
-def dpo_loss(inputs: LossInputs, *, beta: float, label_smoothing: float) -> PolicyLoss:
+def dpo_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     """Return the loss of `pair_loss` for the implicit reward beta (log pi - log ref) of a sequence.
 
     Direct preference optimisation (Rafailov et al., arXiv 2305.18290, eq. 7). The log-probabilities
@@ -55,11 +55,11 @@ def dpo_loss(inputs: LossInputs, *, beta: float, label_smoothing: float) -> Poli
     """
     log_ratio_T = inputs.logprobs_T - inputs.behavior_logprobs_T
     rewards_S = log_ratio_T.new_zeros(_num_sequences(inputs.sequence_T))
-    rewards_S = rewards_S.index_add(0, inputs.sequence_T, beta * log_ratio_T)
-    return pair_loss(rewards_S, inputs.sequence_T, label_smoothing=label_smoothing)
+    rewards_S = rewards_S.index_add(0, inputs.sequence_T, settings.beta * log_ratio_T)
+    return pair_loss(rewards_S, inputs.sequence_T, label_smoothing=settings.label_smoothing)
 
 
-def reward_model_loss(inputs: LossInputs, *, label_smoothing: float) -> PolicyLoss:
+def reward_model_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     """Return the loss of `pair_loss` for the scores of a reward model after each last token.
 
     The model of Bradley and Terry (Ouyang et al., arXiv 2203.02155, eq. 1). A reward model has
@@ -67,7 +67,8 @@ def reward_model_loss(inputs: LossInputs, *, label_smoothing: float) -> PolicyLo
     """
     sequence_T = inputs.sequence_T
     last_S = sequence_T.bincount().cumsum(0) - 1
-    return pair_loss(inputs.logprobs_T[last_S], sequence_T, label_smoothing=label_smoothing)
+    scores_S = inputs.logprobs_T[last_S]
+    return pair_loss(scores_S, sequence_T, label_smoothing=settings.label_smoothing)
 
 
 def pair_loss(rewards_S: Tensor, sequence_T: Tensor, *, label_smoothing: float) -> PolicyLoss:
@@ -93,23 +94,15 @@ def _num_sequences(sequence_T: Tensor) -> int:
     return int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
 
 
-def _cross_entropy(inputs: LossInputs, _: SftSettings) -> PolicyLoss:
+def cross_entropy(inputs: LossInputs, _: SftSettings) -> PolicyLoss:
     return PolicyLoss(-inputs.logprobs_T)
-
-
-def _dpo(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
-    return dpo_loss(inputs, beta=settings.beta, label_smoothing=settings.label_smoothing)
-
-
-def _reward_model(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
-    return reward_model_loss(inputs, label_smoothing=settings.label_smoothing)
 
 
 PAIR = ("chosen", "rejected")
 OBJECTIVES: Mapping[SupervisedObjective, Objective] = {
-    "cross_entropy": Objective(_cross_entropy, ("entropy_mean",)),
-    "dpo": Objective(_dpo, (*PREFERENCE_METRICS, "entropy_mean"), PAIR, needs_reference=True),
-    "reward_model": Objective(_reward_model, PREFERENCE_METRICS, PAIR, makes_reward_model=True),
+    "cross_entropy": Objective(cross_entropy, ("entropy_mean",)),
+    "dpo": Objective(dpo_loss, (*PREFERENCE_METRICS, "entropy_mean"), PAIR, needs_reference=True),
+    "reward_model": Objective(reward_model_loss, PREFERENCE_METRICS, PAIR, makes_reward_model=True),
 }
 
 

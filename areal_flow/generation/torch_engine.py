@@ -6,7 +6,7 @@ tokens; its whole pages are shared. When pages run out, the sequence that came l
 and is prefilled again later, with the tokens that it has.
 
 New weights interrupt between two tokens: nothing counts as computed any more, so that the same
-chunks prefill prefixes with the new weights, and sampling goes on where it stood.
+chunks prefill prefixes with the new weights, and then sampling continues.
 
 `TorchEngine` does not know where weights come from or what completions are for; one thread drives
 it. `start_torch_engine` is what the registry names.

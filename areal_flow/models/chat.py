@@ -65,7 +65,7 @@ class ChatTemplate:
         return str(rendered)
 
     def next_turn(self, content: str, *, ended_by: str, role: str = "user") -> str:
-        """Return what stands between an answer and the next one when somebody else says something.
+        """Return the text between an answer and the next one when somebody else says something.
 
         Args:
             content: of the message.
@@ -84,7 +84,7 @@ class ChatTemplate:
         ended_by: str,
         tools: Sequence[Tool] = (),
     ) -> str:
-        """Return what stands between an answer and the next one.
+        """Return the text between an answer and the next one.
 
         Args:
             messages: with the answer at `at`, which is not read.
@@ -101,7 +101,7 @@ class ChatTemplate:
         return following if before.strip() else rest
 
     def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return the last message as the policy would say it, and what stands after it."""
+        """Return the last message as the policy would say it, and the text after it."""
         before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
         shown = self.render(messages)
@@ -131,7 +131,7 @@ class ChatTemplate:
 
     @cached_property
     def call_start(self) -> str:
-        """What stands before the JSON of a tool's call, such as `<tool_call>`."""
+        """The text before the JSON of a tool's call, such as `<tool_call>`."""
         if self.tool_use:
             return self._with_tools.call_start
         first = self.render([_said("user", "?")])

@@ -95,7 +95,7 @@ def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def fill_pages(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
-    """Do as `prefill`, without the logits, and so without most of the last layer."""
+    """As `prefill`, without the logits, and so without most of the last layer."""
     with suppress(_PagesAreFilled):
         _prefill(policy, chunks, ChunkLayout(cache, chunks, needs_logits=False))
 

@@ -248,7 +248,7 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """Do as `policy_tensors`, of the plain policy that computes what this one does."""
+    """As `policy_tensors`, with an adapter merged into the matrices that it adapts."""
     return merged(policy, policy_tensors(policy))
 
 

@@ -57,6 +57,9 @@ class TrainerBackend(Protocol):
     """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
     critic: Critic | None
     """What predicts values, for an algorithm that needs it."""
+    has_reference: bool
+    """Whether a policy was given to `hold_reference`. With an adapter none is needed: the reference
+    is then the policy without it."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""
@@ -71,13 +74,6 @@ class TrainerBackend(Protocol):
 
         Raises:
             TrainerLost: another rank left meanwhile. Nothing may be computed any more.
-        """
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether there is a policy for losses that need the log-probabilities of a fixed one.
-
-        With an adapter there always is: the policy without it.
         """
 
     def hold_reference(self, policy: Any) -> None:

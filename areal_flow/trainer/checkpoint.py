@@ -161,7 +161,7 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
 
 
 def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
-    """Do as `read_checkpoint`; a rank has one tensor at a time, and of most its own rows alone."""
+    """As `read_checkpoint`; a rank holds one tensor at a time, and of most its own rows alone."""
 
     def hashes(path: Path) -> tuple[str, str]:
         optimizer_hash = hash_files(path / OPTIMIZER_FILE, without={RNG_STATE})

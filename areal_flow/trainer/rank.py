@@ -1,10 +1,11 @@
 """A trainer rank: answers step requests, stages weights and writes checkpoints of its backend.
 
-A request names its parent by hash. At the parent the rank computes; at the child of the very same
-request it answers what it has; anywhere else it refuses, and must be restored first.
+A request names the weights that it starts from by hash. A rank that holds them computes the step; a
+rank that has just computed this very request returns the result again; any other raises
+`TrainerLost` and must be restored first.
 
-Each rank reads the whole batch and computes what its backend makes of it; all stand at the same
-policy. Only the leader's weights and checkpoints are written.
+Each rank reads the whole batch, and all ranks hold the same policy. Only the leader writes weights
+and completes checkpoints.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class TrainerRank:
         return self._stage(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
-        """Compute a step and stage its weights; see the module for where a rank must stand."""
+        """Compute a step and stage its weights, or return the result of the same request again."""
         if self._last and self._last[0] == request:
             return self._last[1]
         try:
@@ -148,8 +149,8 @@ class TrainerRank:
         first = checkpoint_path(self.layout.checkpoints, 0)
         self._hold_reference(lambda: read_weights(first))
         read = perf_counter()
-        # From here until its weights are staged this rank stands nowhere: an error must not leave
-        # changed weights under the parent's name.
+        # From here until its weights are staged this rank holds no named weights: an error must not
+        # leave changed weights under the parent's name.
         self._hashes = self._last = None
         numbers = train_step(
             self.backend,
@@ -228,7 +229,7 @@ class TrainerRank:
             raise
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
-        """Return a rank that stands where this one does, with a policy and settings of its own."""
+        """Return a rank at this one's step, with a copy of its policy and settings of its own."""
         other = replace(self, recipe=recipe, loss=loss)
         saved = self.backend.save()
         assert isinstance(saved, SavedState), "who is alone holds a whole policy"

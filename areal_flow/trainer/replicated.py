@@ -54,7 +54,7 @@ class ReplicatedBackend:
         shared = partial(over_ranks, settings=settings, replicas=replicas or SingleProcess())
         self._over_ranks = shared
         self.passes = Passes(shared(run), settings, reference=shared(without))
-        self._has_reference = False
+        self.has_reference = False
         self.critic: Critic | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
@@ -63,15 +63,11 @@ class ReplicatedBackend:
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         return self.passes.reference_logprobs(micro, temperature)
 
-    @property
-    def has_reference(self) -> bool:
-        return self._has_reference
-
     def add_critic(self, algorithm: ActorCriticPPO) -> None:
         self.critic = Critic(self.policy, self.settings, algorithm)
 
     def hold_reference(self, policy: Any) -> None:
-        self._has_reference = True
+        self.has_reference = True
         self.passes.reference = self._over_ranks(partial(run_on, policy.requires_grad_(False)))
 
     def update(self, minibatch: Minibatch) -> UpdateNumbers:

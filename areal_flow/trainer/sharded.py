@@ -58,7 +58,7 @@ class ShardedBackend:
         self._over_ranks = partial(over_ranks, settings=settings, replicas=replicas)
         run = self._over_ranks(self._run)
         self.passes = Passes(run, settings, reference=run)
-        self._has_reference = False
+        self.has_reference = False
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         with raise_trainer_lost():
@@ -68,12 +68,8 @@ class ShardedBackend:
         with raise_trainer_lost():
             return self.passes.reference_logprobs(micro, temperature)
 
-    @property
-    def has_reference(self) -> bool:
-        return self._has_reference
-
     def hold_reference(self, policy: Any) -> None:
-        self._has_reference = True
+        self.has_reference = True
         frozen = policy.requires_grad_(False)
         self.passes.reference = self._over_ranks(_Sharded(frozen, self._mesh, self.settings))
 

@@ -51,7 +51,7 @@ def dpo_loss(inputs: LossInputs, settings: SftSettings) -> PolicyLoss:
     """Return the loss of `pair_loss` for the implicit reward beta (log pi - log ref) of a sequence.
 
     Direct preference optimisation (Rafailov et al., arXiv 2305.18290, eq. 7). The log-probabilities
-    of the reference policy stand in `behavior_logprobs_T`.
+    of the reference policy are in `behavior_logprobs_T`.
     """
     log_ratio_T = inputs.logprobs_T - inputs.behavior_logprobs_T
     rewards_S = log_ratio_T.new_zeros(_num_sequences(inputs.sequence_T))

@@ -124,7 +124,7 @@ class CoreProcess:
 
     @contextmanager
     def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """Do so by a file in memory, which is gone with this process or with the block."""
+        """Offer tensors in a memory file, which ends with this process or with the block."""
         file = os.memfd_create("areal-flow-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")

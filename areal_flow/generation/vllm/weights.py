@@ -48,7 +48,7 @@ class WeightsExtension:
         self.model_runner.reload_weights(weights_iterator=iter({**tensors, **copies}.items()))
 
     def serve_file(self, file: str, tied: Mapping[str, str]) -> None:
-        """Do so with the tensors of a file in memory; see `map_tensors`."""
+        """As `serve_tensors`, of a file in memory; see `map_tensors`."""
         self.serve_tensors(map_tensors(Path(file)), tied)
 
 

@@ -17,10 +17,10 @@ import torch
 
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
 

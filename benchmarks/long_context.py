@@ -19,9 +19,10 @@ import torch
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT, worker_environment
 from areal_flow.config import ParallelSettings, TrainerSettings
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup, SingleProcess
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
@@ -48,11 +49,11 @@ def measure_rank(
     )
     backend = make_backend(policy, trainer, replicas)
     algorithm = DecoupledPPO(num_minibatches=1)
-    settings = StepSettings(algorithm, temperature=1.0, seed=0, context_ranks=chosen.ranks)
-    sequences = [random_trajectory(PROMPT_TOKENS, num_tokens - PROMPT_TOKENS, VOCABULARY)]
-    seconds = harness.seconds_of(
-        lambda: train_step(backend, sequences, step=1, settings=settings, replicas=replicas)
+    settings = StepSettings(
+        algorithm, temperature=1.0, seed=0, context_ranks=chosen.ranks, replicas=replicas
     )
+    sequences = [random_trajectory(PROMPT_TOKENS, num_tokens - PROMPT_TOKENS, VOCABULARY)]
+    seconds = harness.seconds_of(lambda: train_step(backend, sequences, step=1, settings=settings))
     return harness.peak_gb(), seconds
 
 

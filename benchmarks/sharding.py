@@ -20,10 +20,11 @@ from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.config import TrainerSettings
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from benchmarks import harness
 from benchmarks.shapes import random_policy, random_trajectory
@@ -60,7 +61,9 @@ def measure_rank(
     settings = TrainerSettings(backend=backend_name, tokens_per_micro_batch=256)
     backend = make_backend(policy, settings, replicas)
     read_checkpoint(directory / "checkpoints" / "00000000", backend)
-    how = StepSettings(DecoupledPPO(), temperature=1.0, seed=0, num_ranks=chosen.ranks)
+    how = StepSettings(
+        DecoupledPPO(), temperature=1.0, seed=0, num_ranks=chosen.ranks, replicas=replicas
+    )
     sequences = [
         random_trajectory(16, 16, VOCABULARY, seed=place, reward=place % 2, group=place // 4)
         for place in range(16)
@@ -68,7 +71,7 @@ def measure_rank(
 
     def train() -> None:
         for step in range(1, NUM_STEPS + 1):
-            train_step(backend, sequences, step=step, settings=how, replicas=replicas)
+            train_step(backend, sequences, step=step, settings=how)
 
     step_s = harness.seconds_of(train) / NUM_STEPS
     return {"peak_gb": harness.peak_gb(), "step_s": step_s}

@@ -33,9 +33,10 @@ from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.directory import stop_token_ids
 from areal_flow.models.policy import load_policy
 from areal_flow.rewards.numeric import verify_numeric
-from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
+from areal_flow.trainer.backend import TrainerBackend, make_backend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Completion, GroupRequest, Sampling
 from benchmarks import harness
 from benchmarks.schedule import make_warm_model

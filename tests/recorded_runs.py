@@ -39,7 +39,7 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     read = TrainingRows(layout.trajectories, layout.writers)
     rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
     rank.adopt(load_policy(layout.model))
-    hashes, environment = rank.genesis()
+    hashes, environment = rank.stage_initial_policy()
     ledger.append(genesis_row(hashes, provenance=PROVENANCE, numeric_environment=environment))
     layout.checkpoints.mkdir()
     rank.snapshot(weights_hash=hashes.weights_hash, next_submission_index=0)

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.gated import M2PO
-from areal_flow.algorithms.protocol import Algorithm, LossInputs, PolicyLoss
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.objectives import M2PO
+from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import TrainerLost
 from areal_flow.recovery.checkpoints import CheckpointState
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, TrainerBackend, make_backend
+from areal_flow.trainer.backend import TrainerBackend, make_backend
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
@@ -34,6 +35,7 @@ from areal_flow.trainer.checkpoint import (
 from areal_flow.trainer.replicas import GlooGroup, ReplicaGroup
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.tensor_rows import rows_of
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Rendezvous
 from areal_flow.weights.channel import HashingWriter
 from tests.policies import small_policy
@@ -47,7 +49,7 @@ NUM_STEPS = 10
 class Training:
     """Ten steps of a policy."""
 
-    algorithm: Algorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
+    algorithm: ComposedAlgorithm = field(default_factory=lambda: DecoupledPPO(num_minibatches=2))
     trainer: dict[str, Any] = field(default_factory=dict)
     num_sequences: int = 12
     tied: bool = False
@@ -132,10 +134,11 @@ def take_step(
         seed=0,
         num_ranks=num_ranks // context,
         context_ranks=1 if replicas is None else context,
+        replicas=replicas,
         **settings,
     )
     sequences = make_sequences(training.num_sequences, seed=step)
-    return train_step(backend, sequences, step=step, settings=how, replicas=replicas)
+    return train_step(backend, sequences, step=step, settings=how)
 
 
 def staged(replicas: GlooGroup, num_ranks: int, directory: Path) -> dict[str, Any]:

@@ -6,17 +6,16 @@ Letters: B trajectories of a step, L tokens of the longest completion, T trained
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from areal_flow.algorithms.advantages import gae
 from areal_flow.algorithms.clipped import ClippedTokens
-from areal_flow.algorithms.importance import Proximal
+from areal_flow.algorithms.objective import Proximal
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
-    LossInputs,
     PolicyLoss,
     mean,
 )
@@ -48,6 +47,7 @@ class ActorCriticPPO(ClippedTokens):
     count in the estimates, and train neither policy nor critic.
     """
 
+    needs_critic: ClassVar[bool] = True
     name: Literal["ppo_critic"] = "ppo_critic"
     """Which algorithm trains; each has settings of its own."""
     advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
@@ -56,10 +56,6 @@ class ActorCriticPPO(ClippedTokens):
     """The policy that the ratio is taken to; see `decoupled_ppo` and `ppo`."""
     critic: CriticSettings = CriticSettings()
     """The model of values."""
-
-    @property
-    def needs_critic(self) -> bool:
-        return True
 
     @property
     def compares_groups(self) -> bool:
@@ -79,24 +75,20 @@ class ActorCriticPPO(ClippedTokens):
         return _by_trajectory(self.targets(inputs), inputs)
 
     def targets(self, inputs: AdvantageInputs) -> Tensor:
-        """Do as `value_targets`: `[B, L]`, padded."""
+        """Return the same as `[B, L]`, padded."""
         assert inputs.values_BL is not None
         return self._estimates(inputs) + inputs.values_BL
 
-    def value_loss(self, inputs: LossInputs) -> PolicyLoss:
+    def value_loss(self, values_T: Tensor, old_T: Tensor, targets_T: Tensor) -> PolicyLoss:
         """Return max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, as PPO2 has it.
 
         (OpenAI baselines, `ppo2`; Engstrom et al., arXiv 2005.12729, section 3.)
 
         Args:
-            inputs: of the critic: `logprobs_T` are its values v, `behavior_logprobs_T` those before
-                the step v_old, `advantages_T` the targets R.
+            values_T: v, of the critic as it is now.
+            old_T: v_old, of the critic before the step.
+            targets_T: R.
         """
-        values_T, old_T, targets_T = (
-            inputs.logprobs_T,
-            inputs.behavior_logprobs_T,
-            inputs.advantages_T,
-        )
         bound = self.critic.value_clip
         near_T = old_T + (values_T - old_T).clamp(-bound, bound)
         free_T, clipped_T = (values_T - targets_T).square(), (near_T - targets_T).square()

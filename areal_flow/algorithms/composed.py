@@ -1,10 +1,9 @@
-"""What all algorithms share: the parts that they are composed of, and their settings.
+"""An algorithm: the parts that it is composed of, and their settings.
 
 A loss is an objective of a ratio (the algorithm's own), times an importance weight, plus what is
 asked for beside it. Without a critic gamma = lambda = 1 and the reward sits on the final token, so
 each token's return is the trajectory's reward. The micro-batches' losses add up to the minibatch's
-whatever the packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories of
-one step.
+whatever the packing. Letters: T trained tokens of a micro-batch, S its sequences, B trajectories.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,13 +20,6 @@ from areal_flow.algorithms.advantages import (
     batch_norm_advantages,
     overlong_penalties,
 )
-from areal_flow.algorithms.divergence import KLEstimator, kl_from_older, kl_to_reference
-from areal_flow.algorithms.importance import (
-    ImportanceWeightRule,
-    Proximal,
-    corrected_weights,
-    proximal_logprobs,
-)
 from areal_flow.algorithms.logprobs import (
     at_bound,
     bounded_exp,
@@ -35,7 +27,18 @@ from areal_flow.algorithms.logprobs import (
     sequence_means,
     sums_to_come,
 )
-from areal_flow.algorithms.objective import Objective, objective_metrics, weight_metrics
+from areal_flow.algorithms.objective import (
+    ImportanceWeightRule,
+    KLEstimator,
+    Objective,
+    Proximal,
+    corrected_weights,
+    kl_from_older,
+    kl_to_reference,
+    objective_metrics,
+    proximal_logprobs,
+    weight_metrics,
+)
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
@@ -55,6 +58,11 @@ AdvantageRule = Literal["batch_norm", "grpo", "dr_grpo", "rloo", "reinforce_base
 
 class ComposedAlgorithm(Settings):
     """Settings and parts of an algorithm; `objective` is its own."""
+
+    needs_critic: ClassVar[bool] = False
+    """Whether advantages are of values, which cost a model of their own."""
+    needs_minibatch_bound: ClassVar[bool] = False
+    """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
 
     advantage: AdvantageRule = "dr_grpo"
     """How rewards become advantages: normalised over the batch, or relative to the group; none:
@@ -94,27 +102,23 @@ class ComposedAlgorithm(Settings):
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether the loss reads `entropy_T`, whose gradient costs a copy of the logits."""
         return self.entropy_coefficient > 0
 
     @property
     def needs_proximal(self) -> bool:
+        """Whether the loss reads `proximal_logprobs_T`, which cost a forward pass."""
         return self.proximal == "recomputed"
 
     @property
     def needs_reference(self) -> bool:
+        """Whether loss or advantages need a reference policy, which costs a pass."""
         return self.kl_coefficient > 0
 
     @property
     def needs_kl(self) -> bool:
+        """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
         return self.needs_reference and self.kl_in == "reward"
-
-    @property
-    def needs_critic(self) -> bool:
-        return False
-
-    @property
-    def needs_minibatch_bound(self) -> bool:
-        return False
 
     @model_validator(mode="after")
     def _consistent(self) -> ComposedAlgorithm:
@@ -145,6 +149,10 @@ class ComposedAlgorithm(Settings):
             0 <= first < last,
             f"algorithm.overlong_tokens ({[first, last]}) must be two numbers, the larger last",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_to_learn(self) -> ComposedAlgorithm:
         require(
             not self.reference or self.kl_coefficient > 0,
             f"algorithm.reference ({self.reference}) is compared with nothing: set "
@@ -174,14 +182,13 @@ class ComposedAlgorithm(Settings):
         return self.advantage not in ("batch_norm", "none") or self.group_filter != "all"
 
     def keeps_group(self, rewards: Sequence[float]) -> bool:
-        """Return whether the group is trained.
+        """Return whether a group of these rewards is trained; one that is not is discarded.
 
         Equal rewards give no group-relative advantage (DAPO, arXiv 2503.14476, section 3.2).
         """
         return self.group_filter == "all" or len(set(rewards)) > 1
 
     def punished_rewards(self, inputs: AdvantageInputs) -> Tensor:
-        """Return each trajectory's reward, less what its length costs."""
         if self.overlong_tokens is None:
             return inputs.rewards_B
         first, last = self.overlong_tokens
@@ -203,22 +210,21 @@ class ComposedAlgorithm(Settings):
             return list(found_B.tolist())
         if self.advantage == "none":
             rewards_B = rewards_B.new_zeros(len(rewards_B))
-        normalised = batch_norm_advantages if self.advantage == "batch_norm" else _as_they_are
+        normalise = batch_norm_advantages if self.advantage == "batch_norm" else _unchanged
         if inputs.kl_N is None:
-            return list(normalised(rewards_B, inputs.num_trained_B).tolist())
+            return list(normalise(rewards_B, inputs.num_trained_B).tolist())
         of_N = inputs.trajectories
         returns_N = rewards_B[of_N] - self.kl_coefficient * sums_to_come(inputs.kl_N, of_N)
-        return inputs.by_token(normalised(returns_N, returns_N.new_ones(len(returns_N))))
+        return inputs.by_token(normalise(returns_N, returns_N.new_ones(len(returns_N))))
 
     @abstractmethod
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return what is maximised, of u_t = exp(log_ratio_T) and the advantages."""
 
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
-        """Return what `objective` needs to know of all of a minibatch's tokens, before its update.
+        """Return what `objective` needs of all N tokens of a minibatch, before its update.
 
-        Args:
-            log_ratio_N: to the policies that sampled.
+        The ratios are to the policies that sampled the tokens.
         """
         raise NotImplementedError
 
@@ -237,8 +243,7 @@ class ComposedAlgorithm(Settings):
         proximal_T = proximal_logprobs(inputs, self.proximal)
         kl_T = self._kl_to_reference(inputs, proximal_T)
         if kl_T is not None and self.kl_in == "advantage":
-            advantages_T = inputs.advantages_T - self.kl_coefficient * kl_T
-            inputs = replace(inputs, advantages_T=advantages_T)
+            inputs = replace(inputs, advantages_T=inputs.advantages_T - self.kl_coefficient * kl_T)
         log_ratio_T = inputs.logprobs_T - proximal_T
         log_weight_T = proximal_T - inputs.behavior_logprobs_T
         found = self.objective(log_ratio_T, inputs)
@@ -265,15 +270,15 @@ class ComposedAlgorithm(Settings):
         return PolicyLoss(losses_T, metrics, ended_T | (weight_T == 0))
 
     def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+        """Return the estimated KL divergence of a policy from the reference at each token."""
         return kl_to_reference(logprobs_T, reference_logprobs_T, self.kl_estimator)
 
     def _kl_to_reference(self, inputs: LossInputs, proximal_T: Tensor) -> Tensor | None:
         if not self.needs_reference or self.needs_kl:
             return None
         policy_T = inputs.logprobs_T if self.kl_in == "loss" else proximal_T
-        reference_T = inputs.reference_logprobs_T
-        assert reference_T is not None, "a trainer gives them to an algorithm that needs them"
-        return self.kl(policy_T, reference_T)
+        assert inputs.reference_logprobs_T is not None, "a trainer gives them where they are needed"
+        return self.kl(policy_T, inputs.reference_logprobs_T)
 
     def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
         """Return what these tokens add to the minibatch's loss.
@@ -291,5 +296,5 @@ class ComposedAlgorithm(Settings):
         return losses_T.sum() / of.num_tokens
 
 
-def _as_they_are(returns_N: Tensor, _: Tensor) -> Tensor:
+def _unchanged(returns_N: Tensor, _: Tensor) -> Tensor:
     return returns_N

@@ -79,13 +79,11 @@ def at_bound(ratio_T: Tensor) -> Tensor:
 
 
 def overflow_fraction(*log_ratios_T: Tensor) -> Metric:
-    """Return, as a metric, the fraction of tokens with a ratio that was bounded."""
     bounded = [beyond_bound(log_ratio_T) for log_ratio_T in log_ratios_T]
     return mean(sum(bounded[1:], bounded[0]) > 0)
 
 
 def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Return the mean of each sequence's values, `[S]`."""
     num_sequences = int(sequence_T[-1]) + 1 if sequence_T.numel() else 0
     zeros_S = values_T.new_zeros(num_sequences)
     lengths_S = zeros_S.index_add(0, sequence_T, values_T.new_ones(sequence_T.numel()))
@@ -94,12 +92,12 @@ def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 def of_each_token(values_S: Tensor, sequence_T: Tensor) -> Tensor:
     """Return the value of each token's sequence, `[T]`, with gradients of the same bits again."""
-    from areal_flow.algorithms.taken_rows import (  # here: recipes are read without torch
-        Taken,
-        take_rows,
+    from areal_flow.algorithms.gather import (  # here: recipes are read without torch
+        GatherIndex,
+        deterministic_gather,
     )
 
-    return take_rows(values_S, Taken.of(sequence_T, len(values_S)))
+    return deterministic_gather(values_S, GatherIndex.of(sequence_T, len(values_S)))
 
 
 def sums_to_come(values_T: Tensor, sequence_T: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ def pack_first_fit_decreasing(
 
     Returns:
         Micro-batches in order of opening; every index of `lengths` exactly once.
-
-    Raises:
-        ValueError: a sequence alone exceeds `max_tokens`.
     """
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if longest_first and lengths[longest_first[0]] > max_tokens:

@@ -1,6 +1,5 @@
-"""What an algorithm is: what it is given of a batch, and what it must say about it.
+"""What an algorithm is given of a batch, and what it returns: advantages, losses and metrics.
 
-It refuses to know how log-probabilities are computed, how ranks add up and where metrics are shown.
 Letters: T trained tokens of a micro-batch, S its sequences, N trained tokens of a minibatch, B
 trajectories of a step.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +93,7 @@ class LossInputs:
     policy_version: int = 0
     """Version of the policy before the step."""
     minibatch_bound: float | None = None
-    """What `Algorithm.minibatch_bound` found of the whole minibatch; None if it is not needed."""
+    """What `ComposedAlgorithm.minibatch_bound` returned; None if it is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +115,13 @@ class Metric:
             return self.total**2 / ((self.weight or 1.0) * self.squares or 1.0)
         return self.total / (self.weight or 1.0)
 
-    def of_nothing(self) -> Metric:
-        """Return what changes no metric of this kind that it is added to."""
+    def neutral(self) -> Metric:
+        """Return the metric that leaves others of its kind as they are when it is added."""
         if self.weight is None:
             return self
         return Metric(0.0, 0.0, None if self.squares is None else 0.0)
 
     def add(self, other: Metric) -> Metric:
-        """Return the metric of both parts together."""
         if self.weight is None or other.weight is None:
             return Metric(max(self.total, other.total), None)
         squares = None
@@ -133,7 +131,6 @@ class Metric:
 
 
 def mean(values_T: Tensor) -> Metric:
-    """Return the mean over tokens as a metric."""
     return Metric(float(values_T.detach().sum()), float(values_T.numel()))
 
 
@@ -150,7 +147,6 @@ def effective_sample_fraction(weights_T: Tensor) -> Metric:
 
 
 def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics of two parts together, by name."""
     added = {
         name: metric.add(first[name]) if name in first else metric
         for name, metric in second.items()
@@ -181,61 +177,3 @@ class MinibatchSize:
 
 TokenLoss = Callable[[LossInputs], PolicyLoss]
 """What a training step minimises. It must take inputs without a token, of a rank without work."""
-
-
-class Algorithm(Protocol):
-    """One way to turn scored trajectories into a gradient: a recipe's settings and their parts."""
-
-    @property
-    def name(self) -> str:
-        """What recipes call it."""
-
-    @property
-    def num_minibatches(self) -> int:
-        """Optimizer updates in a step."""
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss reads `entropy_T`, whose gradient costs a copy of the logits."""
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether the loss reads `proximal_logprobs_T`, which cost a forward pass."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether loss or advantages need a reference policy, which costs a pass."""
-
-    @property
-    def needs_kl(self) -> bool:
-        """Whether the advantages read `kl_N`, and so the loss no `reference_logprobs_T`."""
-
-    def kl(self, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-        """Return the estimated KL divergence of a policy from the reference at each token."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether advantages are of values, which cost a model of their own."""
-
-    @property
-    def needs_minibatch_bound(self) -> bool:
-        """Whether the loss reads `minibatch_bound`, which costs a forward pass."""
-
-    def keeps_group(self, rewards: Sequence[float]) -> bool:
-        """Return whether a group of these rewards is trained; one that is not is discarded."""
-
-    def advantages(self, inputs: AdvantageInputs) -> Sequence[Advantage]:
-        """Return each trajectory's advantage."""
-
-    def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
-        """Return what the loss needs to know of a minibatch before its update.
-
-        Args:
-            log_ratio_N: of the N tokens of all ranks, to the policies that sampled them.
-        """
-
-    def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """Return each token's loss."""
-
-    def aggregate(self, losses_T: Tensor, sequence_T: Tensor, of: MinibatchSize) -> Tensor:
-        """Return what these tokens add to the minibatch's loss, a scalar."""

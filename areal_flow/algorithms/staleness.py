@@ -31,7 +31,6 @@ class StalenessCount:
 
 
 def fresh_enough(version: int, *, policy_version: int, max_staleness: int) -> bool:
-    """Return whether a token sampled by `version` may train `policy_version`."""
     return policy_version - version <= max_staleness
 
 

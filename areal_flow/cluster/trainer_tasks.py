@@ -48,7 +48,7 @@ def begin_from_directory(directory: Path) -> tuple[PolicyHashes, str]:
     if 0 in list_checkpoints(rank.layout.checkpoints):
         return rank.restore(0), numeric_environment(rank.recipe, rank.replicas)
     rank.load_pretrained(directory)
-    return rank.genesis()
+    return rank.stage_initial_policy()
 
 
 def take_snapshot(weights_hash: str, next_submission_index: int) -> bool:

@@ -17,11 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def with_context_length(recipe: Recipe, model: Path) -> tuple[Recipe, str]:
-    """Return the recipe with `generation.max_model_len`, and what set it if it was left open.
-
-    Raises:
-        ConfigError: the recipe's other lengths do not fit into that.
-    """
+    """Return the recipe with `generation.max_model_len`, and what set it if it was left open."""
     if recipe.generation.max_model_len:
         return recipe, ""
     from transformers import AutoConfig  # slow, and only where a recipe leaves this open

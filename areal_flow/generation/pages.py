@@ -1,9 +1,9 @@
 """Says which sequence holds which pages of a fixed memory, and how much of each has been computed.
 
 A prompt's whole pages are shared by the members of its group; what follows them is each member's
-own. A page is free again when nobody holds it.
+own. A page is free again when no sequence holds it.
 
-The module refuses to know what a page contains: no torch, no threads.
+The module does not know what a page contains: no torch, no threads.
 
 Letters: S slots, W pages of the longest sequence.
 """
@@ -31,11 +31,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Hold so many free pages.
-
-        Raises:
-            EngineError: there are fewer; nothing is taken.
-        """
+        """Hold so many free pages."""
         if count > len(self._free):
             raise EngineError(f"expected {count} free pages, found {len(self._free)}")
         pages = [heapq.heappop(self._free) for _ in range(count)]
@@ -43,12 +39,10 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold pages once more."""
         for page in pages:
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Hold pages once less."""
         for page in pages:
             self._holders[page] -= 1
             assert self._holders[page] >= 0, "a page was given back twice"
@@ -91,7 +85,6 @@ class PageTables:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
         return self._pool.num_free
 
     def open_prompt(self, num_tokens: int) -> PromptPages | None:
@@ -137,7 +130,6 @@ class PageTables:
         return True
 
     def release(self, slot: int) -> None:
-        """Give back what a slot holds."""
         held = self.slots.pop(slot)
         self._pool.give_back(self.tables_SW[slot, : held.num_pages].tolist())
 

@@ -142,7 +142,6 @@ class GenerationSettings(Settings):
         return self
 
     def num_pages(self, page_tokens: int) -> int:
-        """Return how many pages of so many tokens a generator keeps."""
         longest = (
             -(-self.max_model_len // page_tokens) + 1
         )  # its prompt may end in a page of its own

@@ -48,11 +48,7 @@ def choose_engine(settings: GenerationSettings) -> EngineChoice:
 
 
 def require_engine(name: str) -> None:
-    """Refuse a name that no engine has, without importing any.
-
-    Raises:
-        ConfigError: listing the names.
-    """
+    """Refuse a name that no engine has, without importing any."""
     if name not in (AUTO, *ENGINES):
         names = ", ".join([AUTO, *ENGINES])
         raise ConfigError(f"generation.engine = {name!r}: expected one of {names}")
@@ -62,9 +58,6 @@ def require_installed(settings: GenerationSettings) -> None:
     """Refuse an engine that lacks what it needs on this machine, or what the recipe asks of it.
 
     Nothing of an engine is imported.
-
-    Raises:
-        ConfigError: saying what to install, or which setting to change.
     """
     name, reason = choose_engine(settings)
     if name == "vllm":
@@ -78,20 +71,11 @@ def require_installed(settings: GenerationSettings) -> None:
 
 
 def require_served(settings: GenerationSettings, model: Path) -> None:
-    """Refuse a model directory that the engine cannot serve, by its configuration alone.
-
-    Raises:
-        ConfigError: saying what the engine expects of it.
-    """
+    """Refuse a model directory that the engine cannot serve, by its configuration alone."""
     if choose_engine(settings).name == "vllm":
         require_vllm_serves(model, settings)
 
 
 def engine_factory(name: str) -> EngineFactory:
-    """Import and return the factory of the engine of this name.
-
-    Raises:
-        ConfigError: there is no such engine, or what it needs is not installed.
-    """
     require_engine(name)
     return import_function(ENGINES[name], setting="generation.engine", error=ConfigError)

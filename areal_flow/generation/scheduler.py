@@ -1,6 +1,6 @@
 """Decides which completion decodes in which slot, and keeps what each of them has so far.
 
-It refuses to know how tokens are sampled: no torch, no threads.
+It does not know how tokens are sampled: no torch, no threads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class SampledSequence:
         return np.concatenate(parts, dtype=np.int64)
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Take the next token."""
         if self.request.on_token:
             self.request.on_token(self.index, token)
         self.tokens.append(token)
@@ -69,7 +68,6 @@ class SampledSequence:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        """Return what was sampled, once it has ended."""
         assert self.finish_reason is not None
         spans = tuple(VersionSpan(version, length) for version, length in self.spans)
         tokens, logprobs = np.array(self.tokens), np.array(self.logprobs)
@@ -81,11 +79,6 @@ def _anywhere(slot: int, member: SampledSequence) -> bool:
 
 
 def require_room(request: GroupRequest, max_model_len: int) -> None:
-    """Refuse a request whose longest completion would not fit an engine's context.
-
-    Raises:
-        EngineError: saying how many tokens there are, and what to change.
-    """
     num_prompt, num_new = len(request.prompt_tokens), request.sampling.max_new_tokens
     if num_prompt + num_new > max_model_len:
         raise EngineError(
@@ -101,7 +94,6 @@ class SlotScheduler:
     """
 
     def __init__(self, max_num_seqs: int, tokenizer: Tokenizer | None = None) -> None:
-        """Take the number of slots, and what makes text of tokens, for stop strings."""
         self._tokenizer = tokenizer
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._waiting: deque[SampledSequence] = deque()
@@ -111,12 +103,6 @@ class SlotScheduler:
         """By slot."""
 
     def add(self, request: GroupRequest) -> None:
-        """Queue all members of a group.
-
-        Raises:
-            EngineError: the prompt is empty, a request of this id is running, or there are stop
-                strings and no tokenizer.
-        """
         if not len(request.prompt_tokens):
             raise EngineError(f"request {request.request_id} has an empty prompt")
         if request.request_id in self._groups:
@@ -168,7 +154,6 @@ class SlotScheduler:
         return [(i, [m.completion() for m in self._groups.pop(i)]) for i in complete]
 
     def cancel(self, request_id: str) -> None:
-        """Drop a group's waiting members and free its slots."""
         self._groups.pop(request_id, None)
         self._waiting = deque(m for m in self._waiting if m.request.request_id != request_id)
         for slot, member in list(self.running.items()):

@@ -6,10 +6,10 @@ tokens; its whole pages are shared. When pages run out, the sequence that came l
 and is prefilled again later, with the tokens that it has.
 
 New weights interrupt between two tokens: nothing counts as computed any more, so that the same
-chunks prefill prefixes with the new weights, and sampling goes on where it stood.
+chunks prefill prefixes with the new weights, and then sampling continues.
 
-`TorchEngine` refuses to know where weights come from and what completions are for; one thread
-drives it. `start_torch_engine` is what the registry names.
+`TorchEngine` does not know where weights come from or what completions are for; one thread drives
+it. `start_torch_engine` is what the registry names.
 
 Letters: S sequences, N chunks, V vocabulary.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,36 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_flow.generation.pages import PageTables, PromptPages, SlotPages
+from areal_flow.generation.pages import PageTables, PromptPages
+from areal_flow.generation.prefill import CPU_TOKENS_A_PASS, PrefillPlan
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.sampling import adjust_logits, sample, uniforms
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler, require_room
 from areal_flow.generation.threaded_engine import ThreadedEngine
 from areal_flow.models.directory import tokenizer_of
-from areal_flow.models.paged_prefill import Chunk, Pages, page_tokens_for
-from areal_flow.models.policy import (
-    assign_tensors,
-    decode,
-    empty_policy,
-    fill_pages,
-    paged_cache,
-    prefill,
-)
+from areal_flow.models.paged_decode import decode
+from areal_flow.models.paged_prefill import fill_pages, page_tokens_for, paged_cache, prefill
+from areal_flow.models.policy import assign_tensors, empty_policy
 from areal_flow.types import Completion, GroupRequest
 from areal_flow.weights.channel import WeightsReader
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-PREFILL_TOKENS_A_STEP = 8192
-"""So many tokens of prompts and prefixes delay the next token of those that decode, at most."""
-
-
-PREFILL_TOKENS_A_PASS = 2048
-"""More in one pass on a CPU is a fifth slower: activations no longer fit its caches."""
-
-_Planned = tuple[Chunk, PromptPages | SlotPages]
-"""A chunk, and the prompt or the slot that it is a part of."""
 
 
 class TorchEngine:
@@ -73,7 +58,6 @@ class TorchEngine:
         self.policy = policy
         self.settings = settings
         self.version = version
-        self.prefill_tokens_a_step = PREFILL_TOKENS_A_STEP
         self._alone = settings.batch_invariant
         page_tokens = page_tokens_for(settings.max_model_len)
         num_pages = settings.num_pages(page_tokens)
@@ -85,12 +69,16 @@ class TorchEngine:
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
         )
+        self.prefill = PrefillPlan(
+            self._scheduler.running,
+            self._pages,
+            tokens_a_pass=CPU_TOKENS_A_PASS if policy.device.type == "cpu" else math.inf,
+            alone=self._alone,
+        )
         self._prompts: dict[str, PromptPages] = {}
         """Of groups with members that have not started."""
         self._prompt_logits: dict[PromptPages, Tensor] = {}
         """What follows each of them, `[V]`, once it is computed."""
-        self._lacking: dict[int, None] = {}
-        """Slots with a prompt or a prefix that is not computed yet, in the order of their turn."""
         self._oldest_versions = [version] * settings.max_num_seqs
         """Of the keys and values of each slot: what its next token counts as sampled by."""
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
@@ -137,7 +125,7 @@ class TorchEngine:
 
     def _release(self, slot: int) -> None:
         self._pages.release(slot)
-        self._lacking.pop(slot, None)
+        self.prefill.lacking.pop(slot, None)
 
     def _place(self, slot: int, member: SampledSequence) -> bool:
         """Take pages for a member that would have this slot; return whether there are enough."""
@@ -150,7 +138,7 @@ class TorchEngine:
             has_pages = self._pending is None and self._place_new(slot, member.request)
         if has_pages:
             self._oldest_versions[slot] = self.version
-            self._lacking[slot] = None
+            self.prefill.lacking[slot] = None
         return has_pages
 
     def _place_new(self, slot: int, request: GroupRequest) -> bool:
@@ -166,7 +154,7 @@ class TorchEngine:
 
     def _prefill(self) -> None:
         """Compute what prompts and prefixes lack, as far as the budget of a step goes."""
-        for planned in self._passes(self._plan_chunks()):
+        for planned in self.prefill.passes():
             chunks = [chunk for chunk, _ in planned]
             prompts = {
                 row: part
@@ -178,61 +166,6 @@ class TorchEngine:
                 continue
             logits_NV = prefill(self.policy, self._cache, chunks)
             self._prompt_logits |= {prompt: logits_NV[row] for row, prompt in prompts.items()}
-
-    def _passes(self, planned: Iterable[_Planned]) -> Iterator[list[_Planned]]:
-        """Yield chunks that are computed together: on CPU as many as caches are good for."""
-        most = PREFILL_TOKENS_A_PASS if self.policy.device.type == "cpu" else math.inf
-        together: list[_Planned] = []
-        num_tokens = 0
-        for each in planned:
-            num_tokens += len(each[0].tokens)
-            if together and (self._alone or num_tokens > most):
-                yield together
-                together, num_tokens = [], len(each[0].tokens)
-            together.append(each)
-        if together:
-            yield together
-
-    def _plan_chunks(self) -> Iterator[_Planned]:
-        """Yield chunks, prompts' before members' own, and count them as computed."""
-        left = self.prefill_tokens_a_step
-        for slot in list(self._lacking):
-            member = self._scheduler.running[slot]
-            for part, pages, needed, sharing in self._parts(slot, member):
-                end = min(needed, part.num_computed + left)
-                if part.num_computed < end:
-                    tokens = member.prefix(part.num_computed, end)
-                    copies = [self._pages.tables_SW[other] for other in sharing]
-                    yield Chunk(tokens, part.num_computed, pages, copies), part
-                    left -= 0 if self._alone else len(tokens)
-                    part.num_computed = end
-                    for other in sharing:
-                        self._pages.slots[other].num_computed = end
-                if part.num_computed < needed:
-                    break
-            else:
-                del self._lacking[slot]
-
-    def _parts(
-        self, slot: int, member: SampledSequence
-    ) -> Iterator[tuple[PromptPages | SlotPages, Pages, int, Sequence[int]]]:
-        """Yield what holds a member's prefix, its pages, how far it must be computed, and the other
-        slots that it is computed for as well."""
-        held, pages = self._pages.slots[slot], self._pages.tables_SW[slot]
-        if held.prompt is not None:
-            prompt = held.prompt
-            needed = prompt.num_shared if member.tokens else prompt.num_tokens
-            yield prompt, np.array(prompt.pages), needed, ()
-            if held.num_computed < prompt.num_tokens and not self._alone:
-                sharing = [other for other in self._lacking if self._begins_alike(other, slot)]
-                yield held, pages, prompt.num_tokens, sharing
-        yield held, pages, member.num_cached, ()
-
-    def _begins_alike(self, other: int, slot: int) -> bool:
-        """Return whether another slot lacks as much of the end of the same prompt."""
-        held, of_other = self._pages.slots[slot], self._pages.slots[other]
-        lacking = (held.prompt, held.num_computed)
-        return other != slot and (of_other.prompt, of_other.num_computed) == lacking
 
     def _start_members(self) -> bool:
         """Sample the first tokens of members whose prompt is computed; return whether one has."""
@@ -280,7 +213,7 @@ class TorchEngine:
     def _slots_to_decode(self) -> list[int]:
         """Return the slots whose prefix is computed, each with a page for its next token."""
         running = self._scheduler.running
-        ready = [slot for slot in running if slot not in self._lacking]
+        ready = [slot for slot in running if slot not in self.prefill.lacking]
         for slot in ready:
             while slot in running and not self._pages.reach(slot, running[slot].num_cached):
                 if not self._close_idle_prompts():
@@ -302,7 +235,7 @@ class TorchEngine:
             tokens_S[row], positions_S[row] = running[slot].tokens[-1], running[slot].num_cached
         tables_SW[rows] = self._pages.tables_SW[slots]
         logits_SV = decode(
-            self.policy, self._cache, tokens_S, positions_S, tables_SW, as_it_lies=not self._alone
+            self.policy, self._cache, tokens_S, positions_S, tables_SW, share_pages=not self._alone
         )
         self._sample(logits_SV[slots] if self._alone else logits_SV, slots)
 
@@ -344,7 +277,7 @@ class TorchEngine:
         if self.settings.interruption == "interrupt":
             started = [slot for slot, member in running.items() if member.tokens]
             self._pages.forget_computed(started)
-            self._lacking |= dict.fromkeys(started)
+            self.prefill.lacking |= dict.fromkeys(started)
         for slot, member in running.items():
             if self.settings.interruption == "interrupt" or not member.tokens:
                 self._oldest_versions[slot] = self.version
@@ -353,7 +286,6 @@ class TorchEngine:
 async def start_torch_engine(
     model: Path, settings: GenerationSettings, reader: WeightsReader
 ) -> ThreadedEngine:
-    """Start an engine in this process; see `EngineFactory`."""
     return ThreadedEngine(await asyncio.to_thread(_load_core, model, settings, reader))
 
 

@@ -5,7 +5,7 @@ one row. Sampling has layouts of its own in `paged_prefill` and `paged_decode`. 
 for more than scaled, causal, windowed and soft-capped attention is refused, because to ignore what
 it asks for would change its numbers.
 
-The module refuses to know what the tokens mean, which policy runs, or whether gradients flow.
+The module does not depend on what tokens mean, which policy runs, or whether gradients flow.
 
 Letters: N rows or sequences, T packed tokens, L padded length, Q queries of a row, H heads,
 K key-value heads, D head dimension.
@@ -53,7 +53,7 @@ class AttentionRule:
 
 
 class AttentionLayout(Protocol):
-    """Decides which keys and values each query of a layer meets."""
+    """Decides which keys and values each query of a layer attends to."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
@@ -87,9 +87,6 @@ def attend_by_layout(
     """Hand one layer's attention to the layout that came with the forward call.
 
     Attention dropout is left out: a policy's numbers must not depend on anything but its tokens.
-
-    Raises:
-        ModelError: the model asks for something that no layout does.
     """
     if layout is None:
         raise ModelError(

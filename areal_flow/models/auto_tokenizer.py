@@ -44,20 +44,12 @@ def auto_tokenizer(directory: Path) -> Tokenizer:
 
     Tokens that it adds beyond the model's embedding are left out: a Qwen2 that has no
     `<|endoftext|>` gets one.
-
-    Raises:
-        ModelError: it makes none, or none that is fast.
     """
     return _backend_of(_loaded(directory), directory)
 
 
 def write_tokenizer(source: Path, target: Path) -> None:
-    """Write what `AutoTokenizer` makes of a model as the tokenizer.json of a copy of its files.
-
-    Raises:
-        ModelError: it makes none, makes another one of the copy, or renders the chat template
-            otherwise than this project does.
-    """
+    """Write what `AutoTokenizer` makes of a model as the tokenizer.json of a copy of its files."""
     loaded = _loaded(source)
     _compare_chat_template(loaded, source)
     tokenizer, file = _backend_of(loaded, source), target / "tokenizer.json"
@@ -73,13 +65,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
 
 
 def warn_of_other_tokens(source: Path, target: Path, texts: Sequence[str]) -> None:
-    """Warn where a model's own tokenizer.json makes other tokens than `AutoTokenizer` does of it.
-
-    Args:
-        source: the model's directory.
-        target: what `write_tokenizer` wrote.
-        texts: the first of them are tokenised in both ways.
-    """
+    """Warn where a model's own tokenizer.json makes other tokens than `AutoTokenizer`."""
     compared = texts[:NUM_COMPARED]
     own, used = (
         [tokenizer_of(directory).encode(text).tokens for text in compared]
@@ -135,7 +121,6 @@ def _backend_of(loaded: Any, directory: Path) -> Tokenizer:
 
 
 def _compare_chat_template(loaded: Any, directory: Path) -> None:
-    """Refuse a chat template that is rendered otherwise than `apply_chat_template` renders it."""
     template = chat_template_of(directory)
     if template is None:
         return

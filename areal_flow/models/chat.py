@@ -43,14 +43,7 @@ class ChatTemplate:
         return replace(self, source=self.tool_use, tool_use="") if self.tool_use else self
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
-        """Return the conversation up to where the policy's answer begins.
-
-        Args:
-            tools: that the policy is told of.
-
-        Raises:
-            ValueError: the template refuses these messages, or is wrong.
-        """
+        """Return the conversation up to where the policy's answer begins."""
         if tools and self.tool_use:
             return self._with_tools.render(messages, tools=tools)
         from areal_flow.models.huggingface import render_jinja_template
@@ -72,15 +65,12 @@ class ChatTemplate:
         return str(rendered)
 
     def next_turn(self, content: str, *, ended_by: str, role: str = "user") -> str:
-        """Return what stands between an answer and the next one when somebody else says something.
+        """Return the text between an answer and the next one when somebody else says something.
 
         Args:
             content: of the message.
             role: whose message it is: the user's or a tool's.
             ended_by: the text of the token that ended the answer, which is not repeated.
-
-        Raises:
-            ValueError: the template shows earlier answers otherwise than they were given.
         """
         messages = (_said("user", "?"), _said("assistant", _ANSWER), _said(role, content))
         template = self._with_tools if role == "tool" else self
@@ -94,7 +84,7 @@ class ChatTemplate:
         ended_by: str,
         tools: Sequence[Tool] = (),
     ) -> str:
-        """Return what stands between an answer and the next one.
+        """Return the text between an answer and the next one.
 
         Args:
             messages: with the answer at `at`, which is not read.
@@ -102,9 +92,6 @@ class ChatTemplate:
             ended_by: the text of the token that ended the answer, which is not repeated; empty if
                 none did.
             tools: that the policy is told of.
-
-        Raises:
-            ValueError: the template shows earlier answers otherwise than they were given.
         """
         if rewrites := (self._with_tools if tools else self)._rewrites:
             raise ValueError(rewrites)
@@ -114,14 +101,7 @@ class ChatTemplate:
         return following if before.strip() else rest
 
     def answer(self, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return the last message as the policy would say it, and what stands after it.
-
-        Args:
-            messages: the last is the assistant's.
-
-        Raises:
-            ValueError: the template shows it otherwise than it was given.
-        """
+        """Return the last message as the policy would say it, and the text after it."""
         before, content = self.render(messages[:-1]), messages[-1]["content"].strip()
         _, _, after = self.render([*messages[:-1], _said("assistant", _ANSWER)]).partition(_ANSWER)
         shown = self.render(messages)
@@ -151,11 +131,7 @@ class ChatTemplate:
 
     @cached_property
     def call_start(self) -> str:
-        """What stands before the JSON of a tool's call, such as `<tool_call>`.
-
-        Raises:
-            ValueError: the template shows no tools, or no calls as JSON with name and arguments.
-        """
+        """The text before the JSON of a tool's call, such as `<tool_call>`."""
         if self.tool_use:
             return self._with_tools.call_start
         first = self.render([_said("user", "?")])
@@ -173,11 +149,7 @@ class ChatTemplate:
         return start.strip()
 
     def calls_in(self, answer: str) -> list[tuple[str, str]]:
-        """Return name and input of each call in an answer; both are empty for one that is no JSON.
-
-        Raises:
-            ValueError: as `call_start`.
-        """
+        """Return name and input of each call in an answer; both are empty where it is not JSON."""
         start = self.call_start
         if not start:
             return [_json_call(answer.strip())] if answer.lstrip().startswith("{") else []

@@ -29,11 +29,6 @@ _NOT_COPIED = ("model.safetensors.index.json", "state.json")
 
 
 def resolve_model(name: str) -> Path:
-    """Return the directory of a model: a local one, or a snapshot of a hub repository.
-
-    Raises:
-        ModelError: there is no such directory and the hub does not have it.
-    """
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory
@@ -52,12 +47,6 @@ def resolve_model(name: str) -> Path:
 
 
 def check_model_directory(directory: Path) -> None:
-    """Refuse a directory that cannot be trained.
-
-    Raises:
-        ModelError: naming the file that is missing and how to make it, or what in the tokenizer,
-            the stop tokens or the chat template does not fit the model.
-    """
     needed = {
         "config.json": ": save the model with save_pretrained",
         "tokenizer.json": ": save a fast tokenizer beside the model with save_pretrained",
@@ -72,13 +61,11 @@ def check_model_directory(directory: Path) -> None:
 
 
 def vocab_size_of(directory: Path) -> int | None:
-    """Return how many tokens the model's embedding has, if config.json says so."""
     found: int | None = _read_json(directory / "config.json").get("vocab_size")
     return found
 
 
 def _check_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Refuse tokens that the model's embedding does not have."""
     try:
         tokens = tokenizer_of(directory).get_vocab()
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -98,14 +85,13 @@ def _check_vocabulary(directory: Path, vocab_size: int) -> None:
 
 
 def _check_chat_template(directory: Path) -> None:
-    """Refuse a chat template that does not render one user's message."""
     template = chat_template_of(directory)
     if template is None:
         return
     try:
         template.render([{"role": "user", "content": "1 + 1 ="}])
     except ValueError as error:
-        raise ModelError(f"{directory}: {error}. Mend or remove it") from error
+        raise ModelError(f"{directory}: {error}. Fix or delete it") from error
 
 
 def chat_template_of(directory: Path) -> ChatTemplate | None:
@@ -130,7 +116,6 @@ def chat_template_of(directory: Path) -> ChatTemplate | None:
 
 
 def copy_model_description(source: Path, target: Path) -> None:
-    """Copy configuration and tokenizer, without weights."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
         for file in source.glob(pattern):
@@ -141,11 +126,6 @@ def copy_model_description(source: Path, target: Path) -> None:
 
 
 def tokenizer_of(directory: Path) -> Tokenizer:
-    """Return the directory's fast tokenizer.
-
-    Raises:
-        ModelError: its file is missing or damaged.
-    """
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
@@ -186,11 +166,7 @@ def texts_of(tokenizer: Tokenizer, sequences: Sequence[Tokens]) -> list[str]:
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, else of config.json.
-
-    Raises:
-        ModelError: neither names one, so that a completion could never stop.
-    """
+    """Return the end-of-sequence ids of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(directory / name).get("eos_token_id")
         if found is not None:
@@ -199,11 +175,7 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check_stop_tokens(directory: Path, token_ids: Sequence[int]) -> None:
-    """Refuse tokens that are to end completions and that the tokenizer does not have.
-
-    Raises:
-        ModelError: naming the first.
-    """
+    """Refuse tokens that are to end completions and that the tokenizer does not have."""
     tokenizer = tokenizer_of(directory)
     for token in token_ids:
         if tokenizer.id_to_token(token) is None:

@@ -37,9 +37,6 @@ class TensorHash:
         """Yield tensors, each of which a thread adds while the caller uses it.
 
         Small ones are added before they are yielded, which is sooner done than handed over.
-
-        Args:
-            tensors: as `add` takes them.
         """
         before = None
         for name, tensor in tensors:
@@ -54,7 +51,6 @@ class TensorHash:
             before.result()
 
     def hexdigest(self) -> str:
-        """Return the hash of what was added: 32 hexadecimal digits."""
         return self._digest.hexdigest()
 
 
@@ -68,14 +64,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_files(*paths: Path, without: Collection[str] = ()) -> str:
-    """Return `hash_tensors` of safetensors files, of which one tensor at a time is in memory.
-
-    Args:
-        without: names that do not count.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be read.
-    """
+    """Return `hash_tensors` of safetensors files, of which one tensor at a time is in memory."""
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]
         holders = {name: file for file in files for name in {*file.keys()} - {*without}}

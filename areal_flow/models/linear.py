@@ -52,7 +52,6 @@ def onednn_is_faster() -> bool:
 
 
 def _maker() -> str:
-    """Return what a processor calls its maker; nothing where no file says it."""
     described = Path("/proc/cpuinfo")
     if not described.is_file():
         return ""

@@ -22,14 +22,7 @@ _NAME = "default"
 
 
 def add_adapter(policy: Any, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen.
-
-    Args:
-        seed: of A's first values; those of B are 0.
-
-    Raises:
-        ConfigError: the policy has no such matrices.
-    """
+    """Put an adapter into a policy, in place: it computes what it did, and the rest is frozen."""
     import torch.distributed.tensor  # which `peft` reads, and does not import
     from peft import inject_adapter_in_model
 
@@ -54,7 +47,6 @@ def stored_name(name: str) -> str:
 
 
 def split_adapter(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a policy's own tensors and its adapter's, by stored name."""
     adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     return {name: tensors[name] for name in tensors if name not in adapter}, adapter
 
@@ -71,7 +63,6 @@ def merged(policy: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def without_adapter(policy: Any) -> Iterator[None]:
-    """Have a policy compute what it would without its adapter."""
     layers = _layers(policy).values()
     for layer in layers:
         layer.enable_adapters(False)

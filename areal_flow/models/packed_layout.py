@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_flow.algorithms.taken_rows import Taken, take_rows
+from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.models.attention import AttentionRule, attend_causally
 
 FREE_SCORES = 2**20
@@ -26,10 +26,6 @@ def group_by_length(lengths: Sequence[int], *, padding: float = 0.05) -> list[li
 
     Longest first; a group takes the next row while the scores of padding are at most `padding` of
     its real ones, or `FREE_SCORES`.
-
-    Args:
-        lengths: tokens of each row.
-        padding: scores of padding that a group may have, as a share of its real ones.
 
     Returns:
         The indices of each group's rows; in their own order if all are one group.
@@ -103,7 +99,7 @@ class Unfolding:
 
     shapes: Sequence[tuple[int, int]]
     """`(N, L)` of each group of sequences."""
-    gather: Taken
+    gather: GatherIndex
     """Of each padded token of all groups, its place in the row; padding has the first one's, and
     gives no gradient."""
     scatter_T: Tensor
@@ -129,11 +125,11 @@ class Unfolding:
         first_T = np.searchsorted(gather_R[owners_O], np.arange(gather_R.max() + 1))
         arrays = (owners_O[first_T], gather_R, owners_O, first_T)
         scatter_T, *gather = (torch.from_numpy(array).to(device) for array in arrays)
-        return cls(shapes, Taken(*gather), scatter_T)
+        return cls(shapes, GatherIndex(*gather), scatter_T)
 
     def rows_of(self, packed: Tensor) -> list[Tensor]:
         """Return the rows `[N, H, L, D]` of each group, of a packed row `[1, H, T, D]`."""
-        rows_RHD = take_rows(packed[0].transpose(0, 1), self.gather)
+        rows_RHD = deterministic_gather(packed[0].transpose(0, 1), self.gather)
         parts = torch.split(rows_RHD, [rows * length for rows, length in self.shapes])
         return [
             part.view(*shape, *part.shape[1:]).transpose(1, 2)

@@ -11,6 +11,7 @@ dimension, C columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,26 @@ from torch.nn.functional import embedding_bag
 
 from areal_flow.models.attention import AttentionRule
 from areal_flow.models.paged_prefill import PagedCache, Pages
+from areal_flow.models.policy import run_policy
 
 _MIN_FILL = 0.5
 """Below this share of pages in use, those in use are copied together before they are multiplied."""
+
+
+def decode(
+    policy: Any,
+    cache: PagedCache,
+    tokens_S: NDArray[np.int64],
+    positions_S: NDArray[np.int64],
+    tables_SW: Pages,
+    *,
+    share_pages: bool = True,
+) -> Tensor:
+    """Write one token to every row's pages and return the logits `[S, V]` after it."""
+    positions_S1 = torch.from_numpy(positions_S).to(policy.device)[:, None]
+    input_ids_S1 = torch.from_numpy(tokens_S).to(policy.device)[:, None]
+    layout = PagedDecodeLayout(cache, tables_SW, positions_S, share_pages=share_pages)
+    return run_policy(policy, input_ids_S1, positions_S1, layout, 1)[:, 0]
 
 
 class PagedDecodeLayout:
@@ -34,7 +52,7 @@ class PagedDecodeLayout:
         tables_SW: Pages,
         positions_S: NDArray[np.int64],
         *,
-        as_it_lies: bool = True,
+        share_pages: bool = True,
     ) -> None:
         """Find what each row reads.
 
@@ -42,7 +60,7 @@ class PagedDecodeLayout:
             cache: of the policy.
             tables_SW: pages of each row, in its order.
             positions_S: where each row's new token goes.
-            as_it_lies: whether pages may be read where they are and once for all rows that share
+            share_pages: whether pages may be read where they are and once for all rows that share
                 them. Without, a row's sums do not depend on which other rows there are.
         """
         self.cache = cache
@@ -54,8 +72,8 @@ class PagedDecodeLayout:
         rows_R, ordinals_R = held_SW.nonzero()
         pages_R = tables_SW[:, : held_SW.shape[1]][held_SW]
         ends_R = positions_S[rows_R] + 1 - ordinals_R * cache.page_tokens
-        if as_it_lies:
-            self._parts, place_R = _where_they_lie(pages_R, rows_R, ends_R)
+        if share_pages:
+            self._parts, place_R = _shared_products(pages_R, rows_R, ends_R)
         else:
             place_R = np.arange(len(pages_R))
             self._parts = [_Part(pages_R, rows_R[:, None], ends_R[:, None])]
@@ -109,7 +127,7 @@ class _Part:
     ends_PM: NDArray[np.int64]
 
 
-def _where_they_lie(
+def _shared_products(
     pages_R: Pages, rows_R: NDArray[np.int64], ends_R: NDArray[np.int64]
 ) -> tuple[list[_Part], NDArray[np.int64]]:
     """Return the products that read each page once, and each pair's place in their results."""

@@ -1,7 +1,7 @@
 """Keys and values in pages of a fixed memory, and attention of new chunks to their sequences.
 
-A sequence's pages lie anywhere, and sequences may share some. The module refuses to know which
-sequence holds which page; see `areal_flow.generation.pages`.
+A sequence's pages lie anywhere, and sequences may share some. Which sequence holds which page is
+decided in `areal_flow.generation.pages`.
 
 Letters: N chunks, T packed tokens, U places that they are written to, Q padded chunk length,
 L padded length, P pages, W pages of the longest sequence, H heads, K key-value heads, D head
@@ -11,7 +11,9 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_flow.models.attention import AttentionRule, KeyValues, attend_where_visible
+from areal_flow.models.policy import run_policy
 
 
 def page_tokens_for(max_model_len: int) -> int:
@@ -45,7 +48,6 @@ class PagedCache:
     def __init__(
         self, like: KeyValues, *, num_pages: int, page_tokens: int, device: torch.device
     ) -> None:
-        """Allocate for the layers, heads and types of any pass of the same policy."""
         self.page_tokens = page_tokens
         self.layers = {
             layer: [t.new_zeros((num_pages, t.shape[1], page_tokens, t.shape[3])) for t in pair]
@@ -54,7 +56,6 @@ class PagedCache:
         self.device = device
 
     def copy_page(self, source: int, targets: list[int], num_tokens: int) -> None:
-        """Give each target page the first tokens of a source."""
         for pair in self.layers.values():
             for pages in pair:
                 pages[targets, :, :num_tokens] = pages[source, :, :num_tokens]
@@ -77,8 +78,36 @@ class Chunk:
         return self.start + len(self.tokens)
 
 
-class PagesAreFilled(Exception):
-    """Ends a pass of which nobody needs what comes after its last keys and values."""
+def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
+    one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
+    like = KeyValues()
+    run_policy(policy, one_11, one_11, like, 1)
+    return PagedCache(like, num_pages=num_pages, page_tokens=page_tokens, device=policy.device)
+
+
+def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
+    """Write chunks of sequences to their pages, in one pass.
+
+    Returns:
+        The logits `[N, V]` after the last token of each chunk.
+    """
+    return _prefill(policy, chunks, ChunkLayout(cache, chunks))
+
+
+def fill_pages(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+    """As `prefill`, without the logits, and so without most of the last layer."""
+    with suppress(_PagesAreFilled):
+        _prefill(policy, chunks, ChunkLayout(cache, chunks, needs_logits=False))
+
+
+def _prefill(policy: Any, chunks: Sequence[Chunk], layout: ChunkLayout) -> Tensor:
+    packed_T = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks]))
+    input_ids_1T = packed_T.to(policy.device)[None, :]
+    return run_policy(policy, input_ids_1T, layout.position_ids, layout, layout.last_N)[0]
+
+
+class _PagesAreFilled(Exception):
+    """Ends a pass after its last keys and values."""
 
 
 class ChunkLayout:
@@ -94,10 +123,8 @@ class ChunkLayout:
         """Find where each token's keys and values go.
 
         Args:
-            cache: of the policy.
-            chunks: of sequences that need not be each other's company.
             needs_logits: whether the pass goes on after its last keys and values are written;
-                without, that raises `PagesAreFilled`.
+                without, that raises `_PagesAreFilled`.
         """
         self.cache = cache
         self._ends_after = None if needs_logits else max(cache.layers)
@@ -148,7 +175,7 @@ class ChunkLayout:
         for cached, new in zip(self.cache.layers[layer], (key, value), strict=True):
             cached[self._page_U, :, self._offset_U] = new[0].transpose(0, 1)[self._from_U]
         if layer == self._ends_after:
-            raise PagesAreFilled
+            raise _PagesAreFilled
         packed_THD = query[0].transpose(0, 1)
         attended_THD = value.new_empty((*packed_THD.shape[:2], value.shape[-1]))
         for batch in self._batches:
@@ -174,7 +201,6 @@ class _ChunkBatch:
     real: Tensor
 
     def unpaged(self, pages: Tensor) -> Tensor:
-        """Return `[N, K, L, D]` of the chunks' sequences."""
         gathered = pages.index_select(0, self.pages_NW.flatten())
         by_chunk = gathered.view(*self.pages_NW.shape, *gathered.shape[1:])
         return by_chunk.transpose(1, 2).flatten(2, 3)

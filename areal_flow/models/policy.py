@@ -1,38 +1,29 @@
-"""Loads policies, runs them over packed rows and paged sequences, and names their weights.
+"""Loads policies, runs them over packed rows, and names their weights.
 
 Real checkpoints and the tiny ones made here take the same path: `AutoModelForCausalLM`, safetensors
 only, no remote code, our attention function. Logits come from a policy's own forward alone, so that
 logit scaling and final soft-caps stay in.
 
-Letters: N chunks, S sequences that decode, W pages of the longest, T packed tokens, M chosen
-positions, H hidden size, V vocabulary.
+Letters: T packed tokens, M chosen positions, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from areal_flow.algorithms.taken_rows import Taken, take_rows
+from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 from areal_flow.config import LoraSettings
 from areal_flow.errors import ModelError, WeightsError
-from areal_flow.models.attention import (
-    ATTENTION_NAME,
-    AttentionLayout,
-    KeyValues,
-    RowLayout,
-)
+from areal_flow.models.attention import ATTENTION_NAME, AttentionLayout, RowLayout
 from areal_flow.models.huggingface import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,8 +33,6 @@ from areal_flow.models.huggingface import (
 )
 from areal_flow.models.linear import swap_linear_layers
 from areal_flow.models.lora import add_adapter, merged, stored_name
-from areal_flow.models.paged_decode import PagedDecodeLayout
-from areal_flow.models.paged_prefill import Chunk, ChunkLayout, PagedCache, Pages, PagesAreFilled
 from areal_flow.recovery.checkpoints import ADAPTER_FILE, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,9 +45,6 @@ def load_policy(
 
     Any stored type becomes `dtype`: a trainer's master weights are float32. The adapter of a
     checkpoint that has one is merged.
-
-    Raises:
-        ModelError: the directory has no usable configuration, or lacks weights.
     """
     if (Path(directory) / ADAPTER_FILE).is_file():
         return _load_merged(Path(directory), dtype=dtype, device=device)
@@ -102,7 +88,7 @@ def load_model(
             f"{directory} lacks {len(missing)} of the model's tensors, which would be drawn at "
             f"random: {', '.join(missing[:4])}. Save the whole model with save_pretrained"
         )
-    return ready(policy, device)
+    return disable_dropout_and_move(policy, device)
 
 
 def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> Any:
@@ -121,31 +107,17 @@ def _load_merged(directory: Path, *, dtype: str, device: torch.device | str) -> 
 
 
 def check_adapter(directory: Path, settings: LoraSettings) -> None:
-    """Refuse an adapter of matrices that a model does not have.
-
-    Raises:
-        ConfigError: naming them.
-    """
     with torch.device("meta"):
         add_adapter(empty_policy(directory, device="meta"), settings)
 
 
 def read_weight_files(directory: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by name, as they lie there: an adapter beside what it adapts.
-
-    Raises:
-        OSError, SafetensorError: a file cannot be read.
-    """
+    """Return a checkpoint's weights by name as stored: an adapter beside what it adapts."""
     files = [load_file(file) for file in weight_files(directory)]
     return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def read_lora_settings(directory: Path) -> LoraSettings:
-    """Return the settings of a checkpoint's adapter, which its file names.
-
-    Raises:
-        OSError, SafetensorError, ValueError: it cannot be read.
-    """
     with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
         return LoraSettings.model_validate_json((file.metadata() or {}).get("lora", ""))
 
@@ -161,14 +133,13 @@ def empty_policy(
 def policy_from_config(
     config: Any, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> Any:
-    """Build a configuration's architecture with random weights, in evaluation mode."""
     policy = AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
     )
-    return ready(policy, device)
+    return disable_dropout_and_move(policy, device)
 
 
-def ready(policy: Any, device: torch.device | str) -> Any:
+def disable_dropout_and_move(policy: Any, device: torch.device | str) -> Any:
     """Switch off for good what is random: a step's numbers must be those of its tokens, replayed.
 
     In evaluation mode, in which policies are trained too: in training mode mixtures of experts may
@@ -194,7 +165,6 @@ def recompute_layers(policy: Any) -> None:
 
 
 def layers_of(policy: Any) -> list[Any]:
-    """Return a policy's layers, in their order."""
     return [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
@@ -209,14 +179,8 @@ def fill_buffers(policy: Any) -> None:
 
 
 def logits_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
-    """Return the logits `[M, V]` of a packed row at some of its positions.
-
-    Args:
-        input_ids_1T: packed tokens.
-        layout: where the row's sequences begin.
-        positions_M: indices into the row.
-    """
-    return _logits(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
+    """Return the logits `[M, V]` of a packed row at some of its positions."""
+    return run_policy(policy, input_ids_1T, layout.position_ids, layout, positions_M)[0]
 
 
 def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M: Tensor) -> Tensor:
@@ -228,7 +192,7 @@ def hidden_at(policy: Any, input_ids_1T: Tensor, layout: RowLayout, positions_M:
         layout=layout,
     ).last_hidden_state
     hidden_TH: Tensor = hidden_1TH[0]
-    return take_rows(hidden_TH, Taken.of(positions_M, len(hidden_TH)))
+    return deterministic_gather(hidden_TH, GatherIndex.of(positions_M, len(hidden_TH)))
 
 
 def logits_of(policy: Any, hidden_MH: Tensor) -> Tensor:
@@ -253,67 +217,14 @@ class _KnownHidden(BaseModelOutputWithPast):
         """Return nothing for what mixtures of experts report besides."""
 
 
-def paged_cache(policy: Any, *, num_pages: int, page_tokens: int) -> PagedCache:
-    """Allocate pages for keys and values of a policy, at its type and on its device."""
-    one_11 = torch.zeros((1, 1), dtype=torch.int64, device=policy.device)
-    like = KeyValues()
-    _logits(policy, one_11, one_11, like, 1)
-    return PagedCache(like, num_pages=num_pages, page_tokens=page_tokens, device=policy.device)
-
-
-def prefill(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> Tensor:
-    """Write chunks of sequences to their pages, in one pass.
-
-    Returns:
-        The logits `[N, V]` after the last token of each chunk.
-    """
-    return _prefill(policy, chunks, ChunkLayout(cache, chunks))
-
-
-def fill_pages(policy: Any, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
-    """Do as `prefill`, but for the logits, and so without most of the last layer."""
-    with suppress(PagesAreFilled):
-        _prefill(policy, chunks, ChunkLayout(cache, chunks, needs_logits=False))
-
-
-def _prefill(policy: Any, chunks: Sequence[Chunk], layout: ChunkLayout) -> Tensor:
-    packed_T = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks]))
-    input_ids_1T = packed_T.to(policy.device)[None, :]
-    return _logits(policy, input_ids_1T, layout.position_ids, layout, layout.last_N)[0]
-
-
-def decode(
-    policy: Any,
-    cache: PagedCache,
-    tokens_S: NDArray[np.int64],
-    positions_S: NDArray[np.int64],
-    tables_SW: Pages,
-    *,
-    as_it_lies: bool = True,
-) -> Tensor:
-    """Write one token to every row's pages and return the logits `[S, V]` after it.
-
-    Args:
-        policy: whose keys and values the cache holds.
-        cache: written at `positions_S`.
-        tokens_S: one token a row.
-        positions_S: each token's position in its sequence.
-        tables_SW: pages of each row, with room for its token.
-        as_it_lies: see `PagedDecodeLayout`.
-    """
-    positions_S1 = torch.from_numpy(positions_S).to(policy.device)[:, None]
-    input_ids_S1 = torch.from_numpy(tokens_S).to(policy.device)[:, None]
-    layout = PagedDecodeLayout(cache, tables_SW, positions_S, as_it_lies=as_it_lies)
-    return _logits(policy, input_ids_S1, positions_S1, layout, 1)[:, 0]
-
-
-def _logits(
+def run_policy(
     policy: Any,
     input_ids: Tensor,
     position_ids: Tensor,
     layout: AttentionLayout,
     kept: Tensor | int,
 ) -> Tensor:
+    """Return a policy's logits at the positions that are kept: some of a row, or the last ones."""
     logits: Tensor = policy(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -337,18 +248,13 @@ def policy_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """Do as `policy_tensors`, of the plain policy that computes what this one does."""
+    """As `policy_tensors`, with an adapter merged into the matrices that it adapts."""
     return merged(policy, policy_tensors(policy))
 
 
 @torch.no_grad()
 def assign_tensors(policy: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the policy, in place.
-
-    Raises:
-        WeightsError: names or shapes are not this policy's; the policy may be half changed and
-            must not be used.
-    """
+    """Copy named tensors into the policy, in place; after an error it must not be used."""
     expected = policy_tensors(policy)
     if expected.keys() != tensors.keys():
         odd = sorted(expected.keys() ^ tensors.keys())

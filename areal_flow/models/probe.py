@@ -27,14 +27,12 @@ from torch import Tensor
 from areal_flow.errors import ModelError
 from areal_flow.models.huggingface import AutoConfig, AutoModelForCausalLM, revert_weight_conversion
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.models.paged_prefill import Chunk
+from areal_flow.models.paged_decode import decode
+from areal_flow.models.paged_prefill import Chunk, paged_cache, prefill
 from areal_flow.models.policy import (
-    decode,
     load_policy,
     logits_at,
-    paged_cache,
     policy_from_config,
-    prefill,
 )
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -56,16 +54,7 @@ _WEIGHT_GAIN = 3.0
 
 
 def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
-    """Refuse a model that engine and trainer would not compute as its own forward does.
-
-    Args:
-        directory: a Hugging Face model directory.
-        max_model_len: tokens of the longest sequence that the run may make; 0: not known.
-
-    Raises:
-        ModelError: naming the architecture and what is not supported, what differs (which pass,
-            by how much), or which tensors the directory lacks.
-    """
+    """Refuse a model that engine and trainer would not compute as its own forward does."""
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -75,11 +64,6 @@ def probe_policy(directory: Path, *, max_model_len: int = 0) -> None:
 
 
 def probe_config(config: Any, *, max_model_len: int) -> None:
-    """Check a configuration, and compare the passes of its small copy; see the module.
-
-    Raises:
-        ModelError: naming the architecture, the pass, and what differs or is not supported.
-    """
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     try:
         _check_config(config, max_model_len)
@@ -205,9 +189,6 @@ def check_weights(directory: Path, config: Any) -> None:
 
     Names and shapes in the files' headers answer for a model that is stored as the installed
     transformers would store it. Any other (an old one, or a base model's) is loaded to know.
-
-    Raises:
-        ModelError: naming the tensors that are missing.
     """
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)

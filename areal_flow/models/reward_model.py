@@ -16,21 +16,14 @@ from torch import Tensor
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.models.attention import ATTENTION_NAME, RowLayout
 from areal_flow.models.huggingface import AutoConfig, AutoModelForSequenceClassification
-from areal_flow.models.policy import hidden_at, load_model, ready
+from areal_flow.models.policy import disable_dropout_and_move, hidden_at, load_model
 
 SCORE = "score"
 """The layer that makes a score of a hidden state; a policy has none."""
 
 
 def describe_reward_model(directory: Path, *, pad_token_id: int) -> None:
-    """Make the configuration in a directory that of a reward model over the same layers.
-
-    Args:
-        pad_token_id: for a configuration that has none; scoring several texts at once needs one.
-
-    Raises:
-        ModelError: `transformers` has no such model for this architecture.
-    """
+    """Make the configuration in a directory that of a reward model over the same layers."""
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, num_labels=1)
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
@@ -57,9 +50,6 @@ def load_reward_model(
     Args:
         directory: of a policy, or of a reward model; without weights, all are drawn.
         description: the directory of the reward model's configuration.
-
-    Raises:
-        ModelError: the directory lacks weights of the layers.
     """
     config = AutoConfig.from_pretrained(str(description), local_files_only=True)
     kind = AutoModelForSequenceClassification
@@ -67,15 +57,11 @@ def load_reward_model(
         drawn = frozenset({f"{SCORE}.weight"})
         return load_model(kind, directory, device=device, drawn=drawn, config=config)
     model = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    return ready(model, device)
+    return disable_dropout_and_move(model, device)
 
 
 def critic_of(policy: Any) -> Any:
-    """Return a model that scores, with a copy of a policy's layers; its scores are 0.
-
-    Raises:
-        ConfigError: `transformers` has no such model for this architecture.
-    """
+    """Return a model that scores, with a copy of a policy's layers; its scores are 0."""
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     config.pad_token_id = config.pad_token_id or 0
@@ -91,11 +77,10 @@ def critic_of(policy: Any) -> Any:
         ) from error
     layers.load_state_dict(policy.get_decoder().state_dict())
     torch.nn.init.zeros_(model.score.weight)
-    return ready(model, policy.device)
+    return disable_dropout_and_move(model, policy.device)
 
 
 def is_reward_model(model: Any) -> bool:
-    """Return whether a model scores instead of predicting tokens: by what it was made as."""
     return type(model).__name__.endswith("ForSequenceClassification")
 
 

@@ -54,7 +54,6 @@ class PolicyAdamW(torch.optim.AdamW):
         )
 
     def update(self, *, learning_rate: float) -> None:
-        """Update the parameters by their gradients."""
         for group in self.param_groups:
             group["lr"] = learning_rate
         self.step()

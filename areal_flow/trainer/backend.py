@@ -1,6 +1,6 @@
 """What a training step and a trainer rank need of whatever holds a policy and its optimizer.
 
-It refuses to know how many copies or shards of the policy there are.
+It does not depend on how many copies or shards of the policy there are.
 """
 
 from __future__ import annotations
@@ -8,80 +8,29 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.protocol import Advantage, Algorithm, Metric, MinibatchSize, TokenLoss
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
 from areal_flow.import_path import import_function
 from areal_flow.models.linear import onednn_is_faster
+from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter
-
-if TYPE_CHECKING:
-    from areal_flow.trainer.critic import Critic
 
 BACKENDS = {
     "replicated": "areal_flow.trainer.replicated:ReplicatedBackend",
     "fsdp": "areal_flow.trainer.sharded:ShardedBackend",
 }
 """By the name that recipes use. The next one is a file, a line here and its tests."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What a step needs beside the policy and the sequences."""
-
-    algorithm: Algorithm
-    temperature: float
-    seed: int
-    num_ranks: int = 1
-    """Among which a minibatch is dealt."""
-    context_ranks: int = 1
-    """Processes that are one such rank together: they share the tokens of its micro-batches."""
-    loss: TokenLoss | None = None
-    """Minimised instead of the algorithm's own."""
-    packs_groups: bool = False
-    """Whether a group's sequences lie side by side in one micro-batch, for a loss of them all."""
-
-    @property
-    def token_loss(self) -> TokenLoss:
-        return self.loss or self.algorithm.loss
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether the loss reads proximal log-probabilities, as one that is not known may."""
-        return self.loss is not None or self.algorithm.needs_proximal
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """What one optimizer update computes."""
-
-    micro_batches: Mapping[int, Sequence[MicroBatch]]
-    """By rank, of the ranks that this process computes."""
-    size: MinibatchSize
-    learning_rate: float
-    policy_version: int = 0
-    """Of the policy before the step."""
-
-
-@dataclass(slots=True)
-class UpdateNumbers:
-    """What updates found, each of a minibatch: of one, or of all of a step but the skipped ones."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    advantages: list[Advantage] = field(default_factory=list, compare=False)
-    """Of a step, one a trajectory; arrays cannot be compared as the rest is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +57,9 @@ class TrainerBackend(Protocol):
     """Whether each rank holds a part of the tensors: what reads them is then for all ranks."""
     critic: Critic | None
     """What predicts values, for an algorithm that needs it."""
+    has_reference: bool
+    """Whether a policy was given to `hold_reference`. With an adapter none is needed: the reference
+    is then the policy without it."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, without gradient."""
@@ -115,22 +67,13 @@ class TrainerBackend(Protocol):
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         """Return the same of one micro-batch under the reference policy."""
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
         """Make one optimizer update; all ranks make the same.
 
         Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
 
         Raises:
             TrainerLost: another rank left meanwhile. Nothing may be computed any more.
-        """
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether there is a policy for losses that need the log-probabilities of a fixed one.
-
-        With an adapter there always is: the policy without it.
         """
 
     def hold_reference(self, policy: Any) -> None:

@@ -64,25 +64,15 @@ class Snapshot:
 
 
 def write_checkpoint(root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer) -> Path:
-    """Write a checkpoint aside, force it to disk, rename it into place.
-
-    Raises:
-        RunError: another driver took over.
-        StorageError: the disk refused; older checkpoints are intact.
-    """
     write_part(root, snapshot, writer)
     return complete_checkpoint(root, model_directory, snapshot, writer)
 
 
 def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
-    """Write aside what this process has of a checkpoint, which may be all of it.
-
-    Raises:
-        StorageError: the disk refused; older checkpoints are intact.
-    """
+    """Write aside what this process has of a checkpoint, which may be all of it."""
     partial = _partial(root, snapshot, writer)
     saved = snapshot.saved
-    with _refusals_told(root, snapshot):
+    with _storage_errors(root, snapshot):
         partial.mkdir(parents=True, exist_ok=True)
         if isinstance(saved, SavedRows):
             write_rows(partial / MODEL_FILE, saved.weights, metadata={"format": "pt"})
@@ -102,14 +92,9 @@ def write_part(root: Path, snapshot: Snapshot, writer: Writer) -> None:
 def complete_checkpoint(
     root: Path, model_directory: Path, snapshot: Snapshot, writer: Writer
 ) -> Path:
-    """Rename a checkpoint into place of which every process has written its part.
-
-    Raises:
-        RunError: another driver took over.
-        StorageError: the disk refused, or a part is missing; older checkpoints are intact.
-    """
+    """Rename a checkpoint into place of which every process has written its part."""
     partial, target = _partial(root, snapshot, writer), _target(root, snapshot)
-    with _refusals_told(root, snapshot):
+    with _storage_errors(root, snapshot):
         without_weights = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(model_directory, partial, dirs_exist_ok=True, ignore=without_weights)
         description = replace(
@@ -153,7 +138,7 @@ def _partial(root: Path, snapshot: Snapshot, writer: Writer) -> Path:
 
 
 @contextmanager
-def _refusals_told(root: Path, snapshot: Snapshot) -> Iterator[None]:
+def _storage_errors(root: Path, snapshot: Snapshot) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -164,11 +149,6 @@ def _refusals_told(root: Path, snapshot: Snapshot) -> Iterator[None]:
 
 
 def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
-    """Load a checkpoint into a trainer's backend and check both hashes.
-
-    Raises:
-        TrainingError: the files are unreadable or not what was written.
-    """
     if backend.is_sharded:
         return _read_rows(path, cast("LoadsRows", backend))
     description, optimizer = _read(path, lambda path: load_file(path / OPTIMIZER_FILE))
@@ -181,7 +161,7 @@ def read_checkpoint(path: Path, backend: TrainerBackend) -> CheckpointState:
 
 
 def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
-    """Do as `read_checkpoint`; a rank has one tensor at a time, and of most its own rows alone."""
+    """As `read_checkpoint`; a rank holds one tensor at a time, and of most its own rows alone."""
 
     def hashes(path: Path) -> tuple[str, str]:
         optimizer_hash = hash_files(path / OPTIMIZER_FILE, without={RNG_STATE})
@@ -196,11 +176,6 @@ def _read_rows(path: Path, backend: LoadsRows) -> CheckpointState:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's weights by name, their hash checked.
-
-    Raises:
-        TrainingError: the files are unreadable or not what was written.
-    """
     description, weights = _read(path, read_weight_files)
     _refuse_unless(hash_tensors(weights) == description.weights_hash, path)
     return weights

@@ -1,10 +1,14 @@
 """Passes over micro-batches whose tokens several ranks share: context parallelism.
 
+DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): all layers work on a rank's own tokens, and for
+attention the ranks exchange slices of all heads for whole rows of some.
+
 A rank computes what is asked of its own tokens. What comes out for each trained token is exchanged,
 so that every rank of the group has all of it, and a loss sees whole sequences. The gradient of a
 rank goes through its own tokens alone: added over ranks, it is the whole one, once.
 
-Letters: M trained tokens of a micro-batch, T tokens of its row.
+Letters: M trained tokens of a micro-batch, T tokens of its row (a multiple of P), P ranks, t tokens
+of a rank's slice, H heads, K key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from torch.nn.functional import pad
 
 from areal_flow.config import TrainerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.models.context_parallel import ContextLayout
+from areal_flow.models.attention import AttentionRule
 from areal_flow.models.packed_layout import PackedLayout
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.passes import RunOn
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
@@ -32,7 +36,6 @@ class ContextParallel:
     """A `RunOn` for functions of a micro-batch, whose result has one entry a trained token."""
 
     def __init__(self, run: RunOn, group: Any) -> None:
-        """Take what runs functions of the policy, and torch's group of ranks that share rows."""
         self._run = run
         self._group = group
 
@@ -52,7 +55,7 @@ class ContextParallel:
             trained_M=micro.trained_M[own_M] - layout.slice.start,
             targets_M=micro.targets_M[own_M],
         )
-        with losses_noticed():
+        with raise_trainer_lost():
             found = self._run(function, own, **keywords)
             if isinstance(found, Tensor):
                 return self._whole(found, own_M)
@@ -69,6 +72,68 @@ class ContextParallel:
         return whole_M
 
 
+class ContextLayout:
+    """An `AttentionLayout` of one rank's slice of a packed row."""
+
+    def __init__(self, row: PackedLayout, group: Any) -> None:
+        self._row = row
+        self.places = row.places
+        self._group = group
+        self.slice = own_slice(row.position_ids.shape[1], group)
+        self.position_ids = row.position_ids[:, self.slice]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        num_ranks = self._group.size()
+        repeats = max(1, num_ranks // key.shape[1])
+        keys, values = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        query, key, value = (self._some_heads(each[0]) for each in (query, keys, values))
+        return self._own_tokens(self._row.attend(layer, query, key, value, rule)[0])
+
+    def _some_heads(self, slice_HtD: Tensor) -> Tensor:
+        """Return `[1, H / P, T, D]` of all tokens, for a slice `[H, t, D]` of all heads."""
+        length, width = slice_HtD.shape[1:]
+        parts = slice_HtD.reshape(self._group.size(), -1, length, width)
+        received = exchange(parts, self._group)
+        return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
+
+    def _own_tokens(self, some_THD: Tensor) -> Tensor:
+        """Return `[1, t, H, D]` of all heads, for all tokens `[T, H / P, D]` of some heads."""
+        num_heads, width = some_THD.shape[1:]
+        parts = some_THD.reshape(self._group.size(), -1, num_heads, width)
+        received = exchange(parts, self._group)
+        return received.transpose(0, 1).reshape(1, parts.shape[1], -1, width)
+
+
+def own_slice(num_tokens: int, group: Any) -> slice:
+    length = num_tokens // group.size()
+    return slice(group.rank() * length, (group.rank() + 1) * length)
+
+
+def exchange(parts: Tensor, group: Any) -> Tensor:
+    """Give part p of `[P, ...]` to rank p; return what the ranks have for this one."""
+    received: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Its gradient is the same exchange, back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return exchange(gradient, ctx.group), None
+
+
 def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) -> RunOn:
     """Return what runs functions of a policy for all ranks that share a row, if any do."""
     num_ranks = settings.parallel.context_ranks
@@ -78,11 +143,7 @@ def over_ranks(run: RunOn, settings: TrainerSettings, replicas: ReplicaGroup) ->
 
 
 def check_heads(policy: Any, num_ranks: int) -> None:
-    """Refuse a policy whose heads do not split among the ranks that share a row.
-
-    Raises:
-        ConfigError: naming the numbers.
-    """
+    """Refuse a policy whose heads do not split among the ranks that share a row."""
     config = policy.config.get_text_config()
     heads = config.num_attention_heads
     key_values = getattr(config, "num_key_value_heads", None) or heads
@@ -95,7 +156,6 @@ def check_heads(policy: Any, num_ranks: int) -> None:
 
 
 def _padding(num_tokens: int, num_padding: int) -> list[NDArray[np.int64]]:
-    """Return the places of a sequence of padding, if there is any."""
     return [np.arange(num_tokens, num_tokens + num_padding)] if num_padding else []
 
 

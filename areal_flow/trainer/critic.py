@@ -20,16 +20,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
-from areal_flow.algorithms.protocol import AdvantageInputs, LossInputs, Metric, PolicyLoss
+from areal_flow.algorithms.protocol import AdvantageInputs, Metric, MinibatchSize, PolicyLoss
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
 from areal_flow.models.reward_model import critic_of, scores_at
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, by_trajectory, run_on
-from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
+from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import CRITIC_SKIPPED_UPDATES
 
 PREFIX = "critic."
@@ -40,7 +39,6 @@ class Critic:
     """The model of values, in training form, and its optimizer."""
 
     def __init__(self, policy: Any, settings: TrainerSettings, algorithm: ActorCriticPPO) -> None:
-        """Begin with the policy's layers, and values of 0."""
         self._policy = policy
         self._algorithm = algorithm
         self._settings = settings.model_copy(
@@ -49,7 +47,6 @@ class Critic:
         self.begin()
 
     def begin(self) -> None:
-        """Take the layers that the policy has now, and a fresh optimizer."""
         self.model = critic_of(self._policy)
         if self._settings.activations == "recompute":
             recompute_layers(self.model)
@@ -61,16 +58,12 @@ class Critic:
         self,
         sequences: Sequence[TrainingSequence],
         planned: Sequence[Sequence[Sequence[int]]],
-        replicas: ReplicaGroup,
+        settings: StepSettings,
     ) -> Tensor:
-        """Return the value before every completion token, float64 `[B, L]`, on every rank.
-
-        Args:
-            planned: the indices of the sequences of each rank's micro-batches.
-        """
+        """Return the value before every completion token, float64 `[B, L]`, on every rank."""
         whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
         device = self._settings.device
-        found = by_trajectory(self._values_of, whole, planned, replicas, device=device)
+        found = by_trajectory(self._values_of, whole, planned, settings, device=device)
         return pad_sequence(found, batch_first=True)
 
     @torch.no_grad()
@@ -79,20 +72,22 @@ class Critic:
             return _values(self.model, micro)
 
     def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
+        self,
+        micro_batches: Mapping[int, Sequence[MicroBatch]],
+        size: MinibatchSize,
+        settings: StepSettings,
     ) -> dict[str, Metric]:
-        """Make one update; of one whose loss or gradient is not finite, nothing changes.
+        """Make one update; where its loss or gradient is not finite, nothing changes.
 
         Args:
-            minibatch: of sequences as `sequences_with_targets` makes them.
+            micro_batches: by rank, of sequences as `sequences_with_targets` makes them.
         """
+        minibatch = Minibatch(micro_batches, size, self._settings.learning_rate, settings)
         numbers = update_whole(
             self._optimizer,
-            lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank, settings),
-            minibatch.micro_batches,
-            replicas,
+            lambda rank: self._passes.backward_of(self._value_loss, minibatch, rank),
+            minibatch,
             max_grad_norm=self._settings.max_grad_norm,
-            learning_rate=self._settings.learning_rate,
             name="critic's update",
         )
         return {**numbers.metrics, CRITIC_SKIPPED_UPDATES: Metric(float(not numbers.losses), 1.0)}
@@ -131,17 +126,8 @@ class Critic:
     def _value_loss(self, micro: MicroBatch) -> PolicyLoss:
         with self._passes.autocast():
             values_M = _values(self.model, micro)
-        nothing_M = torch.zeros_like(values_M)
-        return self._algorithm.value_loss(
-            LossInputs(
-                logprobs_T=values_M,
-                proximal_logprobs_T=nothing_M,
-                behavior_logprobs_T=micro.behavior_logprobs_M,
-                advantages_T=micro.advantages_M,
-                sequence_T=micro.sequence_M,
-                versions_T=micro.versions_M,
-            )
-        )
+        # The columns of `sequences_with_targets`: old values and targets.
+        return self._algorithm.value_loss(values_M, micro.behavior_logprobs_M, micro.advantages_M)
 
     def named_state(self) -> dict[str, Tensor]:
         """Return weights and the optimizer's state, by names that begin with `PREFIX`."""
@@ -150,11 +136,7 @@ class Critic:
         return weights | {f"{PREFIX}optimizer.{n}": t for n, t in state.items()}
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `named_state` returned; from nothing, begin with the policy's layers.
-
-        Raises:
-            WeightsError: it is of another critic.
-        """
+        """Continue from what `named_state` returned; without it, from the policy's layers."""
         weights = _under(f"{PREFIX}weights.", tensors)
         if not weights:
             self.begin()
@@ -164,7 +146,6 @@ class Critic:
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:
-    """Return the values `[M]` before the tokens of a micro-batch."""
     return scores_at(model, micro.input_ids_1T, micro.layout, micro.predicting_M)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from areal_flow.algorithms.protocol import Algorithm
+from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.models.linear import linear
 from areal_flow.models.policy import DTYPES
 from areal_flow.trainer.sequences import TrainingSequence, row_tokens
@@ -78,7 +78,7 @@ class PolicyShape:
         self,
         sequences: Sequence[TrainingSequence],
         plan: Sequence[MinibatchPlan],
-        algorithm: Algorithm,
+        algorithm: ComposedAlgorithm,
     ) -> float:
         """Return the operations of a step: each pass forward, and twice as much backward.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import isfinite
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import UpdateNumbers
 from areal_flow.trainer.passes import RankNumbers, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -21,34 +21,27 @@ logger = logging.getLogger(__name__)
 def update_whole(
     optimizer: PolicyAdamW,
     backward: Callable[[int], RankNumbers],
-    ranks: Iterable[int],
-    replicas: ReplicaGroup,
+    minibatch: Minibatch,
     *,
     max_grad_norm: float,
-    learning_rate: float,
     name: str,
 ) -> UpdateNumbers:
     """Update a model that each rank holds whole by all ranks' gradients.
 
     Where the loss or the gradient is not finite, nothing changes, and there are no numbers.
-
-    Args:
-        backward: adds a rank's gradients to those of the parameters.
-        ranks: those that this process computes.
-        name: what the log calls the update.
     """
-    told, gradients = {}, {}
-    for rank in ranks:
+    numbers, gradients, replicas = {}, {}, minibatch.settings.group
+    for rank in minibatch.micro_batches:
         optimizer.zero_grad(set_to_none=True)
-        told[rank] = backward(rank)
+        numbers[rank] = backward(rank)
         gradients[rank] = [parameter.grad for parameter in optimizer.trainable]
-    loss, metrics = add_numbers(told, replicas)
+    loss, metrics = add_numbers(numbers, replicas)
     add_gradients(optimizer.trainable, gradients, replicas)
     grad_norm = float(torch.nn.utils.clip_grad_norm_(optimizer.trainable, max_grad_norm))
     if not (isfinite(loss) and isfinite(grad_norm)):
         logger.warning("%s skipped: loss %s, gradient norm %s", name, loss, grad_norm)
         return UpdateNumbers()
-    optimizer.update(learning_rate=learning_rate)
+    optimizer.update(learning_rate=minibatch.learning_rate)
     return UpdateNumbers([loss], [grad_norm], metrics)
 
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import Advantage, LossInputs, PolicyLoss, TokenLoss
 from areal_flow.algorithms.staleness import fresh_enough
-from areal_flow.trainer.backend import StepSettings, TrainerBackend
+from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.sequences import MicroBatches, TrainingSequence
 from areal_flow.trainer.step import plan_micro_batches
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import StepRequest
 
 
@@ -59,7 +60,6 @@ class InspectedTrajectory:
 
     @property
     def importance_weights(self) -> tuple[float, ...]:
-        """Return w = pi_prox / pi_behav of each token."""
         log_weights = np.subtract(self.proximal_logprobs, self.behavior_logprobs)
         return tuple(np.exp(log_weights).tolist())
 
@@ -74,7 +74,6 @@ class InspectedTrajectory:
 
     @property
     def mean_difference(self) -> float:
-        """Return the mean size of the differences, whatever their signs."""
         return sum(map(abs, self.differences)) / max(1, len(self.differences))
 
 
@@ -96,7 +95,6 @@ class ClipWatch:
 def completion_logprobs(
     backend: TrainerBackend, sequences: Sequence[TrainingSequence], *, temperature: float
 ) -> list[tuple[float, ...]]:
-    """Return the log-probability of every completion token under the policy, by sequence."""
     whole = [replace(s, trained=np.ones_like(s.trained)) for s in sequences]
     packed = pack_first_fit_decreasing(
         [sequence.num_tokens for sequence in whole],
@@ -155,40 +153,36 @@ def inspect_trajectories(
     replayed: Sequence[TrajectoryOutcome],
     changed: Sequence[TrajectoryOutcome] | None,
 ) -> tuple[InspectedTrajectory, ...]:
-    """Put together what a step was asked for and what it made, of each trajectory.
-
-    Args:
-        sequences: of the step, in the order of the request.
-        proximal_logprobs: under the policy before the step, one a completion token.
-    """
-    bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
+    """Put together what a step was asked for and what it made, of each trajectory."""
     changes: Sequence[TrajectoryOutcome | None] = changed or [None] * len(sequences)
     together = zip(
         request.trajectory_ids, sequences, proximal_logprobs, replayed, changes, strict=True
     )
-    return tuple(
-        InspectedTrajectory(
-            trajectory_id=identifier,
-            reward=sequence.reward,
-            tokens=tuple(sequence.output_tokens.tolist()),
-            versions=tuple(
-                version for version, length in sequence.version_spans for _ in range(length)
-            ),
-            too_old=tuple(
-                not fresh_enough(version, **bound)
-                for version, length in sequence.version_spans
-                for _ in range(length)
-            ),
-            staleness_max=max(
-                (request.policy_version - span.version for span in sequence.version_spans),
-                default=0,
-            ),
-            behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
-            proximal_logprobs=proximal,
-            replayed=outcome,
-            changed=change,
-        )
-        for identifier, sequence, proximal, outcome, change in together
+    return tuple(_inspected(request, *each) for each in together)
+
+
+def _inspected(
+    request: StepRequest,
+    identifier: str,
+    sequence: TrainingSequence,
+    proximal_logprobs: tuple[float, ...],
+    replayed: TrajectoryOutcome,
+    changed: TrajectoryOutcome | None,
+) -> InspectedTrajectory:
+    bound = {"policy_version": request.policy_version, "max_staleness": request.max_staleness}
+    spans = sequence.version_spans
+    versions = tuple(version for version, length in spans for _ in range(length))
+    return InspectedTrajectory(
+        trajectory_id=identifier,
+        reward=sequence.reward,
+        tokens=tuple(sequence.output_tokens.tolist()),
+        versions=versions,
+        too_old=tuple(not fresh_enough(version, **bound) for version in versions),
+        staleness_max=max((request.policy_version - span.version for span in spans), default=0),
+        behavior_logprobs=tuple(sequence.behavior_logprobs.tolist()),
+        proximal_logprobs=proximal_logprobs,
+        replayed=replayed,
+        changed=changed,
     )
 
 

@@ -25,15 +25,7 @@ _subgroups: list[Any] = []
 def connect_ranks(
     store: Any, device_type: str, *, rank: int, num_ranks: int, host: str, timeout_s: float
 ) -> None:
-    """Form the group, once all ranks are there.
-
-    Args:
-        store: torch's, by which they find each other; nobody else uses it.
-        device_type: of the tensors that are shared.
-
-    Raises:
-        TrainerLost: one did not come, or left.
-    """
+    """Form the group, once all ranks are there."""
     from torch import distributed
 
     def connect(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
@@ -43,7 +35,7 @@ def connect_ranks(
     leave_ranks()
     if _BACKEND.upper() not in dir(distributed.Backend):
         distributed.Backend.register_backend(_BACKEND, connect, devices=["cpu"])
-    with losses_noticed():
+    with raise_trainer_lost():
         distributed.init_process_group(
             f"cpu:{_BACKEND},cuda:nccl" if device_type == "cuda" else _BACKEND,
             store=store,
@@ -54,10 +46,9 @@ def connect_ranks(
 
 
 def mesh_of_ranks(device_type: str, num_ranks: int) -> Any:
-    """Return a one-dimensional mesh of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with losses_noticed():
+    with raise_trainer_lost():
         return init_device_mesh(device_type, (num_ranks,))
 
 
@@ -65,19 +56,15 @@ def consecutive_ranks(num_ranks: int) -> Any:
     """Return the group of so many consecutive ranks that this one is in; all ranks ask for one."""
     from torch import distributed
 
-    with losses_noticed():
+    with raise_trainer_lost():
         own, _ = distributed.new_subgroups(num_ranks)  # type: ignore[no-untyped-call]
     _subgroups.append(own)
     return own
 
 
 @contextmanager
-def losses_noticed() -> Iterator[None]:
-    """Have a rank that left within torch's own exchanges noticed as what it is.
-
-    Raises:
-        TrainerLost: one left.
-    """
+def raise_trainer_lost() -> Iterator[None]:
+    """Raise `TrainerLost` where torch raises that another rank left."""
     from torch import distributed
 
     try:

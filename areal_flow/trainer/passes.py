@@ -1,6 +1,6 @@
 """Forward and backward passes of one rank over its micro-batches, and how ranks add their numbers.
 
-It refuses to know what holds the policy, how gradients of ranks are added, and what an update is.
+It does not depend on what holds the policy, how gradients of ranks are added, or what an update is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.functional import pad
 from areal_flow.algorithms.protocol import LossInputs, Metric, PolicyLoss, add_metrics, mean
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import DTYPES
-from areal_flow.trainer.backend import Minibatch, StepSettings
 from areal_flow.trainer.head import token_logprobs, token_logprobs_and_entropies
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
+from areal_flow.trainer.updates import Minibatch, StepSettings
 
 
 class RunOn(Protocol):
@@ -32,7 +32,7 @@ class RunOn(Protocol):
 
 
 def run_on(policy: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Do as `RunOn`, of a policy that needs nothing around a pass."""
+    """A `RunOn`, once the policy is bound, that does nothing around a pass."""
     return function(policy, *arguments, **keywords)
 
 
@@ -53,11 +53,9 @@ class Passes:
         self.reference = reference
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return the log-probabilities `[M]` of a micro-batch's trained tokens."""
         return self._logprobs_under(self._policy, micro, temperature)
 
     def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
-        """Return the same under the reference policy."""
         return self._logprobs_under(self.reference, micro, temperature)
 
     @torch.no_grad()
@@ -66,10 +64,9 @@ class Passes:
             logprobs_M: Tensor = policy(token_logprobs, micro, temperature=temperature)
         return logprobs_M
 
-    def minibatch_bound(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> float | None:
+    def minibatch_bound(self, minibatch: Minibatch) -> float | None:
         """Return what an algorithm must know of all of a minibatch's tokens: one for all ranks."""
+        settings = minibatch.settings
         if not settings.algorithm.needs_minibatch_bound:
             return None
         sent = {}
@@ -79,51 +76,47 @@ class Passes:
             at = 0
             for micro in micro_batches:
                 logprobs_M = self.logprobs(micro, settings.temperature)
-                if repeats_another(rank, settings):
+                if settings.is_secondary_context_rank(rank):
                     continue
                 log_ratio_M = logprobs_M - micro.behavior_logprobs_M
                 end = at + len(log_ratio_M)
                 sent[rank][:, at:end] = torch.stack([log_ratio_M, micro.advantages_M])
                 at = end
-        tokens_2N = torch.cat(replicas.gather(sent), dim=1)
+        tokens_2N = torch.cat(settings.group.gather(sent), dim=1)
         log_ratio_N, advantages_N = tokens_2N[:, ~tokens_2N[1].isnan()]
         return settings.algorithm.minibatch_bound(log_ratio_N, advantages_N)
 
-    def backward(
-        self, minibatch: Minibatch, rank: int, settings: StepSettings, bound: float | None
-    ) -> RankNumbers:
+    def backward(self, minibatch: Minibatch, rank: int, bound: float | None) -> RankNumbers:
         """Add one rank's gradients to those of the policy; return the rank's numbers."""
 
         def loss_of(micro: MicroBatch) -> PolicyLoss:
-            inputs = self._loss_inputs(micro, settings, minibatch.policy_version, bound)
-            return _with_entropy(settings.token_loss(inputs), inputs.entropy_T)
+            inputs = self._loss_inputs(micro, minibatch, bound)
+            return _with_entropy(minibatch.settings.token_loss(inputs), inputs.entropy_T)
 
-        return self.backward_of(loss_of, minibatch, rank, settings)
+        return self.backward_of(loss_of, minibatch, rank)
 
     def backward_of(
-        self,
-        loss_of: Callable[[MicroBatch], PolicyLoss],
-        minibatch: Minibatch,
-        rank: int,
-        settings: StepSettings,
+        self, loss_of: Callable[[MicroBatch], PolicyLoss], minibatch: Minibatch, rank: int
     ) -> RankNumbers:
-        """Do as `backward`, with any loss of a micro-batch."""
+        """As `backward`, with any loss of a micro-batch."""
+        settings = minibatch.settings
         total, metrics = 0.0, dict[str, Metric]()
         for micro in minibatch.micro_batches[rank]:
             with self._saved_activations():
                 found = loss_of(micro)
             loss = settings.algorithm.aggregate(found.losses_T, micro.sequence_M, minibatch.size)
-            with losses_noticed():
+            with raise_trainer_lost():
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             metrics = add_metrics(metrics, found.metrics)
-        if repeats_another(rank, settings):
-            return RankNumbers(0.0, {name: metric.of_nothing() for name, metric in metrics.items()})
+        if settings.is_secondary_context_rank(rank):
+            return RankNumbers(0.0, {name: metric.neutral() for name, metric in metrics.items()})
         return RankNumbers(total, metrics)
 
     def _loss_inputs(
-        self, micro: MicroBatch, settings: StepSettings, version: int, bound: float | None
+        self, micro: MicroBatch, minibatch: Minibatch, bound: float | None
     ) -> LossInputs:
+        settings = minibatch.settings
         temperature, proximal_M = settings.temperature, micro.proximal_logprobs_M
         reference_M = None
         if settings.algorithm.needs_reference and not settings.algorithm.needs_kl:
@@ -144,7 +137,7 @@ class Passes:
             versions_T=micro.versions_M,
             entropy_T=entropy_M,
             reference_logprobs_T=reference_M,
-            policy_version=version,
+            policy_version=minibatch.policy_version,
             minibatch_bound=bound,
         )
 
@@ -164,21 +157,15 @@ def by_trajectory(
     compute: Callable[[MicroBatch], Tensor],
     sequences: Sequence[TrainingSequence],
     planned: Sequence[Sequence[Sequence[int]]],
-    replicas: ReplicaGroup,
+    settings: StepSettings,
     *,
-    context_ranks: int = 1,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """Return numbers of each sequence's trained tokens, float64, on every rank.
-
-    Args:
-        compute: returns a number for each trained token of a micro-batch.
-        planned: the indices of the sequences of each rank's micro-batches.
-    """
+    """Return numbers of each sequence's trained tokens, float64, on every rank."""
     order = [[index for micro in of_rank for index in micro] for of_rank in planned]
     lengths = [[sequences[index].num_trained for index in of_rank] for of_rank in order]
     longest = max(map(sum, lengths))
-    sent = {}
+    sent, replicas, context_ranks = {}, settings.group, settings.context_ranks
     for rank in replicas.mine:
         batches = MicroBatches(sequences, planned[rank // context_ranks], device)
         values_N = torch.cat([compute(micro) for micro in batches]).double().cpu()
@@ -188,14 +175,6 @@ def by_trajectory(
     for values_N, of_rank, counts in zip(gathered, order, lengths, strict=True):
         found |= zip(of_rank, torch.split(values_N[: sum(counts)], counts), strict=True)
     return [found[index] for index in range(len(sequences))]
-
-
-def repeats_another(rank: int, settings: StepSettings) -> bool:
-    """Return whether another process tells the numbers of the batch that this one shares with it.
-
-    Its gradients are of its own tokens alone, and count.
-    """
-    return rank % settings.context_ranks > 0
 
 
 def add_numbers(

@@ -1,10 +1,11 @@
 """A trainer rank: answers step requests, stages weights and writes checkpoints of its backend.
 
-A request names its parent by hash. At the parent the rank computes; at the child of the very same
-request it answers what it has; anywhere else it refuses, and must be restored first.
+A request names the weights that it starts from by hash. A rank that holds them computes the step; a
+rank that has just computed this very request returns the result again; any other raises
+`TrainerLost` and must be restored first.
 
-Each rank reads the whole batch and computes what its backend makes of it; all stand at the same
-policy. Only the leader's weights and checkpoints are written.
+Each rank reads the whole batch, and all ranks hold the same policy. Only the leader writes weights
+and completes checkpoints.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from torch import Tensor
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import Advantage, TokenLoss
-from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.controller.speed import AREA as SPEED
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import DTYPES, assign_tensors, empty_policy, load_policy
@@ -33,14 +32,11 @@ from areal_flow.run.lease import Writer
 from areal_flow.trainer.backend import (
     SavedRows,
     SavedState,
-    StepSettings,
     TrainerBackend,
-    UpdateNumbers,
     backend_name,
     make_backend,
     numeric_environment,
 )
-from areal_flow.trainer.batch_metrics import batch_metrics
 from areal_flow.trainer.checkpoint import (
     Snapshot,
     complete_checkpoint,
@@ -50,18 +46,15 @@ from areal_flow.trainer.checkpoint import (
 )
 from areal_flow.trainer.context import check_heads
 from areal_flow.trainer.flops import PolicyShape, matrix_rate
+from areal_flow.trainer.metrics import step_metrics
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.rows_ahead import ReadRows
-from areal_flow.trainer.sequences import (
-    TrainingSequence,
-    masked_fraction_by_tenth,
-    masked_fractions,
-    sequences_from_rows,
-)
-from areal_flow.trainer.step import learning_rate, plan_micro_batches, train_step
+from areal_flow.trainer.sequences import TrainingSequence, sequences_from_rows
+from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.trainer.tensor_rows import rows_of
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.trainer.updates import StepSettings
+from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 
@@ -91,7 +84,6 @@ class TrainerRank:
 
     @property
     def backend(self) -> TrainerBackend:
-        """What holds this rank's policy."""
         assert self._backend is not None, "a rank has no policy before it adopts one"
         return self._backend
 
@@ -102,7 +94,6 @@ class TrainerRank:
 
     @property
     def settings(self) -> StepSettings:
-        """Return what this rank's steps need beside policy and sequences."""
         return StepSettings(
             algorithm=self.recipe.algorithm,
             temperature=self.recipe.generation.temperature,
@@ -112,14 +103,11 @@ class TrainerRank:
             if self.replicas.is_alone
             else self.recipe.trainer.parallel.context_ranks,
             loss=self.loss,
+            replicas=self.replicas,
         )
 
     def adopt(self, policy: Any) -> TrainerBackend:
-        """Take a policy as the one to train, with a fresh optimizer.
-
-        Raises:
-            ConfigError: a setting does not go with it.
-        """
+        """Take a policy as the one to train, with a fresh optimizer."""
         self._hashes = None
         check_heads(policy, self.recipe.trainer.parallel.context_ranks)
         if (lora := self.recipe.trainer.lora).rank:
@@ -132,20 +120,15 @@ class TrainerRank:
         return self._backend
 
     def load_pretrained(self, directory: Path) -> None:
-        """Start from a Hugging Face model directory."""
         self.adopt(load_policy(directory, device=self.recipe.trainer.device))
 
-    def genesis(self) -> tuple[PolicyHashes, str]:
+    def stage_initial_policy(self) -> tuple[PolicyHashes, str]:
         """Stage the policy as version 0; return its identity and the numeric environment."""
         self._hold_reference(self.backend.export_weights)
-        return self._stand_at(0), numeric_environment(self.recipe, self.replicas)
+        return self._stage(0), numeric_environment(self.recipe, self.replicas)
 
     def step(self, request: StepRequest) -> StepResult:
-        """Compute a step and stage its weights; see the module for where a rank must stand.
-
-        Raises:
-            TrainerLost: this rank is not at the parent, or another one was lost.
-        """
+        """Compute a step and stage its weights, or return the result of the same request again."""
         if self._last and self._last[0] == request:
             return self._last[1]
         try:
@@ -166,24 +149,25 @@ class TrainerRank:
         first = checkpoint_path(self.layout.checkpoints, 0)
         self._hold_reference(lambda: read_weights(first))
         read = perf_counter()
-        # From here until its weights are staged this rank stands nowhere: an error must not leave
-        # changed weights under the parent's name.
+        # From here until its weights are staged this rank holds no named weights: an error must not
+        # leave changed weights under the parent's name.
         self._hashes = self._last = None
         numbers = train_step(
             self.backend,
             sequences,
             step=request.step,
             settings=self.settings,
-            replicas=self.replicas,
         )
         self.advantages = numbers.advantages
         trained = perf_counter()
-        hashes = self._stand_at(request.step)
-        metrics = self._metrics(
+        hashes = self._stage(request.step)
+        metrics = step_metrics(
             request,
             rows,
             sequences,
             numbers,
+            recipe=self.recipe,
+            utilization=self._utilization(request.step, sequences, seconds=trained - read),
             seconds_read=read - began,
             seconds_train=trained - read,
             seconds_stage=perf_counter() - trained,
@@ -193,11 +177,7 @@ class TrainerRank:
         )
 
     def require_policy(self) -> None:
-        """Refuse if this rank holds nothing, as when its process was started again.
-
-        Raises:
-            TrainerLost: it must be restored first.
-        """
+        """Refuse if this rank holds nothing, as when its process was started again."""
         if self._hashes is None:
             raise TrainerLost("the trainer was started again and holds nothing")
 
@@ -206,9 +186,6 @@ class TrainerRank:
 
         Returns:
             Whether that is a part of it, and every rank has one.
-
-        Raises:
-            TrainerLost: this rank holds other weights.
         """
         self._refuse_unless_at(weights_hash, purpose="a checkpoint")
         description = CheckpointState(
@@ -225,24 +202,13 @@ class TrainerRank:
         return self.backend.is_sharded
 
     def write_snapshot(self, step: int, writer: Writer) -> None:
-        """Write this rank's part of the snapshot of a step. Any thread.
-
-        Raises:
-            TrainerLost: this rank was started after the snapshot was taken.
-            StorageError: the disk refused; older checkpoints are intact.
-        """
+        """Write this rank's part of the snapshot of a step. Any thread."""
         write_part(self.layout.checkpoints, self._snapshot_of(step), writer)
         if not self.replicas.leads:
             self._snapshot = None
 
     def complete_snapshot(self, step: int, writer: Writer) -> Path:
-        """Make what the ranks wrote a checkpoint; return its directory. Any thread.
-
-        Raises:
-            TrainerLost: this rank was started after the snapshot was taken.
-            RunError: another driver took over.
-            StorageError: the disk refused; older checkpoints are intact.
-        """
+        """Make what the ranks wrote a checkpoint; return its directory. Any thread."""
         snapshot, layout = self._snapshot_of(step), self.layout
         self._snapshot = None
         return complete_checkpoint(layout.checkpoints, layout.model, snapshot, writer)
@@ -250,21 +216,20 @@ class TrainerRank:
     def _snapshot_of(self, step: int) -> Snapshot:
         snapshot = self._snapshot
         if snapshot is None or snapshot.description.step != step:
-            raise TrainerLost(f"the snapshot of step {step} went with the trainer that took it")
+            raise TrainerLost(f"the snapshot of step {step} was lost: the trainer restarted")
         return snapshot
 
     def restore(self, step: int) -> PolicyHashes:
-        """Load a checkpoint and stage its weights again; return its identity."""
         try:
             backend = self._adopt_empty()
             read_checkpoint(checkpoint_path(self.layout.checkpoints, step), backend)
-            return self._stand_at(step)
+            return self._stage(step)
         except BaseException:
             self.replicas.leave()  # others may wait for this rank's part of a tensor
             raise
 
     def branch(self, recipe: Recipe, *, loss: TokenLoss | None = None) -> TrainerRank:
-        """Return a rank that stands where this one does, with a policy and settings of its own."""
+        """Return a rank at this one's step, with a copy of its policy and settings of its own."""
         other = replace(self, recipe=recipe, loss=loss)
         saved = self.backend.save()
         assert isinstance(saved, SavedState), "who is alone holds a whole policy"
@@ -306,65 +271,23 @@ class TrainerRank:
                 f"{self._step}): restore it from a checkpoint and the ledger"
             )
 
-    def _stand_at(self, version: int) -> PolicyHashes:
-        """Write the weights aside: the policy has a name."""
+    def _stage(self, version: int) -> PolicyHashes:
+        """Stage the weights and record their hashes."""
         dtype = DTYPES[self.recipe.generation.dtype]
         channel = self.channel if self.replicas.leads else HashingWriter()
         self._hashes = self.backend.stage(version, channel, dtype=dtype)
         self._step, self._last = version, None
         return self._hashes
 
-    def _metrics(
-        self,
-        request: StepRequest,
-        rows: Sequence[Mapping[str, Any]],
-        sequences: Sequence[TrainingSequence],
-        numbers: UpdateNumbers,
-        **seconds: float,
-    ) -> StepMetrics:
-        staleness = count_staleness(
-            (sequence.trained_spans() for sequence in sequences),
-            policy_version=request.policy_version,
-            max_staleness=request.max_staleness,
-        )
-        num_trained = sum(sequence.num_trained for sequence in sequences)
-        num_tokens = sum(len(sequence.output_tokens) for sequence in sequences)
-        return StepMetrics(
-            loss=_mean(numbers.losses),
-            grad_norm=_mean(numbers.grad_norms),
-            learning_rate=learning_rate(self.recipe.trainer, request.step),
-            reward_mean=_mean([sequence.reward for sequence in sequences]),
-            completion_tokens_mean=num_tokens / len(sequences),
-            num_trained_tokens=num_trained,
-            num_masked_tokens=num_tokens - num_trained,
-            staleness_mean=staleness.staleness_mean,
-            staleness_max=staleness.staleness_max,
-            masked_fraction_by_tenth=masked_fraction_by_tenth(
-                [s.trained[row["loss_mask"]] for s, row in zip(sequences, rows, strict=True)]
-            ),
-            metrics={
-                **masked_fractions(rows, sequences),
-                **{name: metric.value for name, metric in numbers.metrics.items()},
-                **batch_metrics(rows, pass_threshold=self.recipe.pass_threshold),
-                **self._utilization(request.step, sequences, seconds=seconds["seconds_train"]),
-            },
-            **seconds,
-        )
-
     def _utilization(
         self, step: int, sequences: Sequence[TrainingSequence], *, seconds: float
-    ) -> dict[str, float]:
-        """Return which part of this process's matrix rate its share of a step had."""
+    ) -> float | None:
+        """Return which part of this process's matrix rate its share of a step had, if known."""
         if self._shape is None:
-            return {}
+            return None
         settings, trainer = self.settings, self.recipe.trainer
         share = len(self.replicas.mine) / (settings.num_ranks * settings.context_ranks)
         max_tokens = trainer.tokens_per_micro_batch
         plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
         flops = share * self._shape.step_flops(sequences, plan, settings.algorithm)
-        rate = matrix_rate(trainer.device, trainer.dtype)
-        return {f"{SPEED}model_flops_utilization": flops / seconds / rate}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
+        return flops / seconds / matrix_rate(trainer.device, trainer.dtype)

@@ -21,8 +21,8 @@ from areal_flow.trainer.mesh import (
     connect_ranks,
     consecutive_ranks,
     leave_ranks,
-    losses_noticed,
     mesh_of_ranks,
+    raise_trainer_lost,
 )
 from areal_flow.types import Rendezvous
 from areal_flow.weights.gloo import connect_gloo, first_line, reach_store, serve_store
@@ -107,14 +107,11 @@ class GlooGroup:
     is_alone = False
 
     def __init__(self, rendezvous: Rendezvous, point: Path, *, host: str) -> None:
-        """Meet the other ranks.
+        """Connect to the other ranks.
 
         Args:
             point: a file for this rendezvous alone, on a file system that all ranks see.
             host: where this process listens.
-
-        Raises:
-            TrainerLost: not all came, or this rank had come before, as another process.
         """
         self.mine: Sequence[int] = (rendezvous.rank,)
         self.leads = rendezvous.rank == 0
@@ -126,7 +123,9 @@ class GlooGroup:
         try:
             self._group = _connect(rendezvous, point, host)
         except RuntimeError as error:
-            raise TrainerLost(f"rank {rendezvous.rank} met nobody: {first_line(error)}") from error
+            raise TrainerLost(
+                f"rank {rendezvous.rank} could not connect to the other ranks: {first_line(error)}"
+            ) from error
         finally:
             if self.leads:
                 point.unlink(missing_ok=True)
@@ -155,7 +154,7 @@ class GlooGroup:
     def _connect_torch(self, device_type: str) -> None:
         if self._is_torchs_group:
             return
-        with losses_noticed():
+        with raise_trainer_lost():
             connect_ranks(
                 self._store(),
                 device_type,
@@ -191,7 +190,7 @@ def _connect(rendezvous: Rendezvous, point: Path, host: str) -> Any:
     store = FileStore(str(point), rendezvous.num_ranks)
     store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
     if store.add(f"came-{rendezvous.rank}", 1) > 1:
-        raise TrainerLost(f"rank {rendezvous.rank} was replaced while its replica group met")
+        raise TrainerLost(f"rank {rendezvous.rank} was replaced while its replica group connected")
     store.wait([f"came-{rank}" for rank in range(rendezvous.num_ranks)])
     group = connect_gloo(
         store,

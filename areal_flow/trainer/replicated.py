@@ -25,13 +25,14 @@ from areal_flow.models.policy import (
     recompute_layers,
 )
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedState, StepSettings, UpdateNumbers
+from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, run_on
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import WeightsWriter, converted
 
@@ -53,7 +54,7 @@ class ReplicatedBackend:
         shared = partial(over_ranks, settings=settings, replicas=replicas or SingleProcess())
         self._over_ranks = shared
         self.passes = Passes(shared(run), settings, reference=shared(without))
-        self._has_reference = False
+        self.has_reference = False
         self.critic: Critic | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
@@ -62,28 +63,20 @@ class ReplicatedBackend:
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
         return self.passes.reference_logprobs(micro, temperature)
 
-    @property
-    def has_reference(self) -> bool:
-        return self._has_reference
-
     def add_critic(self, algorithm: ActorCriticPPO) -> None:
         self.critic = Critic(self.policy, self.settings, algorithm)
 
     def hold_reference(self, policy: Any) -> None:
-        self._has_reference = True
+        self.has_reference = True
         self.passes.reference = self._over_ranks(partial(run_on, policy.requires_grad_(False)))
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
-        bound = self.passes.minibatch_bound(minibatch, settings, replicas)
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
+        bound = self.passes.minibatch_bound(minibatch)
         return update_whole(
             self.optimizer,
-            lambda rank: self.passes.backward(minibatch, rank, settings, bound),
-            minibatch.micro_batches,
-            replicas,
+            lambda rank: self.passes.backward(minibatch, rank, bound),
+            minibatch,
             max_grad_norm=self.settings.max_grad_norm,
-            learning_rate=minibatch.learning_rate,
             name="update",
         )
 

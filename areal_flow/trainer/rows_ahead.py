@@ -29,11 +29,7 @@ class RowsAhead:
         self._ahead: dict[str, Row] = {}
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Row]:
-        """Return exactly these rows, in this order; they are kept no longer.
-
-        Raises:
-            StorageError: an id is not in the log, or its row was changed.
-        """
+        """Return exactly these rows, in this order; they are kept no longer."""
         with self._reading:
             missing = [i for i in trajectory_ids if i not in self._ahead]
             if missing:
@@ -41,11 +37,7 @@ class RowsAhead:
             return [self._ahead.pop(identifier) for identifier in trajectory_ids]
 
     def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        """Read what the next step will likely ask for; rows read ahead before are forgotten.
-
-        Raises:
-            StorageError: as the step will, should it ask for them.
-        """
+        """Read what the next step will likely ask for; rows read ahead before are forgotten."""
         with self._reading:
             self._ahead = {}
             self._ahead = dict(zip(trajectory_ids, self._read(trajectory_ids), strict=True))

@@ -54,7 +54,6 @@ class TrainingSequence:
         return self.version_spans or (VersionSpan(-1, len(self.output_tokens)),)
 
     def trained_spans(self) -> tuple[VersionSpan, ...]:
-        """Return the version spans with their numbers of trained tokens."""
         ends = accumulate(span.length for span in self.version_spans)
         return tuple(
             VersionSpan(version, int(np.count_nonzero(self.trained[end - length : end])))
@@ -201,11 +200,7 @@ def _side_by_side(
 def sequences_from_rows(
     rows: Sequence[Mapping[str, Any]], *, policy_version: int, max_staleness: int
 ) -> list[TrainingSequence]:
-    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only.
-
-    Args:
-        rows: their tokens as arrays, which stay where they are.
-    """
+    """Turn trajectory rows into sequences; a token older than `max_staleness` is context only."""
     return [
         TrainingSequence(
             prompt_tokens=row["prompt_tokens"],
@@ -223,30 +218,3 @@ def sequences_from_rows(
         )
         for row in rows
     ]
-
-
-def masked_fraction_by_tenth(masks: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
-    """Return the share of masked tokens in each tenth of the policy's own, by relative position."""
-    lengths = np.array([len(mask) for mask in masks], np.int64)
-    total = np.diff(-(-np.arange(11)[:, None] * lengths // 10), axis=0).sum(axis=1)
-    trained = np.zeros(10, np.int64)
-    for mask in masks:
-        trained += np.bincount(np.flatnonzero(mask) * 10 // len(mask), minlength=10)
-    return tuple(((total - trained) / np.maximum(total, 1)).tolist())
-
-
-def masked_fractions(
-    rows: Sequence[Mapping[str, Any]], sequences: Sequence[TrainingSequence]
-) -> dict[str, float]:
-    """Return which share of the completions' tokens is context only, by reason.
-
-    Tokens that the policy did not choose are the environment's, and the others are too old.
-    """
-    num_tokens = max(1, sum(len(s.trained) for s in sequences))
-    num_chosen = sum(int(np.count_nonzero(row["loss_mask"])) for row in rows)
-    num_environment = sum(len(row["loss_mask"]) for row in rows) - num_chosen
-    num_stale = num_chosen - sum(s.num_trained for s in sequences)
-    return {
-        "masked_environment_fraction": num_environment / num_tokens,
-        "masked_stale_fraction": num_stale / num_tokens,
-    }

@@ -42,11 +42,12 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.durable import replace_file_durably
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.trainer.backend import StepSettings, make_backend
+from areal_flow.trainer.backend import make_backend
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence
 from areal_flow.trainer.step import plan_micro_batches, train_step
 from areal_flow.trainer.supervised import OBJECTIVES, read_metrics
+from areal_flow.trainer.updates import StepSettings
 
 BY_TOKEN = DecoupledPPO(num_minibatches=1)
 BY_SEQUENCE = DecoupledPPO(num_minibatches=1, aggregation="sequence_mean")
@@ -85,7 +86,6 @@ class CompletionRows:
         return len(self.lengths) // self.num_completions
 
     def sequences(self, row: int) -> list[TrainingSequence]:
-        """Return the completions of a row, which are trained, stop token included."""
         first = row * self.num_completions
         return [*map(self._sequence, range(first, first + self.num_completions))]
 
@@ -136,9 +136,6 @@ class SftTrainer:
         """Update the policy once; return the loss in nats, a trained token or a pair.
 
         Not a number where the update was skipped.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
         """
         rate = self.learning_rate(self.step)
         found = train_step(
@@ -161,7 +158,6 @@ class SftTrainer:
         return found.losses[0]
 
     def measure_held_out(self) -> dict[str, float]:
-        """Return loss and metrics of the rows that are not trained."""
         sequences = self._sequences(range(self._num_trained_rows, len(self.rows)))
         of = MinibatchSize(sum(s.num_trained for s in sequences), len(sequences))
         loss, metrics = 0.0, dict[str, Metric]()
@@ -189,12 +185,7 @@ class SftTrainer:
         )
 
     def save(self, layout: RunLayout, writer: Writer) -> Path:
-        """Write a checkpoint of this step, a Hugging Face directory; return where it lies.
-
-        Raises:
-            RunError: another driver took over.
-            StorageError: the disk refused; older checkpoints are intact.
-        """
+        """Write a checkpoint of this step, a Hugging Face directory; return where it lies."""
         root = layout.sft_checkpoints
         root.mkdir(parents=True, exist_ok=True)
         writer.check_current()

@@ -25,14 +25,15 @@ from areal_flow.models.hashing import TensorHash, hash_tensors
 from areal_flow.models.policy import DTYPES, fill_buffers, layers_of, recompute_layers
 from areal_flow.recovery.checkpoints import RNG_STATE
 from areal_flow.trainer.adamw import PolicyAdamW
-from areal_flow.trainer.backend import Minibatch, SavedRows, StepSettings, UpdateNumbers
+from areal_flow.trainer.backend import SavedRows
 from areal_flow.trainer.context import over_ranks
 from areal_flow.trainer.critic import PREFIX
-from areal_flow.trainer.mesh import losses_noticed
+from areal_flow.trainer.mesh import raise_trainer_lost
 from areal_flow.trainer.passes import Passes, add_numbers
 from areal_flow.trainer.replicas import ReplicaGroup
 from areal_flow.trainer.sequences import MicroBatch
 from areal_flow.trainer.tensor_rows import RowsFile, TensorRows
+from areal_flow.trainer.updates import Minibatch, UpdateNumbers
 from areal_flow.types import PolicyHashes
 from areal_flow.weights.channel import StreamedTensors, WeightsWriter
 
@@ -57,41 +58,35 @@ class ShardedBackend:
         self._over_ranks = partial(over_ranks, settings=settings, replicas=replicas)
         run = self._over_ranks(self._run)
         self.passes = Passes(run, settings, reference=run)
-        self._has_reference = False
+        self.has_reference = False
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
-        with losses_noticed():
+        with raise_trainer_lost():
             return [self.passes.logprobs(micro, temperature) for micro in micro_batches]
 
     def reference_logprobs(self, micro: MicroBatch, *, temperature: float) -> Tensor:
-        with losses_noticed():
+        with raise_trainer_lost():
             return self.passes.reference_logprobs(micro, temperature)
 
-    @property
-    def has_reference(self) -> bool:
-        return self._has_reference
-
     def hold_reference(self, policy: Any) -> None:
-        self._has_reference = True
+        self.has_reference = True
         frozen = policy.requires_grad_(False)
         self.passes.reference = self._over_ranks(_Sharded(frozen, self._mesh, self.settings))
 
-    def update(
-        self, minibatch: Minibatch, settings: StepSettings, replicas: ReplicaGroup
-    ) -> UpdateNumbers:
+    def update(self, minibatch: Minibatch) -> UpdateNumbers:
         (rank,) = minibatch.micro_batches
         self.optimizer.zero_grad(set_to_none=True)
-        with losses_noticed():
-            bound = self.passes.minibatch_bound(minibatch, settings, replicas)
-            numbers = self.passes.backward(minibatch, rank, settings, bound)
-            loss, metrics = add_numbers({rank: numbers}, replicas)
+        with raise_trainer_lost():
+            bound = self.passes.minibatch_bound(minibatch)
+            numbers = self.passes.backward(minibatch, rank, bound)
+            loss, metrics = add_numbers({rank: numbers}, minibatch.settings.group)
             trainable, max_norm = self.optimizer.trainable, self.settings.max_grad_norm
             norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm)
             grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (isfinite(loss) and isfinite(grad_norm)):
             logger.warning("update skipped: loss %s, gradient norm %s", loss, grad_norm)
             return UpdateNumbers()
-        self._run.forget()  # what was gathered for a pass without gradients is old from here on
+        self._run.reshard_all()  # what passes without gradients gathered is old now
         self.optimizer.update(learning_rate=minibatch.learning_rate)
         return UpdateNumbers([loss], [grad_norm], metrics)
 
@@ -134,7 +129,7 @@ class ShardedBackend:
                     f"found {tuple(rows.shape)}"
                 )
             local.copy_(rows)
-        self._run.forget()
+        self._run.reshard_all()
         # A fork from a run with a critic leaves it behind.
         names = [n for n in sorted(optimizer.names) if n != RNG_STATE and not n.startswith(PREFIX)]
         self.optimizer.load_named_state({name: self._state(name, optimizer) for name in names})
@@ -194,7 +189,7 @@ class _Sharded(nn.Module):
     def forward(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         return function(self.policy, *arguments, **keywords)
 
-    def forget(self) -> None:
+    def reshard_all(self) -> None:
         """Free what is still gathered: the next pass gathers it again."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
@@ -202,14 +197,10 @@ class _Sharded(nn.Module):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor: all ranks ask together.
-
-    Raises:
-        TrainerLost: another rank left.
-    """
+    """Return a whole tensor: all ranks ask together."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with losses_noticed():
+    with raise_trainer_lost():
         return tensor.full_tensor()
 
 
@@ -223,7 +214,6 @@ def _local(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _own_rows(tensors: Mapping[str, Tensor]) -> dict[str, TensorRows]:
-    """Return copies of this rank's rows in main memory."""
     found = {}
     for name, tensor in tensors.items():
         local, first_row = _local(tensor)

@@ -3,7 +3,7 @@
 Minibatches are packed into micro-batches whose gradients add up. A loss is divided by the size of
 its minibatch, so neither the packing nor the number of ranks changes the gradient.
 
-It refuses to know where sequences come from, where weights go, and what holds the policy.
+It does not depend on where sequences come from, where weights go, or what holds the policy.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from itertools import chain, groupby
 import numpy as np
 import torch
 
+from areal_flow.algorithms.composed import ComposedAlgorithm
 from areal_flow.algorithms.learning_rates import scheduled_rate
 from areal_flow.algorithms.packing import pack_first_fit_decreasing
 from areal_flow.algorithms.protocol import (
     Advantage,
     AdvantageInputs,
-    Algorithm,
     Metric,
     MinibatchSize,
     add_metrics,
     mean,
 )
 from areal_flow.config import TrainerSettings
-from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
+from areal_flow.trainer.backend import TrainerBackend
+from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.passes import by_trajectory
-from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
+from areal_flow.trainer.updates import Minibatch, StepSettings, UpdateNumbers
 from areal_flow.types import SKIPPED_UPDATES
 
-EVEN_TOKENS = 4096
+ATTENTION_BREAK_EVEN_TOKENS = 4096
 """Where attention is about as much work as everything else, for a policy some 700 wide."""
 
-FEW_SHARED = 0.1
+MIN_SHARED_FRACTION = 0.1
 """Share of a minibatch's tokens that prompts in common must save."""
 
 MinibatchPlan = list[list[list[int]]]
@@ -49,44 +50,40 @@ def train_step(
     *,
     step: int,
     settings: StepSettings,
-    replicas: ReplicaGroup | None = None,
     rate: float | None = None,
 ) -> UpdateNumbers:
     """Update the policy once per minibatch; deterministic in (policy, sequences, step, settings).
 
+    After `TrainerLost` (another rank was lost) the backend must not be used any more.
+
     Args:
         sequences: the whole batch, on every rank.
-        replicas: the other ranks; without one this process computes every rank's batch.
         rate: of learning; without one, that of the backend's settings.
-
-    Raises:
-        TrainerLost: another rank left in the midst. The backend must not be used any more.
     """
-    replicas = replicas or SingleProcess(settings.num_ranks)
     rate = learning_rate(backend.settings, step) if rate is None else rate
     max_tokens = backend.settings.tokens_per_micro_batch
     plan = plan_micro_batches(sequences, step=step, settings=settings, max_tokens=max_tokens)
     inputs = advantage_inputs(sequences)
     critic = backend.critic if settings.algorithm.needs_critic else None
     if settings.algorithm.needs_kl:
-        inputs = replace(inputs, kl_N=divergences(backend, sequences, settings, replicas))
+        inputs = replace(inputs, kl_N=divergences(backend, sequences, settings))
     if critic:
-        values_BL = critic.values(sequences, plan_passes(sequences, settings, max_tokens), replicas)
+        values_BL = critic.values(sequences, plan_passes(sequences, settings, max_tokens), settings)
         inputs = replace(inputs, values_BL=values_BL)
     advantages = list(settings.algorithm.advantages(inputs))
     weighted = [replace(s, advantage=a) for s, a in zip(sequences, advantages, strict=True)]
     minibatches: list[Minibatch] = []
     for planned in plan:
-        batches = _batches(weighted, planned, backend, settings, replicas)
+        batches = _batches(weighted, planned, backend, settings)
         if minibatches and settings.needs_proximal:  # before any update: of the policy before it
             batches = {rank: _with_proximal(backend, b, settings) for rank, b in batches.items()}
-        minibatches.append(Minibatch(batches, _size(sequences, planned), rate, step - 1))
+        minibatches.append(Minibatch(batches, _size(sequences, planned), rate, settings, step - 1))
     numbers = UpdateNumbers(metrics=advantage_moments(weighted), advantages=advantages)
     if inputs.kl_N is not None:
         numbers.metrics["kl_policy_reference"] = mean(inputs.kl_N)
     minibatches = [minibatch for minibatch in minibatches if minibatch.size.num_tokens]
     for minibatch in minibatches:
-        found = backend.update(minibatch, settings, replicas)
+        found = backend.update(minibatch)
         numbers.losses += found.losses
         numbers.grad_norms += found.grad_norms
         numbers.metrics = add_metrics(numbers.metrics, found.metrics)
@@ -94,14 +91,24 @@ def train_step(
     numbers.metrics[SKIPPED_UPDATES] = Metric(float(num_skipped), float(len(minibatches)))
     if critic:
         valued = critic.sequences_with_targets(sequences, inputs)
-        for planned in plan:
-            batches = _batches(valued, planned, backend, settings, replicas)
-            minibatch = Minibatch(batches, _size(sequences, planned), rate, step - 1)
-            if minibatch.size.num_tokens:
-                told = critic.update(minibatch, settings, replicas)
-                numbers.metrics = add_metrics(numbers.metrics, told)
+        numbers.metrics |= _update_critic(critic, valued, plan, backend, settings)
         numbers.metrics |= critic.explained_variance(inputs)
     return numbers
+
+
+def _update_critic(
+    critic: Critic,
+    sequences: Sequence[TrainingSequence],
+    plan: Sequence[MinibatchPlan],
+    backend: TrainerBackend,
+    settings: StepSettings,
+) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for planned in plan:
+        if (size := _size(sequences, planned)).num_tokens:
+            batches = _batches(sequences, planned, backend, settings)
+            metrics = add_metrics(metrics, critic.update(batches, size, settings))
+    return metrics
 
 
 def _batches(
@@ -109,10 +116,9 @@ def _batches(
     planned: MinibatchPlan,
     backend: TrainerBackend,
     settings: StepSettings,
-    replicas: ReplicaGroup,
 ) -> dict[int, MicroBatches]:
-    device, shared_by = backend.settings.device, settings.context_ranks
-    return {r: MicroBatches(sequences, planned[r // shared_by], device) for r in replicas.mine}
+    device, shared_by, mine = backend.settings.device, settings.context_ranks, settings.group.mine
+    return {rank: MicroBatches(sequences, planned[rank // shared_by], device) for rank in mine}
 
 
 def _with_proximal(
@@ -139,7 +145,7 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
 
 
 def compute_advantages(
-    sequences: Sequence[TrainingSequence], algorithm: Algorithm
+    sequences: Sequence[TrainingSequence], algorithm: ComposedAlgorithm
 ) -> list[Advantage]:
     """Return each trajectory's advantage, where it follows from the whole batch alone."""
     return list(algorithm.advantages(advantage_inputs(sequences)))
@@ -160,7 +166,6 @@ def divergences(
     backend: TrainerBackend,
     sequences: Sequence[TrainingSequence],
     settings: StepSettings,
-    replicas: ReplicaGroup,
 ) -> torch.Tensor:
     """Return `AdvantageInputs.kl_N`: of the policy before the step, if it is computed at all."""
     algorithm, temperature = settings.algorithm, settings.temperature
@@ -173,14 +178,11 @@ def divergences(
         return algorithm.kl(logprobs_M, reference_M)
 
     planned = plan_passes(sequences, settings, backend.settings.tokens_per_micro_batch)
-    context, device = settings.context_ranks, backend.settings.device
-    return torch.cat(
-        by_trajectory(compute, sequences, planned, replicas, context_ranks=context, device=device)
-    )
+    device = backend.settings.device
+    return torch.cat(by_trajectory(compute, sequences, planned, settings, device=device))
 
 
 def advantage_moments(sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
-    """Return mean and deviation of the advantages of all trained tokens."""
     values = [np.broadcast_to(np.asarray(s.advantage, float), len(s.trained)) for s in sequences]
     parts = [v[s.trained] for v, s in zip(values, sequences, strict=True)]
     trained = np.concatenate(parts or [np.zeros(0)])
@@ -235,13 +237,14 @@ def units_of(
         for indices in pack_first_fit_decreasing([lengths[m] for m in of], max_tokens=max_tokens)
     ]
     saved = sum((len(unit) - 1) * len(sequences[unit[0]].prompt_tokens) for unit in together)
-    return together if saved > FEW_SHARED * num_tokens else [[member] for member in members]
+    return (
+        together if saved > MIN_SHARED_FRACTION * num_tokens else [[member] for member in members]
+    )
 
 
 def plan_passes(
     sequences: Sequence[TrainingSequence], settings: StepSettings, max_tokens: int
 ) -> MinibatchPlan:
-    """Return the plan of passes over a whole batch."""
     units = units_of(sequences, range(len(sequences)), settings.num_ranks, max_tokens)
     return _plan_minibatch(sequences, units, settings.num_ranks, max_tokens)
 
@@ -288,7 +291,9 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[int]:
 
 def _work(sequences: Sequence[TrainingSequence]) -> int:
     """Return a row's work: of its tokens' layers, and of each sequence's attention."""
-    return row_tokens(sequences) * EVEN_TOKENS + sum(s.num_tokens**2 for s in sequences)
+    return row_tokens(sequences) * ATTENTION_BREAK_EVEN_TOKENS + sum(
+        s.num_tokens**2 for s in sequences
+    )
 
 
 def _size(sequences: Sequence[TrainingSequence], planned: MinibatchPlan) -> MinibatchSize:

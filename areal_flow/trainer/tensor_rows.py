@@ -31,7 +31,6 @@ class TensorRows:
 
     @property
     def first_byte(self) -> int:
-        """Where in the tensor the rows begin."""
         return self.first_row * prod(self.shape[1:]) * self.values.element_size()
 
 
@@ -47,9 +46,6 @@ def write_rows(
 
     Args:
         tensors: the same names, types and shapes in every process.
-
-    Raises:
-        OSError: there is no room.
     """
     like = {
         name: torch.empty(rows.shape, dtype=rows.values.dtype, device="meta")
@@ -75,7 +71,6 @@ class RowsFile:
         self.names = frozenset(self._opened.keys())
 
     def rows(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        """Return some rows of a tensor; a scalar is whole."""
         found = self._opened.get_slice(name)
         if not found.get_shape():
             return self._opened.get_tensor(name)  # type: ignore[no-any-return]

@@ -15,10 +15,10 @@ from areal_flow.generation.torch_engine import TorchEngine
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.packed_layout import PackedLayout
 from areal_flow.models.policy import policy_tensors
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.channel import converted
 from tests.policies import small_policy

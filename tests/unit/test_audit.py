@@ -32,7 +32,7 @@ from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.trainer.batch_metrics import batch_metrics
+from areal_flow.trainer.metrics import batch_metrics
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow, content_hashes
 from tests.recorded_runs import make_recorded_run

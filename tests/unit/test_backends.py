@@ -19,17 +19,11 @@ from areal_flow.algorithms.protocol import (
 )
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import AdamWSettings, TrainerSettings, build_recipe
-from areal_flow.trainer.backend import (
-    BACKENDS,
-    Minibatch,
-    StepSettings,
-    TrainerBackend,
-    make_backend,
-)
-from areal_flow.trainer.replicas import SingleProcess
+from areal_flow.trainer.backend import BACKENDS, TrainerBackend, make_backend
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.sequences import pack_sequences
 from areal_flow.trainer.step import compute_advantages, plan_micro_batches, train_step
+from areal_flow.trainer.updates import Minibatch, StepSettings
 from areal_flow.types import VersionSpan
 from tests.policies import small_policy
 from tests.unit.test_trainer import make_sequences, settings, state
@@ -207,8 +201,8 @@ def test_backend_makes_one_update_of_any_loss() -> None:
     (before,) = backend.logprobs([micro], temperature=1.0)
     how = replace(settings(), loss=lambda inputs: PolicyLoss(-inputs.logprobs_T))
     size = MinibatchSize(sequence.num_trained, 1)
-    minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2)
-    numbers = backend.update(minibatch, how, SingleProcess())
+    minibatch = Minibatch({0: [micro]}, size, learning_rate=1e-2, settings=how)
+    numbers = backend.update(minibatch)
     (after,) = backend.logprobs([micro], temperature=1.0)
     assert numbers.losses == [pytest.approx(-float(before.mean()), rel=1e-5)]
     assert set(numbers.metrics) == {"entropy_mean"}

@@ -10,15 +10,14 @@ import torch
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO, CriticSettings
 from areal_flow.algorithms.clipped import DecoupledPPO
-from areal_flow.algorithms.protocol import AdvantageInputs, LossInputs
+from areal_flow.algorithms.protocol import AdvantageInputs, PolicyLoss
 from areal_flow.errors import ConfigError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.reward_model import critic_of
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.critic import PREFIX, Critic
-from areal_flow.trainer.replicas import SingleProcess
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import advantage_inputs, plan_passes, train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from tests.policies import small_policy
 from tests.unit.test_advantages import slow_gae
@@ -51,8 +50,9 @@ def draw_head(backend: ReplicatedBackend) -> None:
 def test_values_are_those_before_each_completion_token(num_ranks: int) -> None:
     backend, sequences = with_critic(), make_sequences(5)
     draw_head(backend)
-    planned = plan_passes(sequences, settings(num_ranks=num_ranks), 32)
-    values_BL = critic(backend).values(sequences, planned, SingleProcess(num_ranks))
+    how = settings(num_ranks=num_ranks)
+    planned = plan_passes(sequences, how, 32)
+    values_BL = critic(backend).values(sequences, planned, how)
     model = critic(backend).model
     model.set_attn_implementation("eager")
     for sequence, values_L in zip(sequences, values_BL, strict=True):
@@ -107,21 +107,14 @@ def test_advantages_are_estimates_of_all_tokens_normalised_over_trained_ones(
         assert found == pytest.approx((np.asarray(expected) + known).tolist())
 
 
-def value_inputs(values: torch.Tensor) -> LossInputs:
-    nothing = torch.zeros(len(values), dtype=torch.float64)
-    return LossInputs(
-        logprobs_T=values,
-        proximal_logprobs_T=nothing,
-        behavior_logprobs_T=torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64),
-        advantages_T=torch.tensor([1.0, 1.0, -1.0, 0.1], dtype=torch.float64),
-        sequence_T=torch.zeros(len(values), dtype=torch.long),
-        versions_T=torch.zeros(len(values), dtype=torch.long),
-    )
+def value_loss(values: torch.Tensor) -> PolicyLoss:
+    targets = torch.tensor([1.0, 1.0, -1.0, 0.1], dtype=torch.float64)
+    return ALGORITHM.value_loss(values, torch.zeros(4, dtype=torch.float64), targets)
 
 
 def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
     values = torch.tensor([0.1, 0.5, 0.5, -0.3], dtype=torch.float64, requires_grad=True)
-    found = ALGORITHM.value_loss(value_inputs(values))
+    found = value_loss(values)
     # Beyond the clip of 0.2: towards its target the second's loss is that of 0.2, and has no
     # gradient; away from their targets those of the third and the fourth are free.
     expected = [0.81 / 2, 0.64 / 2, 2.25 / 2, 0.16 / 2]
@@ -130,9 +123,7 @@ def test_value_loss_is_the_greater_of_the_free_and_the_clipped_one() -> None:
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, -0.4])
     assert found.metrics["critic_clip_fraction"].value == 0.25
-    assert torch.autograd.gradcheck(
-        lambda v: ALGORITHM.value_loss(value_inputs(v)).losses_T, (values,)
-    )
+    assert torch.autograd.gradcheck(lambda v: value_loss(v).losses_T, (values,))
 
 
 def test_critic_learns_which_prompts_are_rewarded() -> None:

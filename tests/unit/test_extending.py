@@ -25,8 +25,8 @@ from areal_flow.import_path import import_function
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.tools.answering import answer
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup, run_group

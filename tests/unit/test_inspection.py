@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from areal_flow.algorithms.clipped import PPO, DecoupledPPO
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import (
     ClipWatch,
     InspectedTrajectory,
@@ -20,6 +19,7 @@ from areal_flow.trainer.inspection import (
     trajectory_outcomes,
 )
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import StepRequest, VersionSpan
 from tests.unit.test_trainer import make_sequences, settings, state
 

@@ -17,7 +17,7 @@ from areal_flow.models.linear import (
     onednn_is_faster,
     swap_linear_layers,
 )
-from areal_flow.models.policy import ready
+from areal_flow.models.policy import disable_dropout_and_move
 from tests.policies import small_policy
 
 pytestmark = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_policy_keeps_its_names_and_kinds(monkeypatch: pytest.MonkeyPatch) -> No
         slower.setattr(module, "onednn_is_faster", lambda: False)
         plain = small_policy()
     names = [*plain.state_dict()]
-    policy = ready(plain, "cpu")
+    policy = disable_dropout_and_move(plain, "cpu")
     layers = [m for m in policy.modules() if isinstance(m, nn.Linear)]
     wide = [layer for layer in layers if min(layer.weight.shape) >= LEAST_WIDTH]
     assert 0 < len(wide) < len(layers)

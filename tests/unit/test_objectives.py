@@ -17,17 +17,22 @@ from hypothesis import strategies as st
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.divergence import KLEstimator, kl_from_older, kl_to_reference
-from areal_flow.algorithms.gated import CISPO, DPPO, M2PO, SAPO
-from areal_flow.algorithms.importance import corrected_weights, proximal_logprobs
 from areal_flow.algorithms.logprobs import sums_to_come
+from areal_flow.algorithms.objective import (
+    KLEstimator,
+    corrected_weights,
+    kl_from_older,
+    kl_to_reference,
+    proximal_logprobs,
+)
+from areal_flow.algorithms.objectives import CISPO, DPPO, M2PO, SAPO
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, effective_sample_fraction
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.inspection import completion_logprobs
 from areal_flow.trainer.step import train_step
+from areal_flow.trainer.updates import StepSettings
 from tests.policies import small_policy
 from tests.unit.test_losses import inputs
 from tests.unit.test_trainer import make_sequences, state

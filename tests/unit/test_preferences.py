@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_flow.algorithms.preferences import dpo_loss, reward_model_loss
 from areal_flow.algorithms.protocol import LossInputs, MinibatchSize, PolicyLoss
 from areal_flow.config import SftSettings, TrainerSettings, build_recipe
 from areal_flow.errors import ConfigError, ModelError
@@ -21,6 +20,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.trainer.step import plan_micro_batches
+from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
 from pipelines.jobs.train import prepare_run
 from tests.policies import completion_rows, small_policy, write_model_directory
 
@@ -64,7 +64,7 @@ def test_dpo_loss_is_that_of_the_paper(smoothing: float) -> None:
         )
     ]
     inputs = inputs_of(logprobs_T, reference_T)
-    found = dpo_loss(inputs, beta=0.3, label_smoothing=smoothing)
+    found = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.3, label_smoothing=smoothing))
     rewards = [float(value) for value in sums]
     assert float(aggregated(found, inputs)) == pytest.approx(by_hand(rewards, smoothing), abs=1e-12)
     margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
@@ -78,9 +78,9 @@ def test_dpo_loss_has_golden_numbers() -> None:
     policy_T = torch.tensor([-0.25, -0.75, -3.0], dtype=torch.float64)
     reference_T = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     inputs = LossInputs(policy_T, policy_T, reference_T, policy_T, sequence_T, sequence_T)
-    found = dpo_loss(inputs, beta=0.5, label_smoothing=0.0)
+    found = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.0))
     assert found.losses_T.tolist() == pytest.approx([0.2014132779827524] * 3, abs=1e-12)
-    smoothed = dpo_loss(inputs, beta=0.5, label_smoothing=0.1)
+    smoothed = dpo_loss(inputs, SftSettings(objective="dpo", beta=0.5, label_smoothing=0.1))
     assert float(smoothed.losses_T[0]) == pytest.approx(0.3514132779827524, abs=1e-12)
 
 
@@ -88,7 +88,9 @@ def test_dpo_loss_has_golden_numbers() -> None:
 def test_reward_model_loss_reads_the_score_after_each_last_token(smoothing: float) -> None:
     scores_T, _ = drawn()
     inputs = inputs_of(scores_T, scores_T)
-    found = reward_model_loss(inputs, label_smoothing=smoothing)
+    found = reward_model_loss(
+        inputs, SftSettings(objective="reward_model", label_smoothing=smoothing)
+    )
     last = [float(scores_T[at]) for at in (2, 3, 5, 9)]
     assert float(aggregated(found, inputs)) == pytest.approx(by_hand(last, smoothing), abs=1e-12)
 
@@ -98,11 +100,16 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
     def dpo(logprobs_T: torch.Tensor) -> torch.Tensor:
         inputs = inputs_of(logprobs_T, reference_T)
-        return aggregated(dpo_loss(inputs, beta=0.3, label_smoothing=0.1), inputs)
+        return aggregated(
+            dpo_loss(inputs, SftSettings(objective="dpo", beta=0.3, label_smoothing=0.1)), inputs
+        )
 
     def scored(scores_T: torch.Tensor) -> torch.Tensor:
         inputs = inputs_of(scores_T, scores_T.detach())
-        return aggregated(reward_model_loss(inputs, label_smoothing=0.1), inputs)
+        return aggregated(
+            reward_model_loss(inputs, SftSettings(objective="reward_model", label_smoothing=0.1)),
+            inputs,
+        )
 
     assert torch.autograd.gradcheck(dpo, (logprobs_T,))
     assert torch.autograd.gradcheck(scored, (logprobs_T,))

@@ -23,7 +23,7 @@ from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.database import connect, consumption_table
 from areal_flow.store.ledger import STEPS
 from areal_flow.tracking.projection import step_metrics
-from areal_flow.trainer.batch_metrics import batch_metrics
+from areal_flow.trainer.metrics import batch_metrics
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter
@@ -60,7 +60,7 @@ def rank(path: Path, **arguments: Any) -> TrainerRank:
         RunLayout(path), RECIPE, channel=HashingWriter(), read_rows=read, **arguments
     )
     made.adopt(small_policy())
-    made.genesis()
+    made.stage_initial_policy()
     return made
 
 
@@ -70,7 +70,7 @@ def request(parent_hash: str, *, step: int = 5) -> StepRequest:
 
 
 def parent_of(made: TrainerRank) -> str:
-    return made.genesis()[0].weights_hash
+    return made.stage_initial_policy()[0].weights_hash
 
 
 def test_repeated_request_is_answered_without_computing_again(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_row_of_a_step_has_all_that_was_given() -> None:
     assert datetime.now(UTC) - row["committed_at"] < timedelta(minutes=1)
 
 
-def test_genesis_is_step_zero_of_nothing() -> None:
+def test_genesis_is_step_zero_neutral() -> None:
     expected = {
         "step": 0,
         "policy_version": 0,

@@ -16,16 +16,16 @@ import torch
 
 from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.clipped import GSPO, PPO, DecoupledPPO
-from areal_flow.algorithms.gated import M2PO
-from areal_flow.algorithms.protocol import Algorithm
+from areal_flow.algorithms.composed import ComposedAlgorithm
+from areal_flow.algorithms.objectives import M2PO
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.cluster.trainer_replicas import NOTICE_S, TrainerReplicas
 from areal_flow.errors import ArealFlowError, StorageError, TrainerLost
 from areal_flow.models.hashing import hash_tensors
-from areal_flow.trainer.backend import StepSettings
 from areal_flow.trainer.replicas import GlooGroup
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import plan_micro_batches, train_step
+from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import PolicyHashes, Rendezvous
 from tests.unit.test_trainer import make_sequences, settings, state
 from tests.unit.virtual_time import run_in_virtual_time
@@ -41,16 +41,21 @@ def trained(
     num_ranks: int,
     replicas: GlooGroup | None = None,
     *,
-    algorithm: Algorithm | None = None,
+    algorithm: ComposedAlgorithm | None = None,
 ) -> dict[str, Any]:
     """Return what two steps make of a policy, and their numbers."""
-    how = StepSettings(algorithm or DecoupledPPO(), temperature=1.0, seed=0, num_ranks=num_ranks)
+    how = StepSettings(
+        algorithm or DecoupledPPO(),
+        temperature=1.0,
+        seed=0,
+        num_ranks=num_ranks,
+        replicas=replicas,
+    )
     of.hold_reference(deepcopy(of.policy))
     if isinstance(how.algorithm, ActorCriticPPO):
         of.add_critic(how.algorithm)
     numbers = [
-        train_step(of, make_sequences(seed=step), step=step, settings=how, replicas=replicas)
-        for step in (1, 2)
+        train_step(of, make_sequences(seed=step), step=step, settings=how) for step in (1, 2)
     ]
     return {
         "weights": of.fingerprint(),
@@ -100,7 +105,7 @@ def together(point: Path, num_ranks: int, work: Callable[[GlooGroup], Any]) -> l
     ],
 )
 def test_ranks_make_bit_for_bit_what_one_process_makes_of_their_batches(
-    tmp_path: Path, num_ranks: int, algorithm: Algorithm
+    tmp_path: Path, num_ranks: int, algorithm: ComposedAlgorithm
 ) -> None:
     states = [state() for _ in range(num_ranks)]  # here: drawing one sets the seed of all threads
     found = together(

@@ -17,7 +17,7 @@ from areal_flow.rewards.judge import JudgeReward
 from areal_flow.rewards.protocol import RewardInput, RewardSettings, part_names
 from areal_flow.rewards.registry import WeightedRewards, load_reward
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
-from areal_flow.trainer.batch_metrics import _part_means
+from areal_flow.trainer.metrics import _part_means
 from areal_flow.types import Score
 from tests.judges import Refused, running_judge
 

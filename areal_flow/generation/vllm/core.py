@@ -1,6 +1,6 @@
 """vLLM's core, in this process or in one of its own: how it is made, called, watched and ended.
 
-It refuses to know requests; see `engine`. Of a core in a process of its own:
+It does not know requests; see `engine`. Of a core in a process of its own:
 
 | who                      | waits for  | unblocked by                                     |
 |--------------------------|------------|--------------------------------------------------|
@@ -103,8 +103,7 @@ class InProcessCore:
     def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
         yield "serve_tensors", checkpoint
 
-    def close(self) -> None:
-        """Do nothing: it ends with its last reference."""
+    def close(self) -> None: ...
 
 
 class CoreProcess:
@@ -125,7 +124,7 @@ class CoreProcess:
 
     @contextmanager
     def offered(self, checkpoint: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """Do so by a file in memory, which is gone with this process or with the block."""
+        """Offer tensors in a memory file, which ends with this process or with the block."""
         file = os.memfd_create("areal-flow-weights")
         try:
             path = Path(f"/proc/{os.getpid()}/fd/{file}")
@@ -176,8 +175,7 @@ def _compile_nothing_on_cpu(config: VllmConfig) -> None:
         transformers_models.Base._decorate_cls_for_torch_compile = _leave_as_it_is
 
 
-def _leave_as_it_is(*_arguments: Any, **_keywords: Any) -> None:
-    """Do nothing."""
+def _leave_as_it_is(*_arguments: Any, **_keywords: Any) -> None: ...
 
 
 def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
@@ -190,7 +188,6 @@ def engine_config(model: Path, settings: GenerationSettings) -> VllmConfig:
 
 
 def engine_arguments(model: Path, settings: GenerationSettings) -> EngineArgs:
-    """Return what vLLM is asked for by a recipe's settings."""
     return EngineArgs(
         model=str(model),
         load_format="dummy",

@@ -57,7 +57,7 @@ class _Member:
     request_id: str
     index: int
     version: int
-    num_told: int = 0
+    num_reported: int = 0
     """Tokens that `GroupRequest.on_token` has had."""
 
 
@@ -116,9 +116,9 @@ class VLLMEngine:
             member = self._running[output.request_id]
             group = self._groups[member.request_id]
             if on_token := group.request.on_token:
-                for token in output.outputs[0].token_ids[member.num_told :]:
+                for token in output.outputs[0].token_ids[member.num_reported :]:
                     on_token(member.index, token)
-                member.num_told = len(output.outputs[0].token_ids)
+                member.num_reported = len(output.outputs[0].token_ids)
             if not output.finished:
                 continue
             del self._running[output.request_id]

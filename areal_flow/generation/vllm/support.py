@@ -30,11 +30,7 @@ def installed_vllm(device: str) -> str | None:
 
 
 def require_vllm(device: str) -> None:
-    """Refuse to generate with vLLM off Linux, or where its build for the device is not installed.
-
-    Raises:
-        ConfigError: saying what to install.
-    """
+    """Refuse vLLM off Linux, and where its build for the device is not installed."""
     if not is_linux():
         raise ConfigError(
             f"generation.engine = 'vllm': expected Linux, found {system_name()}: use 'torch'"
@@ -52,11 +48,7 @@ def require_vllm(device: str) -> None:
 
 
 def require_vllm_promises(settings: GenerationSettings) -> None:
-    """Refuse what vLLM does not promise here.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuse what vLLM does not promise here."""
     if settings.batch_invariant:
         raise ConfigError(
             "generation.batch_invariant = true: expected the engine 'torch', found 'vllm', whose "
@@ -65,11 +57,7 @@ def require_vllm_promises(settings: GenerationSettings) -> None:
 
 
 def require_vllm_serves(model: Path, settings: GenerationSettings) -> None:
-    """Refuse a model that vLLM computes wrongly or not at all, by its configuration alone.
-
-    Raises:
-        ConfigError: naming what the model has, and what there is.
-    """
+    """Refuse a model that vLLM computes wrongly or not at all, by its configuration alone."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     num_gpus = settings.vllm.tensor_parallel_size
     if num_gpus > 1 and config["num_attention_heads"] % num_gpus:

@@ -48,7 +48,7 @@ class WeightsExtension:
         self.model_runner.reload_weights(weights_iterator=iter({**tensors, **copies}.items()))
 
     def serve_file(self, file: str, tied: Mapping[str, str]) -> None:
-        """Do so with the tensors of a file in memory; see `map_tensors`."""
+        """As `serve_tensors`, of a file in memory; see `map_tensors`."""
         self.serve_tensors(map_tensors(Path(file)), tied)
 
 
@@ -67,11 +67,7 @@ class ServedTensors:
         }
 
     def checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the policy's weights by their names in a checkpoint, which are vLLM's.
-
-        Raises:
-            WeightsError: names or shapes are not this policy's.
-        """
+        """Return the policy's weights by their names in a checkpoint, which are vLLM's."""
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if odd := sorted(name for name, _ in found.items() ^ self._shapes.items()):
             raise WeightsError(
@@ -88,9 +84,6 @@ def check_logprobs(
 
     Args:
         core: an engine that has nothing to do and serves `tensors`.
-
-    Raises:
-        ModelError: saying by how much log-probabilities differ.
     """
     policy = empty_policy(model, dtype=settings.dtype)
     assign_tensors(policy, tensors)

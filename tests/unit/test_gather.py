@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_flow.algorithms.taken_rows import Taken, take_rows
+from areal_flow.algorithms.gather import GatherIndex, deterministic_gather
 
 
 def gradient(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     rows = rows.detach().requires_grad_(True)
-    take_rows(rows, Taken.of(index, len(rows))).backward(weights)  # type: ignore[no-untyped-call]
+    deterministic_gather(rows, GatherIndex.of(index, len(rows))).backward(weights)  # type: ignore[no-untyped-call]
     assert rows.grad is not None
     return rows.grad
 
@@ -34,7 +34,7 @@ def test_rows_and_their_gradients_are_those_of_an_index(
     rows = torch.randn(shape, dtype=torch.float64)
     taken = torch.tensor(index, dtype=torch.int64)
     weights = torch.randn(len(index), *shape[1:], dtype=torch.float64)
-    assert torch.equal(take_rows(rows, Taken.of(taken, len(rows))), rows[taken])
+    assert torch.equal(deterministic_gather(rows, GatherIndex.of(taken, len(rows))), rows[taken])
     expected = torch.zeros_like(rows).index_add(0, taken, weights)
     assert torch.allclose(gradient(rows, taken, weights), expected, atol=1e-14)
 

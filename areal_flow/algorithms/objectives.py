@@ -6,7 +6,7 @@ Letters: T trained tokens of a micro-batch, N those of a minibatch.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -116,16 +116,13 @@ class DPPO(RatioToBehavior):
 class M2PO(RatioToBehavior):
     """Second-moment trust policy optimization (arXiv 2510.01161, section 5.2)."""
 
+    needs_minibatch_bound: ClassVar[bool] = True
     name: Literal["m2po"] = "m2po"
     """Which algorithm trains; each has settings of its own."""
     advantage: AdvantageRule = "grpo"
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     max_second_moment: float = Field(0.04, gt=0)
     """What the mean of squared log-ratios may be, over the tokens that a clip could end."""
-
-    @property
-    def needs_minibatch_bound(self) -> bool:
-        return True
 
     def minibatch_bound(self, log_ratio_N: Tensor, advantages_N: Tensor) -> float:
         """Return the size from which a log-ratio is masked (Algorithm 1).

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding_bag
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class GatherIndex:
     """Which rows are taken, and for each row where its gradients come from."""
 
     index_R: Tensor
@@ -29,30 +29,30 @@ class Taken:
     """Of each row: where it begins among the owners."""
 
     @classmethod
-    def of(cls, index_R: Tensor, num_rows: int) -> Taken:
-        """Return it for the rows of an index, of so many rows."""
+    def of(cls, index_R: Tensor, num_rows: int) -> GatherIndex:
+        """Return the index of `rows[index_R]`, of `num_rows` rows."""
         sorted_R, owners_R = index_R.sort(stable=True)
         every_T = torch.arange(num_rows, device=index_R.device)
         return cls(index_R, owners_R, torch.searchsorted(sorted_R, every_T))
 
 
-def take_rows(rows_T: Tensor, taken: Taken) -> Tensor:
+def deterministic_gather(rows_T: Tensor, index: GatherIndex) -> Tensor:
     """Return `rows[index]`, `[R, ...]` of `[T, ...]`; gradients are added in the index's order."""
-    found_R: Tensor = _TakeRows.apply(rows_T, taken)  # type: ignore[no-untyped-call]
+    found_R: Tensor = _Gather.apply(rows_T, index)  # type: ignore[no-untyped-call]
     return found_R
 
 
-class _TakeRows(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_T: Tensor, taken: Taken) -> Tensor:
-        ctx.taken = taken
-        return rows_T.index_select(0, taken.index_R)
+    def forward(ctx: Any, rows_T: Tensor, index: GatherIndex) -> Tensor:
+        ctx.index = index
+        return rows_T.index_select(0, index.index_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient_R,) = gradients
-        taken = ctx.taken
+        index = ctx.index
         flat_RD = gradient_R[:, None].flatten(1)
-        added_TD = embedding_bag(taken.owners_O, flat_RD, taken.first_T, mode="sum")
+        added_TD = embedding_bag(index.owners_O, flat_RD, index.first_T, mode="sum")
         return added_TD.view(len(added_TD), *gradient_R.shape[1:]), None

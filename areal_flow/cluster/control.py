@@ -61,7 +61,7 @@ def serve_pool(pool: WorkerPool) -> None:
 
 def pool_status(pool: WorkerPool) -> list[WorkerStatus]:
     """Return every worker that is there, starts or is quarantined."""
-    shown = [m for m in pool.registry.all() if m.address or m.is_expected or m.is_quarantined]
+    shown = [m for m in pool.registry.all() if m.address or m.is_wanted or m.is_quarantined]
     return [_status(record, pool) for record in shown]
 
 
@@ -78,7 +78,7 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
         state="leaving" if record.is_leaving else state,
         pid=worker.pid,
         address=record.address,
-        num_slots=record.num_slots,
+        num_slots=record.placement.num_slots,
         **(worker.metrics.get(SERVED_METRIC) or {}),
         num_running=worker.metrics["task_counts"].get("executing", 0),
         num_assigned=len(worker.processing),
@@ -100,9 +100,9 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
     if num_workers < 1:
         raise RunError(f"expected to add 1 worker or more, found {num_workers}")
     records = pool.registry.all()
-    first = next(m.placement for m in records if m.role == role and m.placement)
-    placed = [m.placement for m in records if m.placement and m.is_expected]
-    taken = {m.name for m in records} | set(map(str, pool.scheduler.aliases))
+    first = next(m.placement for m in records if m.role == role)
+    placed = [m.placement for m in records if m.is_wanted]
+    taken = {m.name for m in records}
     free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
     added: list[WorkerPlacement] = []
     for name in islice(free_names, num_workers):
@@ -127,12 +127,12 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
     """
     record = pool.registry.named(name)
     if record is None:
-        known = ", ".join(m.name for m in pool.registry.all() if m.is_expected)
+        known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)
         raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
     if record.role == "trainer":
         raise RunError(f"{name} trains and cannot be removed; stop the run instead")
     others = [m for m in pool.registry.present(record.role) if m is not record]
-    if record.role and not others:
+    if not others:
         raise RunError(
             f"{name} is the last {record.title} of this run and cannot be removed; add "
             "another first"

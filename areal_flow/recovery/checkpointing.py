@@ -22,7 +22,7 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.maintenance import Maintenance
-from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.registry import RunTracking
 
 logger = logging.getLogger(__name__)
 

@@ -58,8 +58,7 @@ from areal_flow.store.committed import (
 )
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.tracking.background import RunTracking
-from areal_flow.tracking.registry import start_tracking
+from areal_flow.tracking.registry import RunTracking, start_tracking
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel

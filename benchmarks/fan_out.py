@@ -43,7 +43,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.prompts.table import PromptTable

@@ -43,7 +43,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import ControllerSettings
-from areal_flow.controller.records import Provenance, genesis_row, group_seeds
+from areal_flow.controller.ledger_row import Provenance, genesis_row, group_seeds
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.run.lease import Writer, hold_lease
 from areal_flow.store.codec import rollout_table, scored_table

@@ -39,7 +39,7 @@ from rich.table import Table
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.cluster.placement import PROCESS_ENVIRONMENT
 from areal_flow.config import TrainerSettings
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import receipts, rollout_table, scored_table
 from areal_flow.store.trajectories import (

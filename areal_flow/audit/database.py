@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
-from areal_flow.controller.records import batch_digest, member_seed
+from areal_flow.controller.ledger_row import batch_digest, member_seed
 from areal_flow.store.database import empty_database, read_sql
 from schemas import content_hashes
 

@@ -1,28 +1,13 @@
-"""Counts completion tokens, so that committed = trained + masked + discarded + waiting."""
+"""Counts completion tokens, so that committed = trained + masked + discarded + waiting; and steps
+that changed nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.types import Discard, ServedWeights
-
-
-@dataclass(slots=True)
-class StepEntries:
-    """What happened since the last ledger row."""
-
-    num_generated_tokens: int = 0
-    discards: list[Discard] = field(default_factory=list)
-    failed_submissions: list[int] = field(default_factory=list)
-    seconds_generate: float = 0.0
-    seconds_observed: float = 0.0
-    """The time of all generators in which they spent `seconds_generate`."""
-    num_member_errors: int = 0
-    num_scored: int = 0
-    reward_queue_s: list[float] = field(default_factory=list)
-    """How long each group that was written waited to be scored."""
-    served: list[ServedWeights] = field(default_factory=list)
-    """What generators have loaded, each as it was published."""
+from areal_flow.controller.ledger_row import StepEntries
+from areal_flow.errors import TrainingError
+from areal_flow.types import Discard
 
 
 @dataclass(slots=True)
@@ -61,3 +46,26 @@ class TokenAccounting:
         """Return committed minus everything accounted for; anything but 0 is a bug."""
         consumed = self.trained + self.masked + self.discarded + self.in_step
         return self.committed - consumed - num_waiting
+
+
+@dataclass
+class SkippedSteps:
+    """How many steps in a row had an update whose loss or gradient was not finite."""
+
+    max_in_a_row: int
+    _num_in_a_row: int = 0
+
+    def count(self, step: int, *, skipped: bool) -> None:
+        """Count a step.
+
+        Raises:
+            TrainingError: it is one too many.
+        """
+        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+        if self._num_in_a_row >= self.max_in_a_row:
+            raise TrainingError(
+                f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
+                f"the last one {step}, with an update that was skipped because loss or gradient "
+                "was not finite (trainer.adamw.max_skipped_steps): start a new run with a lower "
+                "learning rate"
+            )

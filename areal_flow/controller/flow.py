@@ -12,7 +12,7 @@
 | reading ahead      | as many, while a step runs         | commit                         |
 | release of slots   | generators serving the new weights | publish; a dead one is dropped |
 
-The flow moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
+The flow moves ids, counts and versions. It imports no Dask, Lance or torch, and handles no tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import Gate
-from areal_flow.controller.records import (
+from areal_flow.controller.ledger_row import (
     Provenance,
     batch_digest,
     group_seeds,
     step_row,
 )
-from areal_flow.controller.skipped_steps import SkippedSteps
 from areal_flow.errors import (
     ArealFlowError,
     EngineError,

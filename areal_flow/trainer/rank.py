@@ -22,7 +22,7 @@ from areal_flow.algorithms.actor_critic import ActorCriticPPO
 from areal_flow.algorithms.protocol import Advantage, TokenLoss
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.controller.speed import AREA as SPEED
+from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.errors import TrainerLost
 from areal_flow.models.lora import add_adapter
 from areal_flow.models.policy import DTYPES, assign_tensors, empty_policy, load_policy

@@ -30,7 +30,7 @@ from areal_flow.algorithms.protocol import (
     add_metrics,
 )
 from areal_flow.config import SftSettings, TrainerSettings
-from areal_flow.controller.skipped_steps import SkippedSteps
+from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
     CheckpointState,

@@ -24,7 +24,7 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.controller.schedules import (
     run_async_schedule,
     run_barrier_schedule,

@@ -23,7 +23,7 @@ from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
 from areal_flow.import_path import code_hash
 from areal_flow.models.directory import copy_model_description, tokenizer_of

@@ -18,7 +18,7 @@ import pytest
 import areal_flow
 from areal_flow.audit.rows import Piece, scan
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.recovery.bootstrap import take_over
 from areal_flow.run.directory import write_identity

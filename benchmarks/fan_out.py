@@ -32,13 +32,14 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_flow.cluster import pool
-from areal_flow.cluster.adapters import DaskRollouts, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.placement import (
     groups_in_flight,
     max_running_trajectories,
     place_workers,
 )
+from areal_flow.cluster.rollouts import DaskRollouts
+from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.controller.flow import Flow

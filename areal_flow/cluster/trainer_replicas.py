@@ -7,8 +7,9 @@ do not are replaced, like it. Then all are restored together, as a new replica g
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 from distributed import Client
@@ -16,11 +17,17 @@ from distributed import Client
 from areal_flow.cluster import trainer_tasks
 from areal_flow.cluster.placement import trainer_name
 from areal_flow.cluster.results import run_task
-from areal_flow.errors import EngineError, TrainerLost
+from areal_flow.errors import EngineError, TrainerLost, TrainingError
 from areal_flow.types import PolicyHashes, Rendezvous, StepRequest, StepResult
+
+logger = logging.getLogger(__name__)
 
 NOTICE_S = 10.0
 """How long ranks have to notice that another one failed."""
+MAX_RESTORATIONS = 3
+"""How often the trainer may be lost over one request."""
+
+Result = TypeVar("Result")
 
 
 class TrainerReplicas:
@@ -160,3 +167,87 @@ class TrainerReplicas:
 def _require_equal(found: Sequence[PolicyHashes], *, of: str) -> None:
     if any(hashes != found[0] for hashes in found):
         raise TrainerLost(f"{of}: the trainer's ranks hold different weights: {found}")
+
+
+class DaskTrainer:
+    """Sends steps and checkpoints to the trainer; restores it as soon as it is lost.
+
+    Not only when it is asked for something: generators may wait for weights that it holds, and a
+    step for what these generators will make.
+    """
+
+    def __init__(
+        self,
+        replicas: TrainerReplicas,
+        restore: Callable[[], Awaitable[str]],
+        *,
+        lost: asyncio.Event,
+    ) -> None:
+        """Take what restores the ranks.
+
+        Args:
+            restore: brings them to the ledger's head; returns the hash of their weights.
+            lost: set whenever a rank's process ends.
+        """
+        self._replicas = replicas
+        self._restore = restore
+        self._lost = lost
+        self.lock = asyncio.Lock()
+        """See `FlowBackends.trainer_lock`; who asks for a step holds it."""
+
+    async def keep_restored(self) -> NoReturn:
+        """Restore the trainer whenever it is lost, between two steps; never ends.
+
+        Raises:
+            TrainingError: it was lost once too often; the message is the last loss.
+            ArealFlowError: it cannot be restored.
+        """
+        while True:
+            await self._lost.wait()
+            self._lost.clear()
+            async with self.lock:
+                await self._persist(self._replicas.require_policy)
+
+    async def restore(self) -> str:
+        """Bring the trainer to the ledger's head, whoever dies meanwhile; return its hash."""
+        return await self._persist(self._restore)
+
+    async def step(self, request: StepRequest) -> StepResult:
+        return await self._persist(lambda: self._replicas.step(request))
+
+    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
+        await self._replicas.read_ahead(trajectory_ids)
+
+    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
+        """Copy the state with these weights, between two steps, for `write_snapshot`."""
+        state = (weights_hash, next_submission_index)
+        async with self.lock:
+            await self._persist(lambda: self._replicas.take_snapshot(*state))
+
+    async def write_snapshot(self, step: int) -> None:
+        """Write the snapshot of a step as a checkpoint, beside the steps that follow.
+
+        Raises:
+            TrainerLost: the trainer died with it.
+            RunError, StorageError: nothing was written.
+        """
+        await self._replicas.write_snapshot(step)
+
+    async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.
+
+        Raises:
+            TrainingError: it was lost once too often; the message is the last loss.
+        """
+        for num_restored in range(MAX_RESTORATIONS + 1):
+            try:
+                if num_restored and ask is not self._restore:
+                    await self._restore()
+                return await ask()
+            except TrainerLost as lost:
+                logger.warning("%s; restoring it from checkpoint and ledger", lost)
+                last = lost
+        raise TrainingError(
+            f"the trainer was restored {MAX_RESTORATIONS} times and lost again: {last}. See what "
+            "ends its process, then resume"
+        )

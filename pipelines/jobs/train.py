@@ -15,11 +15,12 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.cluster import generator_tasks, trainer_tasks
-from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
-from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.rollouts import DaskRollouts
+from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
+from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.flow import Flow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.adapters import DaskTrainer
+from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance

@@ -104,7 +104,6 @@ def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
 
 
 def listed_checkpoints(layout: RunLayout) -> list[Path]:
-    """Return the checkpoint directories that are there, complete or not, by step."""
     steps = sorted(int(path.name) for path in layout.checkpoints.glob("*") if path.name.isdigit())
     return [checkpoint_path(layout.checkpoints, step) for step in steps]
 

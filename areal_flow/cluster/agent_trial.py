@@ -86,7 +86,6 @@ class StandIn(GeneratorRole):
 
 
 async def try_episode(layout: RunLayout) -> Trial:
-    """Return what comes of an episode of the first prompt row."""
     context = WorkerContext(layout.root, NO_WRITER)
     prompt = PromptTable(layout.train_prompts, seed=context.recipe.seed).row(0)
     policy = StandIn(context, answer_text(prompt.answer))
@@ -108,7 +107,6 @@ async def try_episode(layout: RunLayout) -> Trial:
 
 
 def main(run_directory: Path, output: Path) -> None:
-    """Write what comes of an episode."""
     trial = asyncio.run(try_episode(RunLayout(run_directory)))
     output.write_text(json.dumps(asdict(trial)) + "\n")
 

@@ -47,8 +47,6 @@ class WorkerStatus:
 
 
 def serve_pool(pool: WorkerPool) -> None:
-    """Have the scheduler answer `list_workers`, `add_workers` and `remove_worker`."""
-
     async def answer(request: str, **arguments: Any) -> Any:
         if request == "list":
             return [asdict(status) for status in pool_status(pool)]
@@ -60,7 +58,6 @@ def serve_pool(pool: WorkerPool) -> None:
 
 
 def pool_status(pool: WorkerPool) -> list[WorkerStatus]:
-    """Return every worker that is there, starts or is quarantined."""
     shown = [m for m in pool.registry.all() if m.address or m.is_wanted or m.is_quarantined]
     return [_status(record, pool) for record in shown]
 
@@ -88,13 +85,7 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
 
 
 async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
-    """Start workers like the first of this role; return their names once they have joined.
-
-    Raises:
-        RunError: no such role, or it cannot grow.
-        ConfigError: no GPU is free.
-        EngineError: a process did not start; then none of them stays.
-    """
+    """Start workers like the first of this role; return their names once they have joined."""
     if role not in ELASTIC_ROLES:
         raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
     if num_workers < 1:
@@ -120,11 +111,7 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
 
 
 async def remove_from(pool: WorkerPool, name: str) -> None:
-    """Retire a worker: finished results move to others, its tasks run again elsewhere.
-
-    Raises:
-        RunError: there is none of that name, or the run needs this one.
-    """
+    """Retire a worker: finished results move to others, its tasks run again elsewhere."""
     record = pool.registry.named(name)
     if record is None:
         known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)
@@ -141,32 +128,23 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
 
 
 async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:
-    """Return the workers of the run whose scheduler this is."""
     return [WorkerStatus(**row) for row in await _ask(scheduler, network, "list", within_s=15)]
 
 
 async def add_workers(
     scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
-    """Start workers; return their names once they have joined."""
     request = {"role": role, "num_workers": num_workers}
     return list(await _ask(scheduler, network, "add", within_s=180, **request))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:
-    """Retire a worker; return once it is gone."""
     await _ask(scheduler, network, "remove", within_s=90, name=name)
 
 
 async def _ask(
     scheduler: str, network: NetworkSettings, request: str, *, within_s: float, **arguments: Any
 ) -> Any:
-    """Ask the driver.
-
-    Raises:
-        RunError: nobody answers there.
-        ArealFlowError: what the driver answered.
-    """
     security = connection_security(network).get_connection_args("client")
     try:
         async with rpc(scheduler, timeout=10, connection_args=security) as remote:

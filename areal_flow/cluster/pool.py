@@ -52,7 +52,6 @@ class WorkerPool(SchedulerPlugin):
     def __init__(
         self, scheduler: Any, launcher: Launcher, machines: Machines, executions: Executions
     ) -> None:
-        """Take this process's scheduler, and what starts processes on which machines."""
         self.executions = executions
         self.scheduler = scheduler
         self.registry = WorkerRegistry()
@@ -83,11 +82,6 @@ class WorkerPool(SchedulerPlugin):
             task.cancel()
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` to its end, unless the pool can do it no more.
-
-        Raises:
-            EngineError: the last worker of a role is quarantined; names it.
-        """
         return await run_until_first_ends(work, self._until_broken())
 
     async def _until_broken(self) -> NoReturn:
@@ -110,12 +104,10 @@ class WorkerPool(SchedulerPlugin):
     # Which workers there are
 
     def subscribe(self, receive: Callable[[int], None]) -> None:
-        """Call `receive` with the number of generators, now and whenever it changes."""
         self._subscribers.append(receive)
         receive(len(self.generators()))
 
     def generators(self) -> list[str]:
-        """Return the addresses of generators that take work."""
         return [record.address for record in self.registry.present("generator")]
 
     def pid(self, record: WorkerRecord) -> int | None:
@@ -128,7 +120,6 @@ class WorkerPool(SchedulerPlugin):
         return float(heartbeat_interval(len(self.scheduler.workers)))
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Note that the scheduler has registered a process."""
         state = scheduler.workers[worker]
         record = self.registry.joined(
             str(state.name), worker, process=str(state.server_id), now=monotonic()
@@ -169,11 +160,7 @@ class WorkerPool(SchedulerPlugin):
     # Starting, leaving
 
     async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
-        """Start workers; return once all have joined.
-
-        Raises:
-            EngineError: the process of one ended first, or took too long.
-        """
+        """Start workers; return once all have joined."""
         records = [self.registry.place(placement) for placement in placements]
         loop = asyncio.get_running_loop()
         self._joining |= {record.name: loop.create_future() for record in records}
@@ -260,7 +247,6 @@ class WorkerPool(SchedulerPlugin):
             self._broken.set_exception(EngineError(reason))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside everything else; a failure is logged."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._spawned_ended)

@@ -70,7 +70,6 @@ class WorkerRecord:
 
     @property
     def title(self) -> str:
-        """What its role is called in a sentence."""
         return "reward worker" if self.role == "reward" else self.role
 
     @property
@@ -122,28 +121,22 @@ class WorkerRegistry:
         self._by_name: dict[str, WorkerRecord] = {}
 
     def all(self) -> list[WorkerRecord]:
-        """Return every record, first come first."""
         return list(self._by_name.values())
 
     def expected(self, role: str) -> list[WorkerRecord]:
-        """Return who is there or will be again."""
         return [record for record in self.all() if record.role == role and record.is_wanted]
 
     def present(self, role: str) -> list[WorkerRecord]:
-        """Return who is there."""
         return [record for record in self.expected(role) if record.address]
 
     def named(self, name: str) -> WorkerRecord | None:
-        """Return the record of this name if it is wanted."""
         record = self._by_name.get(name)
         return record if record and record.is_wanted else None
 
     def at(self, address: str) -> WorkerRecord | None:
-        """Return the record that is registered with this address."""
         return next((record for record in self.all() if record.address == address), None)
 
     def place(self, placement: WorkerPlacement) -> WorkerRecord:
-        """Note a worker that the driver is about to start, and return it."""
         record = self._by_name[placement.name] = WorkerRecord(placement)
         return record
 

@@ -81,9 +81,6 @@ async def score(
 
     Args:
         known: their scores, where they are known.
-
-    Raises:
-        InfrastructureError: one has no verdict, and this is not the last try.
     """
     scores = await _scores(table, episodes, known or rollout_notes(table).scores)
     verifier = (await _rewards(worker_context())).identity
@@ -95,7 +92,6 @@ async def score(
 async def score_row(
     table: pa.Table, row: int, episodes: Sequence[Episode], *, is_last_try: bool
 ) -> Score:
-    """Score one row of some groups; see `score`."""
     given = rollout_notes(table).scores[row : row + 1]
     (found,) = await _scores(table.slice(row, 1), episodes, given)
     if not is_last_try:
@@ -122,9 +118,6 @@ async def score_and_write(
     Returns:
         Of each group its receipt, or why it is not valid; how long scoring took, in seconds; and
         how many groups are scored at the same time.
-
-    Raises:
-        InfrastructureError: a row has no verdict, and this is not the last try.
     """
     began = monotonic()
     given: Sequence[Sequence[Score | None]] = known or [
@@ -161,11 +154,7 @@ async def score_completions(
 
 
 def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call the function at an import path, in a thread a call; return results, or what was raised.
-
-    Raises:
-        ArealFlowError: it cannot be imported.
-    """
+    """Call a function at an import path, in a thread a call; return results or errors."""
     _share_memory(worker_context())
     function = import_function(path, setting="a tool", error=ArealFlowError)
 
@@ -191,12 +180,7 @@ IF_IT_KILLS: dict[Callable[..., Any], Any] = {
 async def on_reward_worker(
     function: Callable[..., Any], what: Any, items: Sequence[Any]
 ) -> Sequence[Any]:
-    """Run a task of several items for an episode; one over which workers die fails alone.
-
-    Raises:
-        RewardError: no reward worker lives to answer.
-        ArealFlowError: as raised by the task.
-    """
+    """Run a task of several items for an episode; one over which workers die fails alone."""
     client, executions = get_client(), worker_context().executions
     try:
         found: Sequence[Any] = await run_reward_task(
@@ -280,11 +264,6 @@ def _newest(spans: Iterable[VersionSpan]) -> int:
 
 
 def _check_infrastructure(scores: Iterable[Score]) -> None:
-    """Refuse scores of which one is an error of the infrastructure.
-
-    Raises:
-        InfrastructureError: with the cause.
-    """
     for found in scores:
         if found.verdict == "infrastructure_error":
             raise InfrastructureError(found.error)

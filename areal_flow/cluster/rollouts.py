@@ -57,9 +57,6 @@ class DaskRollouts:
 
         Args:
             name: tells these answers from all others of this cluster.
-
-        Raises:
-            ArealFlowError: they could not be rolled out or scored.
         """
         episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
         rolled_out = await self._roll_out(episodes, suffix, what=_HELD_OUT)
@@ -100,9 +97,6 @@ class Scoring:
 
         The retries have different workers, so that at least one of two is not where the first
         try was. Who that was the driver does not know.
-
-        Raises:
-            ArealFlowError: as raised by the task.
         """
         reward_workers = self._pool.registry.present("reward")
         task, options = (self._client, self._pool.executions), dict[str, Any](what=what)
@@ -186,7 +180,6 @@ class ReadyGroups:
 
     @contextmanager
     def counting_rollout(self) -> Iterator[None]:
-        """Count a rollout while it runs."""
         self._num_rolling_out += 1
         try:
             yield
@@ -194,11 +187,6 @@ class ReadyGroups:
             self._num_rolling_out -= 1
 
     async def receipt(self, rolled_out: Future, episode: Episode) -> GroupReceipt:
-        """Return the receipt of a group once it is written.
-
-        Raises:
-            ArealFlowError: it could not be scored or written.
-        """
         loop = asyncio.get_running_loop()
         receipt: asyncio.Future[GroupReceipt] = loop.create_future()
         self._waiting.append(_Rollout(rolled_out, episode, receipt, loop.time()))

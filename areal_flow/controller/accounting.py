@@ -56,11 +56,7 @@ class SkippedSteps:
     _num_in_a_row: int = 0
 
     def count(self, step: int, *, skipped: bool) -> None:
-        """Count a step.
-
-        Raises:
-            TrainingError: it is one too many.
-        """
+        """Count a step."""
         self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
         if self._num_in_a_row >= self.max_in_a_row:
             raise TrainingError(

@@ -123,7 +123,6 @@ class Flow:
         self.notify()
 
     def notify(self) -> None:
-        """Wake every waiter: something changed."""
         self.num_changes += 1
         self._next_change.set()
         self._next_change = asyncio.Event()
@@ -132,9 +131,6 @@ class Flow:
         """Return once `num_changes` exceeds `seen`; raise what ended the run, if something did.
 
         Whoever reads `num_changes` and then looks at the state misses no change in between.
-
-        Raises:
-            ArealFlowError: groups keep failing; the message is the root cause.
         """
         while self.num_changes <= seen:
             await self._next_change.wait()
@@ -280,7 +276,6 @@ class Flow:
     # Training
 
     async def wait_for_batch(self) -> Batch | None:
-        """Return the next batch, or None when training is over."""
         while not self.done():
             seen = self.num_changes
             batch = self.buffer.take()
@@ -321,7 +316,6 @@ class Flow:
     def _end_step(
         self, request: StepRequest, result: StepResult, *, seconds_wait: float
     ) -> dict[str, Any]:
-        """Account for a step that was computed; return its row."""
         metrics = result.metrics
         self.accounting.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens

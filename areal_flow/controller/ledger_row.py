@@ -66,7 +66,6 @@ def member_seed(run_seed: int, submission_index: int, member: int) -> int:
 
 
 def group_seeds(run_seed: int, submission_index: int, group_size: int) -> tuple[int, ...]:
-    """Return the seeds of a group's members."""
     return tuple(member_seed(run_seed, submission_index, m) for m in range(group_size))
 
 
@@ -132,7 +131,6 @@ def step_row(
 def genesis_row(
     hashes: PolicyHashes, *, provenance: Provenance, numeric_environment: str
 ) -> dict[str, Any]:
-    """Return row 0: the policy that the first step starts from."""
     request = StepRequest(
         step=0,
         parent_hash="",

@@ -33,9 +33,6 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     """Make a run directory this writer's, before it writes anything else.
 
     Only what is older than its lease is removed: it may itself hang here and be taken over.
-
-    Raises:
-        RunError: another driver took over already.
     """
     writer.check_current()
     if not is_sole_writer(writer):
@@ -82,11 +79,6 @@ async def restore_policy(
     Returns:
         The hash of the weights, another than the ledger's after a fork, and how many steps were
         replayed.
-
-    Raises:
-        RunError: there is no usable checkpoint.
-        TrainerLost: a rank died meanwhile.
-        TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
     replay = await restore_newest(
         trainer,
@@ -114,9 +106,6 @@ def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
 
     Where the recorded numeric environment is this one, and it is a CPU's, hashes must be equal.
     Elsewhere a difference is a fork: appended to forks.jsonl, and the run goes on from it.
-
-    Raises:
-        TrainingError: hashes differ where they must not.
     """
     if not compared.forked:
         return

@@ -45,7 +45,6 @@ LOG_COLUMNS = ("trajectory_id", "writer_epoch")
 
 
 def read_sql(name: str, *, package: str = "areal_flow.store") -> str:
-    """Return the statements of a file in a package's `sql/`."""
     return resources.files(package).joinpath("sql", f"{name}.sql").read_text()
 
 

@@ -45,10 +45,6 @@ def create_dataset(
     Args:
         stable_row_ids: number rows in the order of their commits (`COMMIT_ORDER`). Each commit then
             costs every later manifest some 25 bytes.
-
-    Raises:
-        RunError: something is there already.
-        StorageError: the disk refused.
     """
     if path.exists():
         raise RunError(f"{path} exists already")
@@ -73,10 +69,6 @@ def write_dataset(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> 
 
     Returns:
         The number of rows.
-
-    Raises:
-        RunError: something is there already.
-        StorageError: the disk refused.
     """
     if path.exists():
         raise RunError(f"{path} exists already")
@@ -92,11 +84,6 @@ def write_dataset(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> 
 
 
 def open_dataset(path: Path) -> lance.LanceDataset:
-    """Open the newest version.
-
-    Raises:
-        RunError: there is no dataset.
-    """
     if not path.is_dir():
         raise RunError(f"expected a Lance dataset at {path}, found none")
     session = lance.Session(
@@ -122,9 +109,6 @@ def read_rows(
     Args:
         columns: read only these.
         where: an SQL condition, evaluated by Lance.
-
-    Raises:
-        RunError: there is no dataset.
     """
     names = None if columns is None else list(columns)
     condition = all_of(where, that_count(path, writers))

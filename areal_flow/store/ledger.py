@@ -20,7 +20,6 @@ STEPS = arrow_schema(StepRow)
 
 
 def create_ledger(path: Path) -> None:
-    """Create the empty ledger of a new run."""
     create_dataset(path, STEPS)
 
 
@@ -35,9 +34,6 @@ def read_steps(
     Args:
         columns: read only these; any of the schema, and any name of a metric.
         where: an SQL condition on the schema's columns, evaluated by Lance.
-
-    Raises:
-        RunError: no row has such a column.
     """
     wanted = {*STEPS.names} if columns is None else {*columns, "step"}
     if wanted - {*STEPS.names}:
@@ -88,11 +84,7 @@ class LedgerReader:
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
-        """Return the rows from step `since` on, by step.
-
-        Raises:
-            StorageError: a step is missing, or is there twice.
-        """
+        """Return the rows from step `since` on, by step."""
         table = self.table(columns if columns is None else ["step", *columns], since=since)
         rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
         rows.sort(key=lambda row: row["step"])
@@ -121,12 +113,6 @@ class Ledger(LedgerReader):
         self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Commit one row.
-
-        Raises:
-            RunError: another driver took over; this one must end.
-            StorageError: nothing was written.
-        """
         assert row["step"] == self.head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
         self._writer.check_current()

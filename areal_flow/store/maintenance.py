@@ -41,11 +41,7 @@ class Maintenance:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Hold the writer's lock around one commit, and count it.
-
-        Raises:
-            StorageError: the disk refused; nothing was written.
-        """
+        """Hold the writer's lock around one commit, and count it."""
         with self._committing, storage_errors(self._path):
             yield
         self._num_commits += 1
@@ -101,11 +97,7 @@ def _force_to_disk(path: Path) -> None:
 
 
 def unreferenced_files(path: Path) -> list[str]:
-    """Return the data files that no version of the dataset names, relative to it.
-
-    Raises:
-        StorageError: a manifest cannot be read.
-    """
+    """Return the data files that no version of the dataset names, relative to it."""
     stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
     with read_errors(path):
         for batch in open_dataset(path).tracked_files():

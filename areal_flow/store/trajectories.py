@@ -39,16 +39,10 @@ NEWEST_FRAGMENTS = 64
 
 
 def create_trajectories(path: Path) -> None:
-    """Create the empty dataset of a new run."""
     create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
 def validate_groups(table: pa.Table) -> None:
-    """Validate the rows of scored groups.
-
-    Raises:
-        SchemaError: naming the columns and rules.
-    """
     validate(table.replace_schema_metadata(None), TrajectoryRow)
 
 
@@ -57,9 +51,6 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
 
     Returns:
         Fragment descriptions for `TrajectoryCommitter.commit`.
-
-    Raises:
-        StorageError: nothing was written.
     """
     rows = table.replace_schema_metadata(None)
     with storage_errors(path):
@@ -90,11 +81,6 @@ class TrajectoryCommitter:
 
         Returns:
             The watermark after it.
-
-        Raises:
-            RunError: another driver took over; this one must end.
-            StorageError: a fragment holds other rows as well, or the disk refused: nothing was
-                written.
         """
         new = [r for r in receipts if not self._is_committed(r.submission_index)]
         descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
@@ -160,11 +146,7 @@ class TrainingRows:
         return that_count(self._path, self._writers)
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        """Return exactly these rows, in this order, as `array_rows`.
-
-        Raises:
-            StorageError: an id is not in the log, or its row was changed.
-        """
+        """Return exactly these rows, in this order, as `array_rows`."""
         found, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]

@@ -205,7 +205,6 @@ class MlflowTracker:
         self._client.log_batch(self.run_id, metrics=points, tags=named)
 
     def _versions(self) -> list[Any]:
-        """Return the model versions of this run."""
         return list(self._client.search_model_versions(f"run_id = '{self.run_id}'"))
 
     def _register(self, source: str, tags: dict[str, str]) -> Any:
@@ -255,7 +254,6 @@ class MlflowTracker:
 
 
 def _own_tags(description: RunDescription) -> dict[str, str]:
-    """Return the tags that MLflow's pages read."""
     commit, _, dirty = description.commit.partition("-")
     known = {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": dirty and "True"}
     return {

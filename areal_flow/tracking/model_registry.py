@@ -45,7 +45,6 @@ class Aliases:
     model: str
 
     def versions(self) -> dict[str, str]:
-        """Return the version that each alias points to."""
         found = self.client.get_registered_model(self.model).aliases
         return {alias: str(version) for alias, version in found.items()}
 
@@ -102,12 +101,10 @@ class Aliases:
 
 
 def source_path(source: str) -> Path:
-    """Return where a registered version's files lie."""
     return Path(source.removeprefix("file://"))
 
 
 def default_tracking_uri(runs: Path) -> str:
-    """Return the database beside the runs."""
     return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
 
 
@@ -122,11 +119,7 @@ class RegisteredVersion:
 
 
 def registered_version(uri: str, reference: str) -> RegisteredVersion:
-    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises:
-        ModelError: the registry does not know it.
-    """
+    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
     database = uri.removeprefix(SQLITE)
     if database != uri and not Path(database).is_file():  # a client would make it
         raise ModelError(

@@ -111,11 +111,7 @@ class Projection:
         self._checkpoints: Any = None
 
     def deliver(self) -> int:
-        """Deliver whatever is committed and not in the sink yet; return how many steps that was.
-
-        Raises:
-            Exception: what the sink raises while it cannot be reached; call again later.
-        """
+        """Deliver whatever is committed and not in the sink yet; return how many steps that was."""
         if self._delivered is None:
             delivered = self._sink.begin()
             self._attempt(
@@ -229,7 +225,6 @@ class FineTuningProjection:
         return len(new)
 
     def _register(self) -> None:
-        """Register the checkpoints, with the hash of the rows that they were made of."""
         root, layout = self.layout.sft_checkpoints, self.layout
         inputs = read_inputs(layout)
         rows_hash = inputs.files[layout.sft_rows.relative_to(layout.root).as_posix()]
@@ -257,7 +252,6 @@ def _evaluations_made(run: Run) -> list[dict[str, Any]]:
 
 
 def _answers_of(made: Mapping[str, Any]) -> str:
-    """Return the condition on the rows of an evaluation."""
     return f"evaluation = '{made['evaluation']}' AND policy_version = {made['policy_version']}"
 
 

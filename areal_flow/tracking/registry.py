@@ -159,11 +159,7 @@ def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
 
 
 def untrack(layout: RunLayout, recipe: Recipe) -> int:
-    """Remove a run from the recipe's sink, if it has one; return how many versions it had.
-
-    Raises:
-        StorageError: the sink cannot be reached.
-    """
+    """Remove a run from the recipe's sink, if it has one; return how many versions it had."""
     settings = settings_of(recipe)
     if not settings.enabled:
         return 0
@@ -185,10 +181,6 @@ def track(run_directory: Path, uri: str) -> int:
 
     Args:
         uri: of the server or database, which need not be the one that the run was tracked by.
-
-    Raises:
-        RunError: there is no run, or one of another schema version.
-        StorageError: the server cannot be reached.
     """
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)

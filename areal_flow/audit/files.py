@@ -35,9 +35,8 @@ from areal_flow.run.inputs import RunInputs, file_hash, read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.run.parents import Parent, find_parent, read_parent
-from areal_flow.store.dataset import read_errors
+from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.maintenance import unreferenced_files
 from areal_flow.weights.broadcast import DESCRIPTION_FILE
 from areal_flow.weights.directory_deltas import DeltaReader
 

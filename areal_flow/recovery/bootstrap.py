@@ -20,9 +20,8 @@ from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, 
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Fence, Writer, is_sole_writer, record_fence
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.dataset import open_dataset, remove_orphans
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import remove_orphans
 from areal_flow.weights.channel import WeightsWriter
 from areal_flow.weights.shared_memory import free_segments
 

@@ -20,8 +20,8 @@ from areal_flow.recovery.checkpoints import (
 )
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.store.dataset import Maintenance
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import Maintenance
 from areal_flow.tracking.registry import RunTracking
 
 logger = logging.getLogger(__name__)

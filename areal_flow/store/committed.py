@@ -17,9 +17,8 @@ from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import create_dataset, read_rows, storage_errors
+from areal_flow.store.dataset import Maintenance, create_dataset, read_rows, storage_errors
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import GroupReceipt, TrajectoryReceipt
 from schemas import EvaluationRow, arrow_schema, validate

@@ -12,8 +12,14 @@ import pyarrow.compute as pc
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.run.lease import Writer
-from areal_flow.store.dataset import all_of, create_dataset, open_dataset, read_rows, that_count
-from areal_flow.store.maintenance import Maintenance
+from areal_flow.store.dataset import (
+    Maintenance,
+    conjunction,
+    create_dataset,
+    fence_condition,
+    open_dataset,
+    read_rows,
+)
 from schemas import StepRow, arrow_schema
 
 STEPS = arrow_schema(StepRow)
@@ -79,7 +85,7 @@ class LedgerReader:
 
     def __init__(self, path: Path, writers: Path) -> None:
         self._path = path
-        self._counted = that_count(path, writers)
+        self._counted = fence_condition(path, writers)
         self._dataset = open_dataset(path)
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
@@ -96,7 +102,7 @@ class LedgerReader:
 
     def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
         """Return columns of the rows from step `since` on, in any order."""
-        condition = all_of(f"step >= {since}", self._counted)
+        condition = conjunction(f"step >= {since}", self._counted)
         return self._dataset.to_table(columns=columns, filter=condition)
 
 

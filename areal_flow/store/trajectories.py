@@ -20,14 +20,14 @@ from areal_flow.errors import StorageError
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.dataset import (
-    all_of,
+    Maintenance,
+    conjunction,
     create_dataset,
+    fence_condition,
     open_dataset,
     read_rows,
     storage_errors,
-    that_count,
 )
-from areal_flow.store.maintenance import Maintenance
 from areal_flow.types import GroupReceipt, submission_index_of
 from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
@@ -143,7 +143,7 @@ class TrainingRows:
 
     @cached_property
     def _counted(self) -> str | None:
-        return that_count(self._path, self._writers)
+        return fence_condition(self._path, self._writers)
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         """Return exactly these rows, in this order, as `array_rows`."""
@@ -178,7 +178,7 @@ class TrainingRows:
         for fragments in _portions(self._dataset.get_fragments()):
             scanner = self._dataset.scanner(
                 columns=list(self.COLUMNS),
-                filter=all_of(wanted, self._counted),
+                filter=conjunction(wanted, self._counted),
                 batch_size=self._rows_at_once,
                 io_buffer_size=IO_BUFFER_BYTES,
                 fragments=fragments,

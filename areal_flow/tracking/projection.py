@@ -16,10 +16,10 @@ from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
+from areal_flow.store.database import compared_answers
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.store.samples import compared_answers
 from areal_flow.tracking.description import describe_run
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,

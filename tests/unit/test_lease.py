@@ -35,7 +35,7 @@ from areal_flow.run.lease import (
 )
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
-from areal_flow.store.dataset import open_dataset, that_count
+from areal_flow.store.dataset import fence_condition, open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
     TrainingRows,
@@ -212,7 +212,7 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
         counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
     assert counted == expected
     assert len(read_evaluation(layout.evaluations, layout.writers, "after")) == 3
-    audited = scan(layout.evaluations, that_count(layout.evaluations, layout.writers))
+    audited = scan(layout.evaluations, fence_condition(layout.evaluations, layout.writers))
     assert sum(len(piece.rows) for piece in audited if isinstance(piece, Piece)) == len(expected)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from areal_flow.controller.ledger_row import StepEntries
 from areal_flow.errors import TrainingError
-from areal_flow.types import Discard
+from areal_flow.types import Discard, EngineStats, GroupReceipt
 
 
 @dataclass(slots=True)
@@ -20,10 +20,27 @@ class TokenAccounting:
     discarded: int = 0
     in_step: int = 0
     entries: StepEntries = field(default_factory=StepEntries)
+    engine_totals: dict[str, EngineStats] = field(default_factory=dict)
+    """What each engine had done when it last reported, by its incarnation."""
 
     def commit(self, num_tokens: int) -> None:
         self.committed += num_tokens
         self.entries.num_generated_tokens += num_tokens
+
+    def commit_group(self, receipt: GroupReceipt) -> None:
+        self.commit(sum(t.num_tokens for t in receipt.trajectories))
+        entries = self.entries
+        entries.num_member_errors += len(receipt.member_errors)
+        entries.num_scored += sum(t.reward is not None for t in receipt.trajectories)
+        entries.reward_queue_s.append(receipt.reward_queue_s)
+        self._count_engine_time(receipt.engine_stats)
+
+    def _count_engine_time(self, stats: EngineStats) -> None:
+        before = self.engine_totals.get(stats.incarnation, EngineStats())
+        if (stats.elapsed_s, stats.busy_s) > (before.elapsed_s, before.busy_s):
+            self.entries.seconds_generate += stats.busy_s - before.busy_s
+            self.entries.seconds_observed += stats.elapsed_s - before.elapsed_s
+            self.engine_totals[stats.incarnation] = stats
 
     def discard(self, discards: list[Discard]) -> None:
         self.discarded += sum(d.num_tokens for d in discards)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.cluster import reward_tasks
+from areal_flow.cluster import episode_requests
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.failures import cause_of
@@ -82,7 +82,7 @@ class StandIn(GeneratorRole):
         return [Score(0.0)] * len(completions)
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        return await asyncio.to_thread(reward_tasks.call_tool, path, calls)
+        return await asyncio.to_thread(episode_requests.call_tool, path, calls)
 
 
 async def try_episode(layout: RunLayout) -> Trial:

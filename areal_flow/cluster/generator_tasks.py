@@ -14,12 +14,8 @@ from typing import Any
 import pyarrow as pa
 from distributed import Worker
 
-from areal_flow.cluster.reward_tasks import (
-    call_tool,
-    checked_rewards,
-    on_reward_worker,
-    score_completions,
-)
+from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, score_completions
+from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import EpisodeError
 from areal_flow.generation.protocol import Engine

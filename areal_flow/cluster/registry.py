@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.executions import Execution
 from areal_flow.cluster.placement import WorkerPlacement
 
@@ -22,6 +21,8 @@ EARLY_S = 15.0
 
 SILENT_S = 3.0
 """A worker that has not been heard for longer is not waited for."""
+SILENT = "silent for"
+"""How `health` begins the cause when it has a worker killed that cannot be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,23 @@ class WorkerRecord:
             f"{lives} s after it joined ({latest[-1].cause}). "
             f"{advice(self.title, latest[-1].cause)}"
         )
+
+
+def advice(worker: str, cause: str) -> str:
+    """Return what to look at, for a worker's title and the cause of its latest death.
+
+    A reward worker runs code of the user's, which is to blame for most of what it dies of.
+    """
+    if worker != "reward worker" or "signal 9" in cause:
+        return "Look at what its process said last, and at this machine's memory"
+    if cause.startswith(SILENT):
+        return (
+            "A verifier or a tool hangs: look for an `async` one that computes or waits without "
+            "`await`, or for native code that does not return, and give it a time limit"
+        )
+    if "signal" in cause:
+        return "A verifier or a tool crashes in native code: look at what its process said last"
+    return "A verifier or a tool ends its process, as os._exit does: have it return or raise"
 
 
 class WorkerRegistry:

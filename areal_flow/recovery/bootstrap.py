@@ -16,7 +16,11 @@ from datetime import UTC, datetime
 
 from areal_flow.config import Recipe
 from areal_flow.errors import RunError, TrainingError
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, pass_over
+from areal_flow.recovery.checkpoints import (
+    checkpoint_hashes,
+    checkpoint_path,
+    move_damaged_checkpoint,
+)
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Fence, Writer, is_sole_writer, record_fence
@@ -85,7 +89,9 @@ async def restore_policy(
         checkpoint_hashes(layout.checkpoints),
         at_most=ledger.head,
         max_staleness=recipe.controller.max_staleness,
-        on_damaged=lambda step, e: pass_over(checkpoint_path(layout.checkpoints, step), e),
+        on_damaged=lambda step, e: move_damaged_checkpoint(
+            checkpoint_path(layout.checkpoints, step), e
+        ),
     )
     if replay is None:
         raise RunError(

@@ -67,7 +67,7 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def pass_over(path: Path, error: Exception) -> None:
+def move_damaged_checkpoint(path: Path, error: Exception) -> None:
     """Set a checkpoint aside that cannot be read, and say so: an older one is tried next."""
     logger.warning("%s; moved to %s, trying an older one", error, set_aside(path))
 

@@ -36,7 +36,7 @@ from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
     list_checkpoints,
-    pass_over,
+    move_damaged_checkpoint,
     prune_checkpoints,
 )
 from areal_flow.run.durable import replace_file_durably
@@ -213,7 +213,7 @@ class SftTrainer:
             try:
                 self.step = read_checkpoint(path, self.backend).step
             except TrainingError as error:
-                pass_over(path, error)
+                move_damaged_checkpoint(path, error)
                 continue
             self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]
             return

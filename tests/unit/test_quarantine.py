@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import (
     EARLY_S,
     NUM_EARLY_DEATHS,
     WorkerRecord,
     WorkerRegistry,
+    advice,
 )
 
 LIVES = st.lists(st.floats(0, 30), max_size=12)

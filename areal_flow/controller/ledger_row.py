@@ -116,16 +116,20 @@ def step_row(
         "seconds_step": seconds_step,
         "committed_at": datetime.now(UTC),
     }
-    speed = {
-        **speed_metrics(
-            row, num_generators=num_generators, seconds_observed=entries.seconds_observed
-        ),
-        **update_metrics(entries.served),
-        **reward_metrics(
-            entries.reward_queue_s, num_scored=entries.num_scored, seconds_step=seconds_step
-        ),
-    }
+    speed = _speed_of_step(row, entries, num_generators=num_generators)
     return {**row, "metrics": {**metrics["metrics"], **speed}}
+
+
+def _speed_of_step(
+    row: Mapping[str, Any], entries: StepEntries, *, num_generators: int
+) -> dict[str, float]:
+    seconds, queue_s = row["seconds_step"], entries.reward_queue_s
+    observed_s = entries.seconds_observed
+    return {
+        **speed_metrics(row, num_generators=num_generators, seconds_observed=observed_s),
+        **update_metrics(entries.served),
+        **reward_metrics(queue_s, num_scored=entries.num_scored, seconds_step=seconds),
+    }
 
 
 def genesis_row(

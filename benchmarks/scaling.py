@@ -24,7 +24,7 @@ from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import ControllerSettings
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.types import Prompt, as_tokens

@@ -14,7 +14,7 @@ from pipelines.references import Reference, chosen_step
 
 if TYPE_CHECKING:
     from areal_flow.store.lineage import HashCheck, Lineage
-    from areal_flow.tracking.mlflow import RegisteredVersion
+    from areal_flow.tracking.model_registry import RegisteredVersion
 
 _TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json")
 

@@ -20,7 +20,7 @@ from areal_flow.run.directory import find_run
 from areal_flow.run.layout import RunLayout
 
 if TYPE_CHECKING:
-    from areal_flow.tracking.mlflow import RegisteredVersion
+    from areal_flow.tracking.model_registry import RegisteredVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def find_reference(runs: Path, text: str, *, registry: str | None = None) -> Ref
         RunError: there is nothing of that name.
     """
     if text.startswith("models:/"):
-        from areal_flow.tracking.mlflow import default_tracking_uri, registered_version
+        from areal_flow.tracking.model_registry import default_tracking_uri, registered_version
 
         version = registered_version(registry or default_tracking_uri(runs), text)
         return _of_model(text, version.source, version)

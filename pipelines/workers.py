@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -14,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_flow.cluster.control import WorkerStatus, list_workers
-from areal_flow.cluster.placement import place_workers
 from areal_flow.cluster.settings import NetworkSettings
-from areal_flow.config import Recipe, load_recipe
 from areal_flow.errors import RunError
 from areal_flow.run.directory import find_run, observed_state
 from areal_flow.run.durable import replace_file
@@ -46,8 +42,8 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
                 layout.cluster.unlink()
 
 
-def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str, NetworkSettings]:
-    """Return a running run's layout, its scheduler's address, and how to connect to it.
+def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:
+    """Return the address of a running run's scheduler, and how to connect to it.
 
     Raises:
         RunError: it does not run, or has no workers yet.
@@ -58,19 +54,16 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str, NetworkSettings
         raise RunError(f"run {name!r} has no workers: it is {state}, not running")
     try:
         found = json.loads(layout.cluster.read_text())
-        return layout, found["scheduler"], NetworkSettings.model_validate(found["network"])
+        return found["scheduler"], NetworkSettings.model_validate(found["network"])
     except FileNotFoundError:
         raise RunError(f"run {name!r} has no workers yet: its cluster is being started") from None
 
 
 def report_workers(runs: Path, name: str) -> Report:
-    """Report a running run's workers, and how another one joins."""
-    layout, scheduler, network = scheduler_of(runs, name)
-    statuses = asyncio.run(list_workers(scheduler, network))
-    join = join_command(scheduler, network, load_recipe(layout.config))
-    said = ("", "Another generator joins from any terminal of this machine with", f"  {join}")
-    found = {"run": name, "workers": [asdict(status) for status in statuses], "join": join}
-    return Report(found, [Table([_row(status) for status in statuses]), *said])
+    """Report a running run's workers."""
+    statuses = asyncio.run(list_workers(*scheduler_of(runs, name)))
+    found = {"run": name, "workers": [asdict(status) for status in statuses]}
+    return Report(found, [Table([_row(status) for status in statuses])])
 
 
 def _row(status: WorkerStatus) -> dict[str, Any]:
@@ -98,21 +91,3 @@ def _row(status: WorkerStatus) -> dict[str, Any]:
 
 def _milliseconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1000 * seconds:.1f} ms"
-
-
-def join_command(scheduler: str, network: NetworkSettings, recipe: Recipe) -> str:
-    """Return the shell command that starts a generator of this recipe, in plain Dask."""
-    placement = next(placed for placed in place_workers(recipe) if placed.role == "generator")
-    variables = [f"{name}={value}" for name, value in sorted(placement.environment.items())]
-    dask = Path(sys.executable).with_name("dask")
-    flags = {
-        "host": network.host,
-        "nthreads": placement.num_threads,
-        "resources": f"{placement.role}={placement.num_slots}",
-        "memory-limit": 0,
-        "tls-ca-file": network.tls_ca,
-        "tls-cert": network.tls_certificate,
-        "tls-key": network.tls_key,
-    }
-    options = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    return shlex.join([*variables, str(dask), "worker", scheduler, *options, "--no-dashboard"])

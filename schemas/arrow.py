@@ -69,11 +69,7 @@ def _small(arrow_type: pa.DataType) -> pa.DataType:
 
 
 def validate(table: pa.Table, model: type[pa_polars.DataFrameModel]) -> pa.Table:
-    """Return `table` unchanged if every row satisfies `model`.
-
-    Raises:
-        SchemaError: naming each column and rule that failed, with how many rows failed it.
-    """
+    """Return `table` unchanged if every row satisfies `model`."""
     if broken := violations(table, model):
         raise SchemaError(
             f"rows do not satisfy {model.__name__}: {'; '.join(broken)}. Nothing was written."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.types import (
     Completion,
     Episode,

@@ -11,7 +11,7 @@ from typing import Any
 from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.ledger_row import Provenance
 from areal_flow.types import (
     Episode,
     GroupReceipt,

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import build_recipe
-from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import Provenance, batch_digest, genesis_row, step_row
+from areal_flow.controller.ledger_row import (
+    Provenance,
+    StepEntries,
+    batch_digest,
+    genesis_row,
+    step_row,
+)
 from areal_flow.models.policy import load_policy
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout

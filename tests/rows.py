@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.store.codec import receipts, rollout_table, scored_table
 from areal_flow.store.trajectories import write_groups
 from areal_flow.types import (

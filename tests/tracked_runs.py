@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.run.directory import create_run
 from areal_flow.run.inputs import Verifier, record_inputs

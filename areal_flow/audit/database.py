@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
-from areal_flow.controller.records import batch_digest, member_seed
+from areal_flow.controller.ledger_row import batch_digest, member_seed
 from areal_flow.store.database import empty_database, read_sql
 from schemas import content_hashes
 
@@ -64,7 +64,6 @@ class AuditDatabase:
         self._with("piece", piece, _sql("kept"))
 
     def add(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows to one of the smaller tables, by the names of its columns."""
         if found := list(rows):
             statement = f"INSERT INTO {table} BY NAME FROM added"
             self._with("added", pa.Table.from_pylist(found), statement)
@@ -94,7 +93,6 @@ class AuditDatabase:
 
 
 def rules_of(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, advice and query of each rule of a file."""
     _, *parts = _RULE.split(_sql(name).replace(";", ""))
     yield from zip(parts[::3], parts[1::3], parts[2::3], strict=True)
 

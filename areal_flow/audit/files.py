@@ -35,9 +35,8 @@ from areal_flow.run.inputs import RunInputs, file_hash, read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.run.parents import Parent, find_parent, read_parent
-from areal_flow.store.dataset import read_errors
+from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.store.maintenance import unreferenced_files
 from areal_flow.weights.broadcast import DESCRIPTION_FILE
 from areal_flow.weights.directory_deltas import DeltaReader
 
@@ -104,16 +103,12 @@ def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
 
 
 def listed_checkpoints(layout: RunLayout) -> list[Path]:
-    """Return the checkpoint directories that are there, complete or not, by step."""
     steps = sorted(int(path.name) for path in layout.checkpoints.glob("*") if path.name.isdigit())
     return [checkpoint_path(layout.checkpoints, step) for step in steps]
 
 
 def listed_weights(layout: RunLayout) -> list[Path]:
-    """Return the directories of published versions: those of the newest writer, which count.
-
-    What is broadcast is nowhere but in the trainer's memory.
-    """
+    """Return the newest writer's published versions; broadcast ones are in no directory."""
     root = _weights_root(layout)
     files = [file for name in ("model.safetensors", "hash") for file in root.glob(f"*/{name}")]
     directories = {file.parent for file in files if file.parent.name.isdigit()}
@@ -123,11 +118,7 @@ def listed_weights(layout: RunLayout) -> list[Path]:
 def read_directories(
     layout: RunLayout, kind: str, paths: Sequence[Path]
 ) -> Iterator[dict[str, Any] | Finding]:
-    """Yield what checkpoints or published weights say of themselves, and hashes of their tensors.
-
-    Args:
-        kind: checkpoint or weights, as in `ADVICE`.
-    """
+    """Yield what checkpoints or published weights describe, and hashes of their tensors."""
     describe = partial(_checkpoint, layout)
     if kind == "weights":
         describe = partial(_weights, DeltaReader(_weights_root(layout)))
@@ -164,7 +155,7 @@ def _advice(kind: str, path: Path) -> str:
 
 
 def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
-    """Return whether a checkpoint of an adapter cannot be judged: what it adapts is damaged."""
+    """Return whether an adapter's checkpoint cannot be judged since its base is damaged."""
     base = weight_files(path)[0].parent
     is_sound = isinstance(found, dict) and found["found_weights_hash"] == found["weights_hash"]
     if base == path or is_sound:
@@ -235,6 +226,7 @@ def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
     """Yield notes on what a crash, or a run that goes on, has written but not finished."""
+    found = "leftover of an interrupted write"
     for rule, pattern in (
         ("staged-weights", "weights/*/.staged-*"),
         ("partial-checkpoint", "checkpoints/.partial-*"),
@@ -242,7 +234,7 @@ def leftovers(layout: RunLayout) -> Iterator[Finding]:
     ):
         # Not `Path.glob`, which ends with an error where a directory goes while it is listed.
         for where in sorted(glob(pattern, root_dir=layout.root)):  # noqa: PTH207
-            yield Finding(rule, where, "a finished directory", "a rest", ADVICE["harmless"], "note")
+            yield Finding(rule, where, "a finished directory", found, ADVICE["harmless"], "note")
     for path in (layout.trajectories, layout.steps, layout.evaluations):
         yield from _orphan_fragments(path)
 

@@ -53,7 +53,6 @@ class Finding(NamedTuple):
 
 
 def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Finding:
-    """Return the finding of something that cannot be read."""
     cause = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
     return Finding("unreadable", where, "something readable", cause, advice)
 
@@ -79,7 +78,6 @@ class Report:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is kept, by rule; one that has more ends with a finding that counts them."""
         findings: list[Finding] = []
         for rule, kept in self._kept.items():
             findings += kept
@@ -91,18 +89,15 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether there is no error; notes do not count."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     @property
     def verdict(self) -> str:
-        """What was found, in words."""
         counts = Counter(finding.severity for finding in self.findings)
         said = [f"{n} {kind}{'s' * (n != 1)}" for kind, n in sorted(counts.items())]
         return ", ".join(["clean" if self.clean else "not clean", *said])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         return {
             "run": self.run,
             "clean": self.clean,

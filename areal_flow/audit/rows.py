@@ -35,9 +35,6 @@ def scan(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
     """Yield the newest version's rows that meet `where`, about `BYTES_AT_ONCE` in a piece.
 
     A fragment that cannot be read comes as a finding, and so does the dataset.
-
-    Raises:
-        VersionGone: what was yielded is incomplete, and of no use.
     """
     read: list[Piece] = []
     for batch in _batches(path, where):

@@ -27,7 +27,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import open_dataset, that_count
+from areal_flow.store.dataset import fence_condition, open_dataset
 from areal_flow.store.ledger import STEPS
 from areal_flow.workflows.agent import Agent
 from schemas import EvaluationRow, StepRow, TrajectoryRow
@@ -142,7 +142,7 @@ class _Audit:
         self, path: Path, model: type[pa_polars.DataFrameModel], counted: str, kind: str
     ) -> Iterator[pa.Table | None]:
         """Judge a dataset's rows by their schema; yield those of use, None for those of none."""
-        for piece in scan(path, that_count(path, self.layout.writers)):
+        for piece in scan(path, fence_condition(path, self.layout.writers)):
             rows = None
             if isinstance(piece, Finding):
                 self.report.add(piece)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_flow.cluster import reward_tasks
+from areal_flow.cluster import episode_requests
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.failures import cause_of
@@ -82,11 +82,10 @@ class StandIn(GeneratorRole):
         return [Score(0.0)] * len(completions)
 
     async def call_tool(self, path: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        return await asyncio.to_thread(reward_tasks.call_tool, path, calls)
+        return await asyncio.to_thread(episode_requests.call_tool, path, calls)
 
 
 async def try_episode(layout: RunLayout) -> Trial:
-    """Return what comes of an episode of the first prompt row."""
     context = WorkerContext(layout.root, NO_WRITER)
     prompt = PromptTable(layout.train_prompts, seed=context.recipe.seed).row(0)
     policy = StandIn(context, answer_text(prompt.answer))
@@ -108,7 +107,6 @@ async def try_episode(layout: RunLayout) -> Trial:
 
 
 def main(run_directory: Path, output: Path) -> None:
-    """Write what comes of an episode."""
     trial = asyncio.run(try_episode(RunLayout(run_directory)))
     output.write_text(json.dumps(asdict(trial)) + "\n")
 

@@ -47,8 +47,6 @@ class WorkerStatus:
 
 
 def serve_pool(pool: WorkerPool) -> None:
-    """Have the scheduler answer `list_workers`, `add_workers` and `remove_worker`."""
-
     async def answer(request: str, **arguments: Any) -> Any:
         if request == "list":
             return [asdict(status) for status in pool_status(pool)]
@@ -60,8 +58,7 @@ def serve_pool(pool: WorkerPool) -> None:
 
 
 def pool_status(pool: WorkerPool) -> list[WorkerStatus]:
-    """Return every worker that is there, starts or is quarantined."""
-    shown = [m for m in pool.registry.all() if m.address or m.is_expected or m.is_quarantined]
+    shown = [m for m in pool.registry.all() if m.address or m.is_wanted or m.is_quarantined]
     return [_status(record, pool) for record in shown]
 
 
@@ -78,7 +75,7 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
         state="leaving" if record.is_leaving else state,
         pid=worker.pid,
         address=record.address,
-        num_slots=record.num_slots,
+        num_slots=record.placement.num_slots,
         **(worker.metrics.get(SERVED_METRIC) or {}),
         num_running=worker.metrics["task_counts"].get("executing", 0),
         num_assigned=len(worker.processing),
@@ -88,21 +85,15 @@ def _status(record: WorkerRecord, pool: WorkerPool) -> WorkerStatus:
 
 
 async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
-    """Start workers like the first of this role; return their names once they have joined.
-
-    Raises:
-        RunError: no such role, or it cannot grow.
-        ConfigError: no GPU is free.
-        EngineError: a process did not start; then none of them stays.
-    """
+    """Start workers like the first of this role; return their names once they have joined."""
     if role not in ELASTIC_ROLES:
         raise RunError(f"expected a role of {', '.join(ELASTIC_ROLES)}, found {role!r}")
     if num_workers < 1:
         raise RunError(f"expected to add 1 worker or more, found {num_workers}")
     records = pool.registry.all()
-    first = next(m.placement for m in records if m.role == role and m.placement)
-    placed = [m.placement for m in records if m.placement and m.is_expected]
-    taken = {m.name for m in records} | set(map(str, pool.scheduler.aliases))
+    first = next(m.placement for m in records if m.role == role)
+    placed = [m.placement for m in records if m.is_wanted]
+    taken = {m.name for m in records}
     free_names = (name for index in count() if (name := f"{role}-{index}") not in taken)
     added: list[WorkerPlacement] = []
     for name in islice(free_names, num_workers):
@@ -120,19 +111,15 @@ async def add_to(pool: WorkerPool, role: str, num_workers: int) -> list[str]:
 
 
 async def remove_from(pool: WorkerPool, name: str) -> None:
-    """Retire a worker: finished results move to others, its tasks run again elsewhere.
-
-    Raises:
-        RunError: there is none of that name, or the run needs this one.
-    """
+    """Retire a worker: finished results move to others, its tasks run again elsewhere."""
     record = pool.registry.named(name)
     if record is None:
-        known = ", ".join(m.name for m in pool.registry.all() if m.is_expected)
+        known = ", ".join(m.name for m in pool.registry.all() if m.is_wanted)
         raise RunError(f"expected the name of a worker, found {name!r}; there are: {known}")
     if record.role == "trainer":
         raise RunError(f"{name} trains and cannot be removed; stop the run instead")
     others = [m for m in pool.registry.present(record.role) if m is not record]
-    if record.role and not others:
+    if not others:
         raise RunError(
             f"{name} is the last {record.title} of this run and cannot be removed; add "
             "another first"
@@ -141,32 +128,23 @@ async def remove_from(pool: WorkerPool, name: str) -> None:
 
 
 async def list_workers(scheduler: str, network: NetworkSettings) -> list[WorkerStatus]:
-    """Return the workers of the run whose scheduler this is."""
     return [WorkerStatus(**row) for row in await _ask(scheduler, network, "list", within_s=15)]
 
 
 async def add_workers(
     scheduler: str, role: str, num_workers: int, network: NetworkSettings
 ) -> list[str]:
-    """Start workers; return their names once they have joined."""
     request = {"role": role, "num_workers": num_workers}
     return list(await _ask(scheduler, network, "add", within_s=180, **request))
 
 
 async def remove_worker(scheduler: str, name: str, network: NetworkSettings) -> None:
-    """Retire a worker; return once it is gone."""
     await _ask(scheduler, network, "remove", within_s=90, name=name)
 
 
 async def _ask(
     scheduler: str, network: NetworkSettings, request: str, *, within_s: float, **arguments: Any
 ) -> Any:
-    """Ask the driver.
-
-    Raises:
-        RunError: nobody answers there.
-        ArealFlowError: what the driver answered.
-    """
     security = connection_security(network).get_connection_args("client")
     try:
         async with rpc(scheduler, timeout=10, connection_args=security) as remote:

@@ -14,12 +14,8 @@ from typing import Any
 import pyarrow as pa
 from distributed import Worker
 
-from areal_flow.cluster.reward_tasks import (
-    call_tool,
-    checked_rewards,
-    on_reward_worker,
-    score_completions,
-)
+from areal_flow.cluster.episode_requests import call_tool, on_reward_worker, score_completions
+from areal_flow.cluster.reward_tasks import checked_rewards
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import EpisodeError
 from areal_flow.generation.protocol import Engine
@@ -83,11 +79,7 @@ class GeneratorRole:
         return self._engine is not None and not self._engine.broken
 
     async def serve(self, version: int) -> Engine:
-        """Return the engine once it serves `version` or a later one; a new one, the newest.
-
-        Raises:
-            WeightsError: the published weights are not what was published.
-        """
+        """Return the engine once it serves `version` or a later one; a new one, the newest."""
         async with self._loading:
             if self._engine is None or self._engine.broken:
                 self.close()
@@ -169,10 +161,6 @@ async def rollout(episodes: Sequence[Episode], version: int) -> pa.Table:
     """Run the workflow for some groups, side by side, with weights of `version` or later.
 
     What no workflow scored lacks its score.
-
-    Raises:
-        EngineError, WeightsError: the generator cannot serve.
-        EpisodeError: no member of any group has a trajectory; the message is the last cause.
     """
     context = worker_context()
     role = await _role(context)
@@ -222,7 +210,6 @@ async def prepare_generator(dask_worker: Worker) -> None:
 
 
 def engine_stats(dask_worker: Worker) -> EngineStats:
-    """Return what this generator's engine did so far; for `client.run`."""
     role = worker_context(dask_worker).get(GeneratorRole)
     return role.stats() if role else EngineStats()
 

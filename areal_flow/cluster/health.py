@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from areal_flow.cluster.death_advice import SILENT
-from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.cluster.registry import SILENT, WorkerRecord
 from areal_flow.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:

@@ -48,12 +48,7 @@ class RunningCluster:
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Refuse what could not be launched, while nothing is started yet.
-
-    Raises:
-        ConfigError: GPUs are missing, the launcher is unknown, a certificate is missing, or the
-            dashboard's port is taken.
-    """
+    """Refuse what could not be launched, while nothing is started yet."""
     _refuse_busy_port(recipe.cluster.dashboard_port)
     place_workers(recipe)
     make_launcher("", recipe.cluster)
@@ -71,11 +66,6 @@ async def launch_cluster(
 
     Args:
         standby: processes that were started for these placements before.
-
-    Raises:
-        ConfigError: the dashboard's port is taken, a certificate is missing, or the launcher is
-            unknown.
-        EngineError: a worker did not start.
     """
     _refuse_busy_port(settings.dashboard_port)
     with (
@@ -134,8 +124,7 @@ async def _listening_scheduler(settings: ClusterSettings, security: Security) ->
 
 @contextmanager
 def _quick_garbage_collections() -> Iterator[None]:
-    """Have collections leave out what is there by now, mostly modules: it took them a tenth of
-    the scheduler's time."""
+    """Exclude loaded modules from garbage collection: they took a tenth of the scheduler's time."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Places the worker processes of a recipe on machines and GPUs; knows no Dask and no launcher."""
+"""Places the worker processes of a recipe on machines and GPUs; imports no Dask and no launcher."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Lives in the driver's process. How a process starts and ends is the launcher's t
 
 | what happens                       | who reports it     | what follows                        |
 |------------------------------------|--------------------|-------------------------------------|
-| a process registers, from anywhere | the scheduler      | subscribers get the number          |
+| a process registers                | the scheduler      | subscribers get the number          |
 | a process is registered no more    | the scheduler      | its tasks run elsewhere; the        |
 |                                    |                    | trainer is restored                 |
 | a process ends, unasked            | its launcher       | it starts again, or is quarantined  |
@@ -29,7 +29,7 @@ from distributed.scheduler import heartbeat_interval
 
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.launchers import Launcher
-from areal_flow.cluster.placement import ROLES, Machines, WorkerPlacement
+from areal_flow.cluster.placement import Machines, WorkerPlacement
 from areal_flow.cluster.registry import WorkerRecord, WorkerRegistry
 from areal_flow.cluster.results import give_up_at_next_death
 from areal_flow.controller.schedules import run_until_first_ends
@@ -52,7 +52,6 @@ class WorkerPool(SchedulerPlugin):
     def __init__(
         self, scheduler: Any, launcher: Launcher, machines: Machines, executions: Executions
     ) -> None:
-        """Take this process's scheduler, and what starts processes on which machines."""
         self.executions = executions
         self.scheduler = scheduler
         self.registry = WorkerRegistry()
@@ -73,22 +72,16 @@ class WorkerPool(SchedulerPlugin):
 
     async def stop(self) -> None:
         """End all processes that the driver started; from here on none starts again."""
-        self._expect_ends()
-        ours = [record.name for record in self.registry.all() if record.is_ours]
-        await asyncio.gather(*(self._launcher.stop(name) for name in ours))
+        self._begin_shutdown()
+        await asyncio.gather(*(self._launcher.stop(r.name) for r in self.registry.all()))
 
-    def _expect_ends(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._closing = True
         self._broken.cancel()
         for task in self._background:
             task.cancel()
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run `work` to its end, unless the pool can do it no more.
-
-        Raises:
-            EngineError: the last worker of a role is quarantined; names it.
-        """
         return await run_until_first_ends(work, self._until_broken())
 
     async def _until_broken(self) -> NoReturn:
@@ -104,24 +97,22 @@ class WorkerPool(SchedulerPlugin):
             return
         dask.config.set({"distributed.comm.timeouts.connect": "1 s"})
         self._break("the scheduler was ended from outside, and its tasks with it: resume")
-        self._expect_ends()
+        self._begin_shutdown()
         for record in self.registry.all():
             self._launcher.kill(record.name)
 
     # Which workers there are
 
     def subscribe(self, receive: Callable[[int], None]) -> None:
-        """Call `receive` with the number of generators, now and whenever it changes."""
         self._subscribers.append(receive)
         receive(len(self.generators()))
 
     def generators(self) -> list[str]:
-        """Return the addresses of generators that take work."""
         return [record.address for record in self.registry.present("generator")]
 
     def pid(self, record: WorkerRecord) -> int | None:
         """Return the number of a worker's process, if this machine runs it for the driver."""
-        return self._launcher.pid(record.name) if record.is_ours else None
+        return self._launcher.pid(record.name)
 
     @property
     def heartbeat_s(self) -> float:
@@ -129,24 +120,23 @@ class WorkerPool(SchedulerPlugin):
         return float(heartbeat_interval(len(self.scheduler.workers)))
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Note that the scheduler has registered a process."""
         state = scheduler.workers[worker]
-        role = next((role for role in ROLES if role in state.resources), "")
-        num_slots = int(state.resources.get(role, 0))
-        newcomer = WorkerRecord(
-            str(state.name),
-            role,
-            num_slots,
-            address=worker,
-            nanny=state.nanny or "",
-            process=str(state.server_id),
+        record = self.registry.joined(
+            str(state.name), worker, process=str(state.server_id), now=monotonic()
         )
-        record = self.registry.joined(newcomer, now=monotonic())
+        if record is None:
+            logger.warning(
+                "refused the worker %s, which the driver did not start: use `areal-flow workers "
+                "add`",
+                state.name,
+            )
+            self.spawn(self._unregister(worker))
+            return
         joining = self._joining.get(record.name)
         if joining is not None and not joining.done():
             joining.set_result(None)
         if not record.is_wanted:
-            self.spawn(self._dismiss(record))
+            self.spawn(self._launcher.stop(record.name))
         self._notify()
 
     def remove_worker(
@@ -162,8 +152,6 @@ class WorkerPool(SchedulerPlugin):
         if record.role == "reward":
             give_up_at_next_death(scheduler, worker, self.executions.last(record.process).key)
         self._notify()
-        if not record.is_ours:
-            self._died(record, "its process is gone")
 
     def _notify(self) -> None:
         for receive in self._subscribers:
@@ -172,11 +160,7 @@ class WorkerPool(SchedulerPlugin):
     # Starting, leaving
 
     async def start_until_joined(self, placements: Sequence[WorkerPlacement]) -> None:
-        """Start workers; return once all have joined.
-
-        Raises:
-            EngineError: the process of one ended first, or took too long.
-        """
+        """Start workers; return once all have joined."""
         records = [self.registry.place(placement) for placement in placements]
         loop = asyncio.get_running_loop()
         self._joining |= {record.name: loop.create_future() for record in records}
@@ -203,27 +187,12 @@ class WorkerPool(SchedulerPlugin):
             retired = self.scheduler.retire_workers([record.address], remove=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(retired, RETIRE_TIMEOUT_S)
-        await self._dismiss(record)
+        await self._launcher.stop(record.name)
 
-    async def _dismiss(self, record: WorkerRecord) -> None:
-        """End a worker's process for good."""
-        if record.is_ours:
-            await self._launcher.stop(record.name)
-        else:
-            await self._end_elsewhere(record, "terminate")
-
-    async def _forget(self, record: WorkerRecord) -> None:
+    async def _unregister(self, address: str) -> None:
         """Remove a process from the scheduler: its tasks run elsewhere, whatever it does."""
-        if record.address in self.scheduler.workers:
-            await self.scheduler.remove_worker(record.address, stimulus_id="areal-flow")
-
-    async def _end_elsewhere(self, record: WorkerRecord, request: str) -> None:
-        """Ask a worker's nanny to end its process; the nanny may be gone, or hang itself."""
-        await self._forget(record)
-        if record.nanny:
-            with suppress(OSError):
-                asked = getattr(self.scheduler.rpc(record.nanny), request)(reason="areal-flow")
-                await asyncio.wait_for(asked, RETIRE_TIMEOUT_S)
+        if address in self.scheduler.workers:
+            await self.scheduler.remove_worker(address, stimulus_id="areal-flow")
 
     # Hanging, dying and starting again
 
@@ -237,15 +206,14 @@ class WorkerPool(SchedulerPlugin):
         """Kill a worker that hangs, also while it starts; its tasks run again."""
         logger.warning("%s: %s; its process is replaced, its work runs again", record.name, why)
         self._killed[record.name] = why
-        if not (record.is_ours and self._launcher.kill(record.name)):
-            await self._end_elsewhere(record, "kill")
+        if not self._launcher.kill(record.name):
+            await self._unregister(record.address)
 
     async def _start(self, record: WorkerRecord) -> None:
         """Start a worker's process, the old one forgotten: its name must be free to register."""
-        await self._forget(record)
+        await self._unregister(record.address)
         if self._closing or not record.is_wanted:
             return
-        assert record.placement is not None
         try:
             await self._launcher.start(record.placement, partial(self._died, record))
         except EngineError as error:
@@ -264,12 +232,11 @@ class WorkerPool(SchedulerPlugin):
         record.died(cause, now=monotonic(), last=self.executions.last(record.process))
         if not record.is_quarantined:
             logger.warning("%s died (%s)", record.name, cause)
-            if record.is_ours:
-                self.spawn(self._start(record))
+            self.spawn(self._start(record))
             return
         message = record.why_quarantined()
         logger.warning("%s", message)
-        self.spawn(self._dismiss(record))
+        self.spawn(self._launcher.stop(record.name))
         self._notify()
         if record.role == "trainer" or not self.registry.expected(record.role):
             self._break(f"the run has no {record.title} left: {message}, then resume")
@@ -280,7 +247,6 @@ class WorkerPool(SchedulerPlugin):
             self._broken.set_exception(EngineError(reason))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside everything else; a failure is logged."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._spawned_ended)
@@ -292,8 +258,8 @@ class WorkerPool(SchedulerPlugin):
 
 
 def _start_failure(record: WorkerRecord, cause: str) -> EngineError:
-    where = f" on {record.placement.host}" if record.placement and record.placement.host else ""
+    where = f" on {record.placement.host}" if record.placement.host else ""
     return EngineError(
         f"expected {record.name} to start{where}, but its process ended first ({cause}). Nothing "
-        "was trained; mend what its last lines above name, then start again"
+        "was trained; fix the error printed above, then start again"
     )

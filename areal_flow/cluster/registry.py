@@ -1,16 +1,13 @@
 """Remembers which workers belong to a run, their deaths, and which are not started again.
 
-A pure state machine: it knows no Dask, no process and no clock. A record outlives its processes,
-since a dead one is started again under the same key. Workers that the driver starts are keyed by
-name; those that joined from elsewhere by their nanny's address, since each of their processes may
-come with another name.
+A pure state machine: it imports no Dask and starts no process. A record outlives its processes,
+since a dead one is started again under the same name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.executions import Execution
 from areal_flow.cluster.placement import WorkerPlacement
 
@@ -24,6 +21,8 @@ EARLY_S = 15.0
 
 SILENT_S = 3.0
 """A worker that has not been heard for longer is not waited for."""
+SILENT = "silent for"
+"""How `health` begins the cause when it has a worker killed that cannot be heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,10 @@ class Death:
 class WorkerRecord:
     """One worker, whichever process it runs in at the moment."""
 
-    name: str
-    role: str
-    num_slots: int
-    placement: WorkerPlacement | None = None
-    """How the driver starts it; none of a worker that joined from elsewhere."""
+    placement: WorkerPlacement
+    """How the driver starts it."""
     address: str = ""
     """Empty while no process of it is registered."""
-    nanny: str = ""
-    """The address of the nanny of one that joined from elsewhere, if it has one."""
     joined_at: float = 0.0
     silence_s: float = 0.0
     """For how long its heartbeat has been overdue, as of the latest look."""
@@ -68,12 +62,15 @@ class WorkerRecord:
     is_quarantined: bool = False
 
     @property
-    def is_ours(self) -> bool:
-        return self.placement is not None
+    def name(self) -> str:
+        return self.placement.name
+
+    @property
+    def role(self) -> str:
+        return self.placement.role
 
     @property
     def title(self) -> str:
-        """What its role is called in a sentence."""
         return "reward worker" if self.role == "reward" else self.role
 
     @property
@@ -82,12 +79,8 @@ class WorkerRecord:
 
     @property
     def is_wanted(self) -> bool:
+        """Whether it is there or will be: a process that ends is started again."""
         return not self.is_leaving and not self.is_quarantined
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether it is there or will be: one of ours is started again."""
-        return self.is_wanted and (self.is_ours or bool(self.address))
 
     def died(self, cause: str, *, now: float, last: Execution | None = None) -> None:
         """Note a death that nobody asked for; after too many early ones it is quarantined.
@@ -122,44 +115,52 @@ class WorkerRecord:
         )
 
 
+def advice(worker: str, cause: str) -> str:
+    """Return what to look at, for a worker's title and the cause of its latest death.
+
+    A reward worker runs code of the user's, which is to blame for most of what it dies of.
+    """
+    if worker != "reward worker" or "signal 9" in cause:
+        return "Look at what its process said last, and at this machine's memory"
+    if cause.startswith(SILENT):
+        return (
+            "A verifier or a tool hangs: look for an `async` one that computes or waits without "
+            "`await`, or for native code that does not return, and give it a time limit"
+        )
+    if "signal" in cause:
+        return "A verifier or a tool crashes in native code: look at what its process said last"
+    return "A verifier or a tool ends its process, as os._exit does: have it return or raise"
+
+
 class WorkerRegistry:
     """All workers of a run, past ones included. Times are of a clock that never goes back."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, WorkerRecord] = {}
+        self._by_name: dict[str, WorkerRecord] = {}
 
     def all(self) -> list[WorkerRecord]:
-        """Return every record, first come first."""
-        return list(self._by_key.values())
+        return list(self._by_name.values())
 
     def expected(self, role: str) -> list[WorkerRecord]:
-        """Return who is there or will be again."""
-        return [record for record in self.all() if record.role == role and record.is_expected]
+        return [record for record in self.all() if record.role == role and record.is_wanted]
 
     def present(self, role: str) -> list[WorkerRecord]:
-        """Return who is there."""
         return [record for record in self.expected(role) if record.address]
 
     def named(self, name: str) -> WorkerRecord | None:
-        """Return the latest record of this name that is expected, if there is one."""
-        named = [record for record in self.all() if record.name == name and record.is_expected]
-        return named[-1] if named else None
+        record = self._by_name.get(name)
+        return record if record and record.is_wanted else None
 
     def at(self, address: str) -> WorkerRecord | None:
-        """Return the record that is registered with this address."""
         return next((record for record in self.all() if record.address == address), None)
 
     def place(self, placement: WorkerPlacement) -> WorkerRecord:
-        """Note a worker that the driver is about to start, and return it."""
-        record = WorkerRecord(placement.name, placement.role, placement.num_slots, placement)
-        self._by_key[placement.name] = record
+        record = self._by_name[placement.name] = WorkerRecord(placement)
         return record
 
-    def joined(self, newcomer: WorkerRecord, *, now: float) -> WorkerRecord:
-        """Note that a process has registered; return whose it is, `newcomer` if nobody's."""
-        ours = self._by_key.get(newcomer.name)
-        key = newcomer.name if ours else newcomer.nanny or newcomer.address
-        record = self._by_key.setdefault(key, newcomer)
-        record.name, record.address, record.joined_at = newcomer.name, newcomer.address, now
-        record.silence_s, record.process = 0.0, newcomer.process
+    def joined(self, name: str, address: str, *, process: str, now: float) -> WorkerRecord | None:
+        """Note that a process has registered; return its worker, None if no such was placed."""
+        if record := self._by_name.get(name):
+            record.address, record.process, record.joined_at = address, process, now
+            record.silence_s = 0.0
         return record

@@ -41,9 +41,6 @@ async def run_task(
         num_slots: how many of the resource it takes; with 0 it runs beside those that have it.
         key: by default one that Dask's pages show as ROLE/FUNCTION.
         options: of `Client.submit`.
-
-    Raises:
-        ArealFlowError: as raised by the task, or what became of it.
     """
     role = resource.partition("-")[0]  # of a trainer rank
     key = key or _new_key(role, funcname(function))
@@ -63,10 +60,6 @@ async def run_reward_task(
 
     Args:
         what: Dask's pages call the task reward/WHAT; by default the function's name.
-
-    Raises:
-        KillsWorkers: two workers ended while they executed it.
-        ArealFlowError: as raised by the task, or what became of it.
     """
     key = _new_key("reward", what or funcname(function))
     for attempt in range(MAX_VICTIMS):
@@ -84,11 +77,6 @@ def _new_key(role: str, what: str) -> str:
 
 
 async def result_of(future: Future) -> Any:
-    """Return a task's result, its failure as one of ours.
-
-    Raises:
-        ArealFlowError: as raised by the task, or what became of it.
-    """
     try:
         return await future
     except ArealFlowError:

@@ -1,20 +1,9 @@
-"""What reward workers do, as Dask tasks: they score completions, call tools and write groups.
-
-| who                    | waits for                | unblocked by                           |
-|------------------------|--------------------------|----------------------------------------|
-| an episode             | completions              | its own worker's engine                |
-| an episode             | a score, a tool's result | a task on a reward worker              |
-| a reward worker's task | its resource             | the task before it, which never waits  |
-|                        |                          | for an episode: nothing can deadlock   |
-
-Such a task runs again elsewhere if its worker dies; it is forgotten if its episode's worker dies.
-"""
+"""What reward workers do after a rollout, as Dask tasks: they score groups and write them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -22,19 +11,13 @@ from time import monotonic
 from typing import Any
 
 import pyarrow as pa
-from distributed import get_client
 
-from areal_flow.cluster.results import KillsWorkers, run_reward_task
 from areal_flow.cluster.worker_context import WorkerContext, worker_context
 from areal_flow.errors import (
-    ArealFlowError,
-    EngineError,
     InfrastructureError,
-    RewardError,
     SchemaError,
 )
 from areal_flow.evaluation.pass_rates import verdict_of
-from areal_flow.import_path import import_function
 from areal_flow.models.directory import texts_of
 from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import num_prompts
@@ -53,9 +36,6 @@ from areal_flow.store.codec import (
 from areal_flow.types import Episode, GroupReceipt, Prompt, Score, Tokens, VersionSpan
 from areal_flow.workflows.group import all_of
 
-MID_EPISODE_PRIORITY = 10
-"""Of tasks that an episode waits for, over those that only follow one."""
-
 MAX_KILLING_ROWS = 3
 """If workers die over so many rows of a group, its first, its other rows are not scored either."""
 SCORING_KILLS = Score(
@@ -64,9 +44,6 @@ SCORING_KILLS = Score(
     error="reward workers died over this completion, or over each of the first "
     f"{MAX_KILLING_ROWS} of its group: the verifier ends its process, as os._exit does, or it "
     "crashes, or needs more memory than there is",
-)
-TOOL_KILLS = RewardError(
-    "reward workers died over this call: the tool ends its process, as os._exit does, or crashes"
 )
 
 
@@ -81,9 +58,6 @@ async def score(
 
     Args:
         known: their scores, where they are known.
-
-    Raises:
-        InfrastructureError: one has no verdict, and this is not the last try.
     """
     scores = await _scores(table, episodes, known or rollout_notes(table).scores)
     verifier = (await _rewards(worker_context())).identity
@@ -95,7 +69,6 @@ async def score(
 async def score_row(
     table: pa.Table, row: int, episodes: Sequence[Episode], *, is_last_try: bool
 ) -> Score:
-    """Score one row of some groups; see `score`."""
     given = rollout_notes(table).scores[row : row + 1]
     (found,) = await _scores(table.slice(row, 1), episodes, given)
     if not is_last_try:
@@ -122,9 +95,6 @@ async def score_and_write(
     Returns:
         Of each group its receipt, or why it is not valid; how long scoring took, in seconds; and
         how many groups are scored at the same time.
-
-    Raises:
-        InfrastructureError: a row has no verdict, and this is not the last try.
     """
     began = monotonic()
     given: Sequence[Sequence[Score | None]] = known or [
@@ -146,70 +116,6 @@ async def score_and_write(
     path, verifier = worker_context().layout.trajectories, rewards.identity
     receipts = await asyncio.to_thread(_write, path, tables, scores, verifier)
     return receipts, seconds, num_at_once
-
-
-async def score_completions(
-    asked: tuple[Prompt, int], completions: Sequence[Tokens]
-) -> Sequence[Score]:
-    """Score completions of one prompt in the middle of an episode.
-
-    Args:
-        asked: the prompt, and the newest policy version that took part.
-    """
-    prompt, version = asked
-    return await _judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
-
-
-def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Call the function at an import path, in a thread a call; return results, or what was raised.
-
-    Raises:
-        ArealFlowError: it cannot be imported.
-    """
-    _share_memory(worker_context())
-    function = import_function(path, setting="a tool", error=ArealFlowError)
-
-    def outcome(arguments: tuple[Any, ...]) -> Any:
-        try:
-            return function(*arguments)
-        except ArealFlowError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - costs the member that called
-            return ArealFlowError(f"{type(error).__name__}: {error}")
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [*threads.map(outcome, calls)]
-
-
-IF_IT_KILLS: dict[Callable[..., Any], Any] = {
-    score_completions: SCORING_KILLS,
-    call_tool: TOOL_KILLS,
-}
-"""What becomes of an item over which workers die."""
-
-
-async def on_reward_worker(
-    function: Callable[..., Any], what: Any, items: Sequence[Any]
-) -> Sequence[Any]:
-    """Run a task of several items for an episode; one over which workers die fails alone.
-
-    Raises:
-        RewardError: no reward worker lives to answer.
-        ArealFlowError: as raised by the task.
-    """
-    client, executions = get_client(), worker_context().executions
-    try:
-        found: Sequence[Any] = await run_reward_task(
-            client, executions, function, what, items, priority=MID_EPISODE_PRIORITY
-        )
-        return found
-    except KillsWorkers:
-        if len(items) == 1:
-            return [IF_IT_KILLS[function]]
-        alone = [await on_reward_worker(function, what, [item]) for item in items]
-        return [*chain.from_iterable(alone)]
-    except EngineError as error:
-        raise RewardError(str(error)) from error
 
 
 def _write(
@@ -265,7 +171,7 @@ async def _scores(
         for row, known in zip(rows, given, strict=True)
         if known is None
     ]
-    judged = iter(await _judge(context, unscored))
+    judged = iter(await judge(context, unscored))
     scores = [known or next(judged) for known in given]
     return [
         replace(score, verdict=verdict_of(score.reward, threshold=context.recipe.pass_threshold))
@@ -280,17 +186,12 @@ def _newest(spans: Iterable[VersionSpan]) -> int:
 
 
 def _check_infrastructure(scores: Iterable[Score]) -> None:
-    """Refuse scores of which one is an error of the infrastructure.
-
-    Raises:
-        InfrastructureError: with the cause.
-    """
     for found in scores:
         if found.verdict == "infrastructure_error":
             raise InfrastructureError(found.error)
 
 
-async def _judge(
+async def judge(
     context: WorkerContext, completions: Sequence[tuple[Prompt, Tokens, int]]
 ) -> Sequence[Score]:
     """Score completions, each of its prompt and version, decoded without special tokens."""
@@ -322,7 +223,7 @@ def checked_rewards(context: WorkerContext) -> WeightedRewards:
     return rewards
 
 
-def _share_memory(context: WorkerContext) -> None:
+def share_memory(context: WorkerContext) -> None:
     """Leave each reward worker its part of the machine, on which all of them may be."""
     PROGRAM_MEMORY.num_processes = context.recipe.cluster.num_reward_workers
 
@@ -331,7 +232,7 @@ async def _rewards(context: WorkerContext) -> WeightedRewards:
     """Return this worker's rewards, which may take their time to be opened."""
 
     def opened() -> WeightedRewards:
-        _share_memory(context)
+        share_memory(context)
         rewards = checked_rewards(context)
         rewards.open()
         return rewards

@@ -1,6 +1,6 @@
 """The settings of worker processes: how many, on which machines, and how they are reached.
 
-It refuses to know Dask.
+It does not import Dask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from areal_flow.settings import Settings, require
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -95,7 +94,6 @@ class ClusterSettings(Settings):
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all workers are on this machine: those that join by hand, too."""
         return self.launcher == "local" and is_loopback(self.network.host)
 
     @model_validator(mode="after")

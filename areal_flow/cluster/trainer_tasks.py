@@ -71,11 +71,7 @@ def complete_snapshot(step: int) -> None:
 
 
 def restore_trainer(checkpoint_step: int, rendezvous: Rendezvous) -> PolicyHashes:
-    """Join the other ranks, if there are any, and load a checkpoint into this one.
-
-    Raises:
-        TrainerLost: the other ranks did not come.
-    """
+    """Join the other ranks, if there are any, and load a checkpoint into this one."""
     rank = _rank()
     rank.replicas.leave()
     if rendezvous.num_ranks > 1:
@@ -95,9 +91,6 @@ def sft_chunk(source: Path) -> tuple[int, dict[str, float]]:
 
     Args:
         source: the model directory of step 0; without weights, they are drawn from the seed.
-
-    Raises:
-        TrainingError: a step could not be computed.
     """
     from areal_flow.trainer.sft import SftTrainer
 

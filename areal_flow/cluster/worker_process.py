@@ -71,9 +71,6 @@ def connection_security(network: NetworkSettings) -> Security:
     """Return Dask's settings for connections, encrypted if there are certificates.
 
     Every process shows the same certificate and accepts those that the authority has signed.
-
-    Raises:
-        ConfigError: a file is missing.
     """
     if not network.has_tls:
         return Security()

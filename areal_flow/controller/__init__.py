@@ -1,1 +1,1 @@
-"""Decides what is submitted and trained, and when. Pure asyncio; it refuses to know a vendor."""
+"""Decides what is submitted and trained, and when. Pure asyncio; imports no vendor."""

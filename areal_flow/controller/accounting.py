@@ -1,28 +1,13 @@
-"""Counts completion tokens, so that committed = trained + masked + discarded + waiting."""
+"""Counts completion tokens, so that committed = trained + masked + discarded + waiting; and steps
+that changed nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_flow.types import Discard, ServedWeights
-
-
-@dataclass(slots=True)
-class StepEntries:
-    """What happened since the last ledger row."""
-
-    num_generated_tokens: int = 0
-    discards: list[Discard] = field(default_factory=list)
-    failed_submissions: list[int] = field(default_factory=list)
-    seconds_generate: float = 0.0
-    seconds_observed: float = 0.0
-    """The time of all generators in which they spent `seconds_generate`."""
-    num_member_errors: int = 0
-    num_scored: int = 0
-    reward_queue_s: list[float] = field(default_factory=list)
-    """How long each group that was written waited to be scored."""
-    served: list[ServedWeights] = field(default_factory=list)
-    """What generators have loaded, each as it was published."""
+from areal_flow.controller.ledger_row import StepEntries
+from areal_flow.errors import TrainingError
+from areal_flow.types import Discard, EngineStats, GroupReceipt
 
 
 @dataclass(slots=True)
@@ -35,10 +20,27 @@ class TokenAccounting:
     discarded: int = 0
     in_step: int = 0
     entries: StepEntries = field(default_factory=StepEntries)
+    engine_totals: dict[str, EngineStats] = field(default_factory=dict)
+    """What each engine had done when it last reported, by its incarnation."""
 
     def commit(self, num_tokens: int) -> None:
         self.committed += num_tokens
         self.entries.num_generated_tokens += num_tokens
+
+    def commit_group(self, receipt: GroupReceipt) -> None:
+        self.commit(sum(t.num_tokens for t in receipt.trajectories))
+        entries = self.entries
+        entries.num_member_errors += len(receipt.member_errors)
+        entries.num_scored += sum(t.reward is not None for t in receipt.trajectories)
+        entries.reward_queue_s.append(receipt.reward_queue_s)
+        self._count_engine_time(receipt.engine_stats)
+
+    def _count_engine_time(self, stats: EngineStats) -> None:
+        before = self.engine_totals.get(stats.incarnation, EngineStats())
+        if (stats.elapsed_s, stats.busy_s) > (before.elapsed_s, before.busy_s):
+            self.entries.seconds_generate += stats.busy_s - before.busy_s
+            self.entries.seconds_observed += stats.elapsed_s - before.elapsed_s
+            self.engine_totals[stats.incarnation] = stats
 
     def discard(self, discards: list[Discard]) -> None:
         self.discarded += sum(d.num_tokens for d in discards)
@@ -61,3 +63,22 @@ class TokenAccounting:
         """Return committed minus everything accounted for; anything but 0 is a bug."""
         consumed = self.trained + self.masked + self.discarded + self.in_step
         return self.committed - consumed - num_waiting
+
+
+@dataclass
+class SkippedSteps:
+    """How many steps in a row had an update whose loss or gradient was not finite."""
+
+    max_in_a_row: int
+    _num_in_a_row: int = 0
+
+    def count(self, step: int, *, skipped: bool) -> None:
+        """Count a step."""
+        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+        if self._num_in_a_row >= self.max_in_a_row:
+            raise TrainingError(
+                f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
+                f"the last one {step}, with an update that was skipped because loss or gradient "
+                "was not finite (trainer.adamw.max_skipped_steps): start a new run with a lower "
+                "learning rate"
+            )

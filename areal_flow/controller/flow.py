@@ -12,7 +12,7 @@
 | reading ahead      | as many, while a step runs         | commit                         |
 | release of slots   | generators serving the new weights | publish; a dead one is dropped |
 
-The flow moves ids, counts and versions. It refuses to know tokens, Dask, Lance and torch.
+The flow moves ids, counts and versions. It imports no Dask, Lance or torch, and handles no tokens.
 """
 
 from __future__ import annotations
@@ -20,31 +20,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.controller.buffer import Batch, Buffer
+from areal_flow.controller.changes import Changes
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.gate import Gate
-from areal_flow.controller.records import (
-    Provenance,
-    batch_digest,
-    group_seeds,
-    step_row,
-)
-from areal_flow.controller.skipped_steps import SkippedSteps
-from areal_flow.errors import (
-    ArealFlowError,
-    EngineError,
-    EpisodeError,
-    SchemaError,
-    WeightsError,
-)
-from areal_flow.types import EngineStats, Episode, GroupReceipt, StepRequest, StepResult
+from areal_flow.controller.ledger_row import Provenance, batch_digest, group_seeds, step_row
+from areal_flow.errors import ArealFlowError, EngineError, EpisodeError, SchemaError, WeightsError
+from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +41,7 @@ RETRY_DELAY_S = 0.5
 """Before the second attempt at a group; as much longer before each that follows."""
 
 
-class Flow:
+class Flow(Changes):
     """The state of a run and its stages. One event loop, no threads."""
 
     def __init__(
@@ -64,7 +53,7 @@ class Flow:
         *,
         max_running: int,
     ) -> None:
-        """Take what does the work, and how many trajectories may be on the cluster."""
+        super().__init__()
         self.recipe = recipe
         self.backends = backends
         self.provenance = provenance
@@ -84,20 +73,15 @@ class Flow:
         self._releases: set[asyncio.Task[None]] = set()
         self._hints: set[asyncio.Task[None]] = set()
         self._hint_is_due = False
-        self._engine_totals = {stats.incarnation: stats for stats in initial.engine_totals}
+        self.accounting.engine_totals = {s.incarnation: s for s in initial.engine_totals}
         self._consecutive_failures = 0
         self._skipped = SkippedSteps(recipe.trainer.adamw.max_skipped_steps)
-        self._fatal: ArealFlowError | None = None
         self._committing: asyncio.Task[None] | None = None
-        self.num_changes = 0
-        self._next_change = asyncio.Event()
         self._last_row_at = monotonic()
         self.accounting.discard(list(initial.discards))
         for receipt in initial.waiting:
             self.gate.restored()
             self._buffer_group(receipt)
-
-    # What schedules ask
 
     @property
     def num_ready(self) -> int:
@@ -121,25 +105,6 @@ class Flow:
         """Follow the number of generators: how much may be on the cluster from here on."""
         self.gate.max_running = num_trajectories
         self.notify()
-
-    def notify(self) -> None:
-        """Wake every waiter: something changed."""
-        self.num_changes += 1
-        self._next_change.set()
-        self._next_change = asyncio.Event()
-
-    async def wait_for_change(self, seen: int) -> None:
-        """Return once `num_changes` exceeds `seen`; raise what ended the run, if something did.
-
-        Whoever reads `num_changes` and then looks at the state misses no change in between.
-
-        Raises:
-            ArealFlowError: groups keep failing; the message is the root cause.
-        """
-        while self.num_changes <= seen:
-            await self._next_change.wait()
-        if self._fatal:
-            raise self._fatal
 
     # Admission
 
@@ -173,15 +138,16 @@ class Flow:
                 failure = error
                 if isinstance(error, SchemaError):  # the same rows again would be no better
                     break
-                if isinstance(
-                    error, EngineError | WeightsError | EpisodeError
-                ):  # what was rolled out is lost
-                    rolled_out = None
+                if isinstance(error, EngineError | WeightsError | EpisodeError):
+                    rolled_out = None  # its rows are lost
                 await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
                 continue
             self._written.append(receipt)
             return
-        self._give_up(submission_index, failure)
+        self.num_pending_groups -= 1
+        self.gate.released()
+        self.accounting.entries.failed_submissions.append(submission_index)
+        self._count_failure(failure)
 
     async def _roll_out(self, episode: Episode) -> Any:
         if episode.attempt:
@@ -192,34 +158,12 @@ class Flow:
             self.gate.finished()
             self.notify()
 
-    def _give_up(self, submission_index: int, failure: ArealFlowError) -> None:
-        self.num_pending_groups -= 1
-        self.gate.released()
-        self.accounting.entries.failed_submissions.append(submission_index)
-        self._count_failure(failure)
-
     def _count_failure(self, failure: ArealFlowError) -> None:
         self._consecutive_failures += 1
         if self._consecutive_failures >= self.recipe.controller.max_consecutive_failures:
             self._fatal = type(failure)(
                 f"{self._consecutive_failures} groups in a row failed; the last one: {failure}"
             )
-
-    def _start(
-        self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]], if_it_fails: str
-    ) -> None:
-        """Begin what runs beside the stages; an error of it that nobody expected ends the run."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            among.discard(task)
-            self.notify()
-            if not task.cancelled() and (error := task.exception()):
-                logger.error("%s", if_it_fails, exc_info=error)
-                self._fatal = ArealFlowError(f"{if_it_fails}: {error!r}")
-
-        task = asyncio.create_task(work)
-        among.add(task)
-        task.add_done_callback(ended)
 
     # Commit
 
@@ -241,8 +185,7 @@ class Flow:
         self.watermark = await self.backends.logs.commit(written)
         for receipt in written:
             self.num_pending_groups -= 1
-            self.accounting.commit(sum(t.num_tokens for t in receipt.trajectories))
-            self._count_engine_time(receipt)
+            self.accounting.commit_group(receipt)
             self._buffer_group(receipt)
             self._judge_members(receipt)
         self._read_ahead()
@@ -254,33 +197,15 @@ class Flow:
         self.gate.released(groups_before + 1 - len(self.buffer))
 
     def _judge_members(self, receipt: GroupReceipt) -> None:
-        entries = self.accounting.entries
-        entries.num_member_errors += len(receipt.member_errors)
-        entries.num_scored += sum(t.reward is not None for t in receipt.trajectories)
-        entries.reward_queue_s.append(receipt.reward_queue_s)
         if any(t.reward is not None for t in receipt.trajectories):
             self._consecutive_failures = 0
             return
         cause = receipt.member_errors[-1] if receipt.member_errors else "no member was scored"
         self._count_failure(ArealFlowError(cause))
 
-    def _count_engine_time(self, receipt: GroupReceipt) -> None:
-        stats = receipt.engine_stats
-        before = self._engine_totals.get(stats.incarnation, EngineStats())
-        if (stats.elapsed_s, stats.busy_s) > (before.elapsed_s, before.busy_s):
-            self.accounting.entries.seconds_generate += stats.busy_s - before.busy_s
-            self.accounting.entries.seconds_observed += stats.elapsed_s - before.elapsed_s
-            self._engine_totals[stats.incarnation] = stats
-
-    def _evict_stale(self) -> None:
-        groups_before = len(self.buffer)
-        self.accounting.discard(self.buffer.evict(policy_version=self.policy_version))
-        self.gate.released(groups_before - len(self.buffer))
-
     # Training
 
     async def wait_for_batch(self) -> Batch | None:
-        """Return the next batch, or None when training is over."""
         while not self.done():
             seen = self.num_changes
             batch = self.buffer.take()
@@ -311,7 +236,9 @@ class Flow:
             await self.backends.weights.publish(request.step)
         self.policy_version = request.step
         self.parent_hash = result.hashes.weights_hash
-        self._evict_stale()
+        groups_before = len(self.buffer)
+        self.accounting.discard(self.buffer.evict(policy_version=self.policy_version))
+        self.gate.released(groups_before - len(self.buffer))
         self._skipped.count(request.step, skipped=result.metrics.skipped_an_update)
         release = self._release_when_served(request.step, result.hashes.served_hash)
         self._start(release, self._releases, "weights could not be announced")
@@ -321,7 +248,6 @@ class Flow:
     def _end_step(
         self, request: StepRequest, result: StepResult, *, seconds_wait: float
     ) -> dict[str, Any]:
-        """Account for a step that was computed; return its row."""
         metrics = result.metrics
         self.accounting.end_step(
             num_trained=metrics.num_trained_tokens, num_masked=metrics.num_masked_tokens
@@ -359,8 +285,6 @@ class Flow:
     async def wait_until_released(self) -> None:
         """Return when generators serve the newest weights."""
         await asyncio.gather(*self._releases)
-
-    # The end
 
     async def close(self) -> None:
         """Cancel what is in flight and commit what is written; nothing committed is lost."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.config import EvaluationSettings
-from areal_flow.controller.records import member_seed
+from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
 from areal_flow.evaluation.held_out import HELD_OUT
 from areal_flow.store.codec import rollout_notes

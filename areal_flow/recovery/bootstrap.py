@@ -16,13 +16,16 @@ from datetime import UTC, datetime
 
 from areal_flow.config import Recipe
 from areal_flow.errors import RunError, TrainingError
-from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path, pass_over
+from areal_flow.recovery.checkpoints import (
+    checkpoint_hashes,
+    checkpoint_path,
+    move_damaged_checkpoint,
+)
 from areal_flow.recovery.restore import ComparedStep, RestorableTrainer, restore_newest
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Fence, Writer, is_sole_writer, record_fence
-from areal_flow.store.dataset import open_dataset
+from areal_flow.store.dataset import open_dataset, remove_orphans
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import remove_orphans
 from areal_flow.weights.channel import WeightsWriter
 from areal_flow.weights.shared_memory import free_segments
 
@@ -33,9 +36,6 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
     """Make a run directory this writer's, before it writes anything else.
 
     Only what is older than its lease is removed: it may itself hang here and be taken over.
-
-    Raises:
-        RunError: another driver took over already.
     """
     writer.check_current()
     if not is_sole_writer(writer):
@@ -82,11 +82,6 @@ async def restore_policy(
     Returns:
         The hash of the weights, another than the ledger's after a fork, and how many steps were
         replayed.
-
-    Raises:
-        RunError: there is no usable checkpoint.
-        TrainerLost: a rank died meanwhile.
-        TrainingError: a replayed step made other weights in the recorded numeric environment.
     """
     replay = await restore_newest(
         trainer,
@@ -94,7 +89,9 @@ async def restore_policy(
         checkpoint_hashes(layout.checkpoints),
         at_most=ledger.head,
         max_staleness=recipe.controller.max_staleness,
-        on_damaged=lambda step, e: pass_over(checkpoint_path(layout.checkpoints, step), e),
+        on_damaged=lambda step, e: move_damaged_checkpoint(
+            checkpoint_path(layout.checkpoints, step), e
+        ),
     )
     if replay is None:
         raise RunError(
@@ -114,9 +111,6 @@ def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
 
     Where the recorded numeric environment is this one, and it is a CPU's, hashes must be equal.
     Elsewhere a difference is a fork: appended to forks.jsonl, and the run goes on from it.
-
-    Raises:
-        TrainingError: hashes differ where they must not.
     """
     if not compared.forked:
         return

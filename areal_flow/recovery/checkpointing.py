@@ -20,9 +20,9 @@ from areal_flow.recovery.checkpoints import (
 )
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.store.dataset import Maintenance
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import Maintenance
-from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking.registry import RunTracking
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +57,12 @@ class Checkpoints:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def after_step(self, row: dict[str, Any]) -> None:
-        """Begin the checkpoint of a step that is due for one; its writing goes on meanwhile.
-
-        Raises:
-            RunError, StorageError: the checkpoint before could not be written.
-        """
+        """Begin the checkpoint of a step that is due for one; its writing goes on meanwhile."""
         if row["step"] % self.settings.checkpoint_every_steps == 0:
             await self._begin(row)
 
     async def complete(self) -> None:
-        """Return when the ledger's head has its checkpoint, whatever happens to the trainer.
-
-        Raises:
-            TrainerLost: it died again and again.
-        """
+        """Return when the ledger's head has its checkpoint, whatever happens to the trainer."""
         rows = await asyncio.to_thread(self.ledger.rows, since=self.ledger.head)
         for _ in range(ATTEMPTS_AT_THE_END):
             await self._begin(rows[-1])
@@ -80,7 +72,6 @@ class Checkpoints:
         raise TrainerLost(f"the trainer died {ATTEMPTS_AT_THE_END} times in its last checkpoint")
 
     async def settle(self) -> None:
-        """Return when nothing is being written."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing

@@ -1,4 +1,4 @@
-"""Lists, describes and prunes a run's checkpoints. It refuses to know their tensors.
+"""Lists, describes and prunes a run's checkpoints. It does not read their tensors.
 
 A directory named by its step is complete; one that is being written has another name.
 """
@@ -35,12 +35,10 @@ class CheckpointState:
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
     return root / f"{step:08d}"
 
 
 def list_checkpoints(root: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, ascending."""
     if not root.is_dir():
         return []
     return sorted(
@@ -59,7 +57,6 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_checkpoint_state(path: Path) -> CheckpointState:
-    """Read a checkpoint's description."""
     return CheckpointState(**json.loads((path / "state.json").read_text()))
 
 
@@ -70,7 +67,7 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def pass_over(path: Path, error: Exception) -> None:
+def move_damaged_checkpoint(path: Path, error: Exception) -> None:
     """Set a checkpoint aside that cannot be read, and say so: an older one is tried next."""
     logger.warning("%s; moved to %s, trying an older one", error, set_aside(path))
 

@@ -41,11 +41,6 @@ async def write_version_0(
         step: the parent's; that of its newest usable checkpoint by default.
         fresh_optimizer: why the optimizer's state is left out; empty: it is taken along.
         on_replayed: called before each replayed step with its number and the last one's.
-
-    Raises:
-        RunError: the parent has no usable checkpoint up to the step, or its replay made other
-            weights.
-        StorageError: the disk refused.
     """
     checkpoints = checkpoint_hashes(parent.checkpoints)
     wanted = on_this_machine(load_recipe(parent.config))
@@ -79,7 +74,6 @@ async def write_version_0(
 async def _replay(
     reached: LedgerReplay, parent: RunLayout, *, step: int, on_replayed: Callable[[int, int], None]
 ) -> None:
-    """Train the ledger's rows up to a step again, to the same weights."""
     while reached.step < step:
         on_replayed(reached.step + 1, step)
         compared = await reached.advance()

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from areal_flow.controller.accounting import StepEntries, TokenAccounting
+from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow_setup import InitialState
+from areal_flow.controller.ledger_row import StepEntries
 from areal_flow.types import Discard, GroupReceipt, TrajectoryReceipt, submission_index_of
 
 PLAN_COLUMNS = [

@@ -67,7 +67,6 @@ class Replayed:
 
     @property
     def refused(self) -> tuple[ComparedStep, ...]:
-        """Return the steps that differ where they must not."""
         return tuple(c for c in (*self.before, self.compared) if c.refused)
 
 
@@ -84,10 +83,6 @@ def replay_step(
     Args:
         changes: settings to compute the step with a second time, a nested table as in a recipe.
         loss: to minimise that second time.
-
-    Raises:
-        RunError: there is no such step, or no checkpoint to start from.
-        ConfigError: a changed setting is wrong.
     """
     recipe = changed_recipe(layout.config, changes or {})
     local = LocalTrainer(layout, on_this_machine(load_recipe(layout.config)))
@@ -182,7 +177,6 @@ class LocalTrainer:
         return result, self.outcomes(branch, request)
 
     def outcomes(self, rank: TrainerRank, request: StepRequest) -> list[TrajectoryOutcome]:
-        """Return what a watched step of a rank did to its trajectories."""
         return trajectory_outcomes(
             rank.backend,
             self.sequences(request),
@@ -193,7 +187,6 @@ class LocalTrainer:
         )
 
     def sequences(self, request: StepRequest) -> list[TrainingSequence]:
-        """Return what a step trains."""
         rows = self.rank.read_rows(request.trajectory_ids)
         return sequences_from_rows(
             rows, policy_version=request.policy_version, max_staleness=request.max_staleness

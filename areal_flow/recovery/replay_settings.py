@@ -40,11 +40,7 @@ def settings_of_a_step() -> list[str]:
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """Turn `SECTION.KEY=VALUE` texts into a nested table.
-
-    Raises:
-        ConfigError: one has no value.
-    """
+    """Turn `SECTION.KEY=VALUE` texts into a nested table."""
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"--set {text}: expected SECTION.KEY=VALUE")
@@ -52,11 +48,6 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
-    """Return a run's recipe with changes applied.
-
-    Raises:
-        ConfigError: a setting does not exist, has a wrong value or cannot change a step.
-    """
     recipe = load_recipe(config, dict(changes), spelling="--set {}")
     allowed = settings_of_a_step()
     idle = [name for name in flatten(changes) if name not in allowed]
@@ -87,7 +78,6 @@ def describe_changes(
 
 
 def device_is_here(device: str) -> bool:
-    """Return whether a trainer could use this device."""
     if not device.startswith("cuda"):
         return True
     import torch  # seconds, which a setting that does not exist need not take
@@ -101,6 +91,5 @@ def on_this_machine(recipe: Recipe) -> Recipe:
 
 
 def on_device(recipe: Recipe, device: str) -> Recipe:
-    """Return the recipe with another device of the trainer."""
     trainer = recipe.trainer.model_copy(update={"device": device})
     return recipe.model_copy(update={"trainer": trainer})

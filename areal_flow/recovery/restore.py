@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isclose
 from typing import Any, Protocol
 
-from areal_flow.controller.speed import AREA as SPEED
+from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult

@@ -12,7 +12,6 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def how_to_install(extra: str) -> str:
-    """Return how to install what an extra names: this package is on no index."""
     return (
         f"pip install '.[{extra}]' in a clone of areal-flow, or "
         f"pip install 'areal-flow[{extra}] @ git+URL' with the address of the repository"

@@ -1,6 +1,6 @@
 """A run directory's life: made or resumed, held by one driver, left with a state.
 
-It knows which schema version the datasets have, and refuses to know what they hold.
+It checks the datasets' schema version and does not read their rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> N
 
     Args:
         recipe_name: what the recipe is called, if it has a name.
-
-    Raises:
-        RunError: the name is taken.
     """
     if layout.root.exists():
         raise RunError(
@@ -61,16 +58,11 @@ def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:
 
 
 def recipe_name_of(layout: RunLayout) -> str:
-    """Return what the recipe of a run was called; nothing if it had no name."""
     return str(json.loads(layout.identity.read_text()).get("recipe", ""))
 
 
 def check_schema_version(layout: RunLayout) -> str:
-    """Return the identity of a run that this version of areal-flow can read.
-
-    Raises:
-        RunError: another version wrote it, or `run.json` is damaged.
-    """
+    """Return the identity of a run that this version of areal-flow can read."""
     version: Any = "none"
     run_id = ""
     try:
@@ -95,9 +87,6 @@ def find_run(runs: Path, reference: str) -> RunLayout:
     """Return the layout of a run by its name in `runs`, or by its directory.
 
     A damaged run is found by its ledger, too.
-
-    Raises:
-        RunError: there is none, or one of another schema version.
     """
     for root in (runs / reference, Path(reference)):
         layout = RunLayout(root.resolve())
@@ -114,9 +103,6 @@ def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
 
     Args:
         take_over: even if another driver is alive; it hangs, or it will find itself refused.
-
-    Raises:
-        RunError: another driver holds it; says which and since when.
     """
     with hold_lease(layout.writers, take_over=take_over) as writer:
         driven = read_state(layout).seconds_driven
@@ -142,7 +128,6 @@ def leave_run(
 
 
 def read_state(layout: RunLayout) -> RunState:
-    """Return the recorded state; a run without a readable one is new."""
     try:
         return RunState(**json.loads(layout.state.read_text()))
     except (FileNotFoundError, ValueError, TypeError):

@@ -4,7 +4,7 @@ A run reads copies of its own: prompts, rows of supervised fine-tuning, configur
 One that changed is refused. A file that it was copied from may change, which changes nothing. The
 model directory counts until version 0 is made of it, that of a reference for good. A verifier is
 not copied, because its code may import anything: one that changed is refused, or accepted for what
-follows. This module refuses to know how a verifier is loaded.
+follows. This module does not load verifiers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class RunInputs:
 
     @property
     def verifier(self) -> str:
-        """The identity of the verifier that counts now."""
         return self.verifiers[-1][1]
 
 
@@ -96,11 +95,6 @@ def record_inputs(
 
 
 def read_inputs(layout: RunLayout) -> RunInputs:
-    """Return what a run was prepared with.
-
-    Raises:
-        RunError: nobody can read it.
-    """
     try:
         found = json.loads(layout.inputs.read_text())
         named = [(int(epoch), str(verifier)) for epoch, verifier in found["verifiers"]]
@@ -113,11 +107,7 @@ def read_inputs(layout: RunLayout) -> RunInputs:
 
 
 def reference_directory(layout: RunLayout) -> Path | None:
-    """Return the model directory that is the reference; None if it is the run's first policy.
-
-    Raises:
-        RunError: it is no longer what the run was prepared with.
-    """
+    """Return the model directory that is the reference; None if it is the run's first policy."""
     recorded = read_inputs(layout).reference if layout.inputs.is_file() else {}
     if changed := [*_changes(recorded)]:
         raise RunError(f"the reference of run {layout.name} changed, restore it: {changed[0]}")
@@ -130,9 +120,6 @@ def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool
     Args:
         verifier: as it is now.
         accept_verifier: even if it is another one.
-
-    Raises:
-        RunError: inputs that matter changed; says which, what was expected and what to do.
     """
     recorded = read_inputs(layout)
     changed = [*changed_files(layout, recorded)]
@@ -176,9 +163,6 @@ def check_verifier(layout: RunLayout, identity: str) -> None:
     """Refuse to score with other code than the run's, as of a file that was edited meanwhile.
 
     A directory that is no run's, made to evaluate a model, has no inputs and takes any.
-
-    Raises:
-        RewardError: it is another verifier.
     """
     if layout.inputs.is_file() and identity != (known := read_inputs(layout).verifier):
         raise RewardError(
@@ -188,7 +172,6 @@ def check_verifier(layout: RunLayout, identity: str) -> None:
 
 
 def file_hash(path: Path) -> str:
-    """Return a hash of a file's bytes: 16 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 

@@ -103,11 +103,6 @@ class RunLayout:
 
 
 def run_layout(runs: Path, name: str) -> RunLayout:
-    """Return the layout of a run by name.
-
-    Raises:
-        RunError: the name could lead outside `runs`.
-    """
     if not _NAME.fullmatch(name) or name in (".", ".."):
         raise RunError(
             f"run name {name!r}: expected 1 to 80 letters, digits, dots, dashes or underscores"

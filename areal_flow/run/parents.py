@@ -31,17 +31,11 @@ class Parent:
 
 
 def record_parent(layout: RunLayout, parent: Parent) -> None:
-    """Write into a new run's run.json what it was forked from."""
     identity = json.loads(layout.identity.read_text())
     replace_file(layout.identity, json.dumps({**identity, "forked_from": asdict(parent)}))
 
 
 def read_parent(layout: RunLayout) -> Parent | None:
-    """Return what a run was forked from; None for a run that began by itself.
-
-    Raises:
-        ValueError, TypeError, OSError: run.json is damaged.
-    """
     found = json.loads(layout.identity.read_text()).get("forked_from")
     return Parent(**found) if found else None
 

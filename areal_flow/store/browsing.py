@@ -45,11 +45,7 @@ class Selection:
 def select_trajectories(
     database: duckdb.DuckDBPyConnection, selection: Selection
 ) -> tuple[list[str], int]:
-    """Return the selected ids, in order, and how many trajectories match, whatever the limit.
-
-    Raises:
-        ConfigError: the condition or the order cannot be read; names the columns there are.
-    """
+    """Return the selected ids, in order, and how many trajectories match, whatever the limit."""
     columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
     there_are = f"Columns are: {', '.join(sorted(columns))}"
     if selection.sort is not None and selection.sort not in columns:
@@ -77,7 +73,6 @@ def read_rows(
     identifiers: Sequence[str],
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """Return these trajectories' columns, or all of them, in this order."""
     names = "*" if columns is None else ", ".join(dict.fromkeys(["trajectory_id", *columns]))
     wanted = ", ".join(f"'{identifier.replace(QUOTE, QUOTE * 2)}'" for identifier in identifiers)
     found = database.sql(
@@ -141,10 +136,6 @@ def show_trajectory(
 
     Args:
         which: its id, or its number in the listing that `selection` makes.
-
-    Raises:
-        ConfigError: the listing is shorter, or cannot be made.
-        RunError: there is no such trajectory.
     """
     recipe = load_recipe(run.layout.config)
     max_staleness = recipe.controller.max_staleness

@@ -108,7 +108,6 @@ def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
 
 
 def rollout_notes(table: pa.Table) -> RolloutNotes:
-    """Return the notes that rolled-out rows carry until they are written."""
     notes: RolloutNotes = pickle.loads(table.schema.metadata[_NOTES])
     return notes
 
@@ -140,7 +139,6 @@ def _detail(score: Score) -> str:
 
 
 def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
-    """Return what the driver may know of these rows: no tokens."""
     return tuple(
         TrajectoryReceipt(
             trajectory_id=row["trajectory_id"],

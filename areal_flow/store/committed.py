@@ -17,9 +17,8 @@ from areal_flow.recovery.plan import CommittedGroups
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
-from areal_flow.store.dataset import create_dataset, read_rows, storage_errors
+from areal_flow.store.dataset import Maintenance, create_dataset, read_rows, storage_errors
 from areal_flow.store.ledger import Ledger
-from areal_flow.store.maintenance import Maintenance
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import GroupReceipt, TrajectoryReceipt
 from schemas import EvaluationRow, arrow_schema, validate
@@ -48,7 +47,6 @@ class CommittedLogs:
         await self._write(self._ledger.maintenance, self._ledger.append, row)
 
     async def close(self) -> None:
-        """Return when nothing is written any more."""
         await asyncio.gather(*self._rounds.values())
 
     async def _write(self, maintenance: Maintenance, write: Callable[..., T], *arguments: Any) -> T:
@@ -90,12 +88,7 @@ def read_unconsumed(
 
 
 def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
-    """Validate and append held-out answers, all of one evaluation; the first make the dataset.
-
-    Raises:
-        RunError: another driver took over; this one must end.
-        SchemaError, StorageError: nothing was written.
-    """
+    """Validate and append held-out answers, all of one evaluation; the first make the dataset."""
     table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
     writer.check_current()
     if not path.exists():
@@ -105,7 +98,6 @@ def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer
 
 
 def evaluation_names(path: Path, writers: Path) -> list[str]:
-    """Return the names of the evaluations that count; none before the first."""
     if not path.is_dir():
         return []
     found = pc.unique(read_rows(path, writers, ["evaluation"])["evaluation"]).to_pylist()

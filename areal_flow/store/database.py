@@ -45,7 +45,6 @@ LOG_COLUMNS = ("trajectory_id", "writer_epoch")
 
 
 def read_sql(name: str, *, package: str = "areal_flow.store") -> str:
-    """Return the statements of a file in a package's `sql/`."""
     return resources.files(package).joinpath("sql", f"{name}.sql").read_text()
 
 
@@ -111,6 +110,23 @@ def connect(
     if "stored_evaluations" in tables:
         connection.execute(read_sql("evaluations"))
     return connection
+
+
+def compared_answers(answers: pa.Table, *, pass_threshold: float) -> list[dict[str, Any]]:
+    """Return held-out answers of the first evaluation beside those of the last, by difficulty.
+
+    Two prompts of each of the first eight difficulties, always the same ones. Only evaluations with
+    the verifier of the last one count; there are no rows unless two policies gave the answers.
+
+    Args:
+        answers: rows of the evaluations.
+    """
+    with empty_database() as connection:
+        connection.register("answers", answers)
+        connection.execute(read_sql("passing"))
+        found = connection.sql(read_sql("compared"), params={"threshold": pass_threshold})
+        rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
+    return rows
 
 
 @atexit.register

@@ -1,23 +1,31 @@
-"""What all Lance datasets share: creation, opening, which rows count, clear disk errors.
+"""What all Lance datasets share: creation, opening, which rows count, maintenance, disk errors.
 
 All rows count but those that a driver wrote after its run was taken over. A run that was never
 taken over from a driver that was alive has no fences and needs no condition.
+
+Commits are counted; every so many, compaction is due. Nobody else commits while the result of a
+compaction is named. A writer that died before its commit leaves data files that no version names:
+the next writer removes them.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
+import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 import lance
 import pyarrow as pa
+from lance.optimize import Compaction
 
 from areal_flow.errors import ArealFlowError, RunError, StorageError
+from areal_flow.run.durable import force_to_disk
 from areal_flow.run.lease import read_fences
 
 if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
@@ -36,29 +44,35 @@ _BEFORE_FENCE = {
     "evaluations.lance": f"{COMMIT_ORDER} < {{fence.evaluation_watermark}}",
 }
 
+COMMITS_BETWEEN_ROUNDS = 50
+ROWS_PER_FRAGMENT = 1024
+LEAST_VERSIONS = 64
+"""Versions that stay at least, for readers that are pinned to them."""
+_DATA_FILE = "data file"
+
 
 def create_dataset(
-    path: Path, schema: pa.Schema, *, stable_row_ids: bool = False
+    path: Path,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table] = (),
+    *,
+    stable_row_ids: bool = False,
 ) -> lance.LanceDataset:
-    """Create an empty dataset: whoever looks finds none, or a whole one.
+    """Create a dataset of these tables, of none if there are none: others see nothing or all of it.
 
     Args:
         stable_row_ids: number rows in the order of their commits (`COMMIT_ORDER`). Each commit then
             costs every later manifest some 25 bytes.
-
-    Raises:
-        RunError: something is there already.
-        StorageError: the disk refused.
     """
     if path.exists():
         raise RunError(f"{path} exists already")
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
+    batches = (batch for table in tables for batch in table.cast(schema).to_batches())
     with storage_errors(path):
         lance.write_dataset(
-            schema.empty_table(),
+            pa.RecordBatchReader.from_batches(schema, batches),
             str(aside),
-            schema=schema,
             enable_stable_row_ids=stable_row_ids,
             data_storage_version=FORMAT_VERSION,
         )
@@ -68,35 +82,7 @@ def create_dataset(
     return dataset
 
 
-def write_dataset(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) -> int:
-    """Write tables as a new dataset: whoever looks finds none, or a whole one.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        RunError: something is there already.
-        StorageError: the disk refused.
-    """
-    if path.exists():
-        raise RunError(f"{path} exists already")
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    batches = (batch for table in tables for batch in table.cast(schema).to_batches())
-    with storage_errors(path):
-        reader = pa.RecordBatchReader.from_batches(schema, batches)
-        written = lance.write_dataset(reader, str(aside), data_storage_version=FORMAT_VERSION)
-        num_rows = int(written.count_rows())
-        aside.rename(path)
-    return num_rows
-
-
 def open_dataset(path: Path) -> lance.LanceDataset:
-    """Open the newest version.
-
-    Raises:
-        RunError: there is no dataset.
-    """
     if not path.is_dir():
         raise RunError(f"expected a Lance dataset at {path}, found none")
     session = lance.Session(
@@ -122,22 +108,19 @@ def read_rows(
     Args:
         columns: read only these.
         where: an SQL condition, evaluated by Lance.
-
-    Raises:
-        RunError: there is no dataset.
     """
     names = None if columns is None else list(columns)
-    condition = all_of(where, that_count(path, writers))
+    condition = conjunction(where, fence_condition(path, writers))
     return open_dataset(path).to_table(columns=names, filter=condition)
 
 
-def that_count(path: Path, writers: Path) -> str | None:
+def fence_condition(path: Path, writers: Path) -> str | None:
     """Return the condition on the rows of a run's dataset, by its name; None where all count.
 
     A row counts if it is of a fence's epoch or a later one, or was there before the fence.
     """
     before = _BEFORE_FENCE[path.name]
-    return all_of(
+    return conjunction(
         *(
             f"writer_epoch >= {fence.writer_epoch} OR {before.format(fence=fence)}"
             for fence in read_fences(writers)
@@ -145,7 +128,7 @@ def that_count(path: Path, writers: Path) -> str | None:
     )
 
 
-def all_of(*conditions: str | None) -> str | None:
+def conjunction(*conditions: str | None) -> str | None:
     """Return a condition that holds where all do; None holds everywhere."""
     return " AND ".join(f"({condition})" for condition in conditions if condition) or None
 
@@ -175,3 +158,100 @@ def read_errors(path: Path) -> Iterator[None]:
     except BaseException as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{path} cannot be read: {cause}") from error
+
+
+class Maintenance:
+    """Keeps one dataset small, quick and durable.
+
+    Everything but `commit` may run in other threads, beside commits: each opens the dataset for
+    itself, since a Lance handle refuses whoever comes while another thread changes it.
+    """
+
+    def __init__(self, path: Path, *, num_fragments: int) -> None:
+        """Begin with the fragments that are there: earlier lives may have been too short."""
+        self._path = path
+        self._num_commits = num_fragments
+        self._committing = Lock()
+        self._synced: set[Path] = set()
+
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """Hold the writer's lock around one commit, and count it."""
+        with self._committing, storage_errors(self._path):
+            yield
+        self._num_commits += 1
+
+    @property
+    def is_due(self) -> bool:
+        return self._num_commits >= COMMITS_BETWEEN_ROUNDS
+
+    def run(self) -> None:
+        """Merge small fragments and drop old versions; safe beside commits and readers.
+
+        The rows are rewritten beside the commits; only to name the result it holds the writer's
+        lock. Against a writer that commits all the time Lance's own retries do not win.
+
+        Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
+        opened for as long as the space allows: with the defaults of Lance they would take
+        everything. A cleanup reads every manifest that stays, so it waits until a quarter more are
+        there.
+        """
+        self._num_commits = 0
+        dataset = open_dataset(self._path)
+        plan = Compaction.plan(dataset, {"target_rows_per_fragment": ROWS_PER_FRAGMENT})
+        if rewritten := [task.execute(dataset) for task in plan.tasks]:
+            with self._committing:
+                Compaction.commit(dataset, rewritten)
+        manifests = list(_file_sizes(self._path / "_versions"))
+        affordable = sum(_file_sizes(self._path / "data")) // (4 * max(manifests, default=1))
+        retained = max(LEAST_VERSIONS, affordable)
+        if len(manifests) > retained * 5 // 4:
+            dataset.cleanup_old_versions(retain_versions=retained)
+
+    def sync(self) -> None:
+        """Force every file that exists now to disk, each once; Lance itself does not."""
+        present = set()
+        for folder, _, names in os.walk(self._path):
+            for file in (Path(folder) / name for name in names):
+                present.add(file)
+                if file not in self._synced:
+                    _force_to_disk(file)
+            _force_to_disk(Path(folder))
+        self._synced = present
+
+
+def _file_sizes(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # writers rename and clean up meanwhile
+            yield entry.stat().st_size
+
+
+def _force_to_disk(path: Path) -> None:
+    with suppress(FileNotFoundError):  # compaction and cleanup go on meanwhile
+        force_to_disk(path)
+
+
+def unreferenced_files(path: Path) -> list[str]:
+    """Return the data files that no version of the dataset names, relative to it."""
+    stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
+    with read_errors(path):
+        for batch in open_dataset(path).tracked_files():
+            rows = zip(batch["path"].to_pylist(), batch["type"].to_pylist(), strict=True)
+            stored -= {file for file, kind in rows if kind == _DATA_FILE}
+    return sorted(stored)
+
+
+def remove_orphans(path: Path, *, written_before: float) -> int:
+    """Remove unreferenced files that are older than a moment; return how many.
+
+    Args:
+        written_before: seconds since the epoch. Nobody who wrote before it may be alive: a younger
+            file may be somebody's next commit, and a manifest that names a missing file is broken.
+    """
+    num_removed = 0
+    for name in unreferenced_files(path):
+        with suppress(FileNotFoundError):
+            if (path / name).stat().st_mtime < written_before:
+                (path / name).unlink()
+                num_removed += 1
+    return num_removed

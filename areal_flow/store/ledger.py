@@ -12,15 +12,20 @@ import pyarrow.compute as pc
 
 from areal_flow.errors import RunError, StorageError
 from areal_flow.run.lease import Writer
-from areal_flow.store.dataset import all_of, create_dataset, open_dataset, read_rows, that_count
-from areal_flow.store.maintenance import Maintenance
+from areal_flow.store.dataset import (
+    Maintenance,
+    conjunction,
+    create_dataset,
+    fence_condition,
+    open_dataset,
+    read_rows,
+)
 from schemas import StepRow, arrow_schema
 
 STEPS = arrow_schema(StepRow)
 
 
 def create_ledger(path: Path) -> None:
-    """Create the empty ledger of a new run."""
     create_dataset(path, STEPS)
 
 
@@ -35,9 +40,6 @@ def read_steps(
     Args:
         columns: read only these; any of the schema, and any name of a metric.
         where: an SQL condition on the schema's columns, evaluated by Lance.
-
-    Raises:
-        RunError: no row has such a column.
     """
     wanted = {*STEPS.names} if columns is None else {*columns, "step"}
     if wanted - {*STEPS.names}:
@@ -83,16 +85,12 @@ class LedgerReader:
 
     def __init__(self, path: Path, writers: Path) -> None:
         self._path = path
-        self._counted = that_count(path, writers)
+        self._counted = fence_condition(path, writers)
         self._dataset = open_dataset(path)
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
-        """Return the rows from step `since` on, by step.
-
-        Raises:
-            StorageError: a step is missing, or is there twice.
-        """
+        """Return the rows from step `since` on, by step."""
         table = self.table(columns if columns is None else ["step", *columns], since=since)
         rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
         rows.sort(key=lambda row: row["step"])
@@ -104,7 +102,7 @@ class LedgerReader:
 
     def table(self, columns: list[str] | None = None, *, since: int = 0) -> pa.Table:
         """Return columns of the rows from step `since` on, in any order."""
-        condition = all_of(f"step >= {since}", self._counted)
+        condition = conjunction(f"step >= {since}", self._counted)
         return self._dataset.to_table(columns=columns, filter=condition)
 
 
@@ -121,12 +119,6 @@ class Ledger(LedgerReader):
         self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Commit one row.
-
-        Raises:
-            RunError: another driver took over; this one must end.
-            StorageError: nothing was written.
-        """
         assert row["step"] == self.head + 1, "a step follows the one before"
         table = pa.Table.from_pylist([row], schema=STEPS)
         self._writer.check_current()

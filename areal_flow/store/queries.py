@@ -23,7 +23,13 @@ from areal_flow.store.database import (
     consumption_table,
     empty_database,
 )
-from areal_flow.store.dataset import COMMIT_ORDER, all_of, open_dataset, read_rows, that_count
+from areal_flow.store.dataset import (
+    COMMIT_ORDER,
+    conjunction,
+    fence_condition,
+    open_dataset,
+    read_rows,
+)
 from areal_flow.store.ledger import read_steps
 from areal_flow.store.lineage import Lineage
 from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, with_row_columns
@@ -77,7 +83,7 @@ class Run:
         if text:
             return self._read_view(format, columns, where, at)
         if at is not None:
-            where = all_of(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
+            where = conjunction(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
         return self._read(self.layout.trajectories, format, columns, where)
 
     def steps(
@@ -216,7 +222,7 @@ class Run:
         self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
         refuse_row_columns(where)
-        by_lance = that_count(path, self.layout.writers) or COMMIT_ORDER in (where or "")
+        by_lance = fence_condition(path, self.layout.writers) or COMMIT_ORDER in (where or "")
         if format == "duckdb" and not by_lance:
             relation = empty_database().from_arrow(open_dataset(path))
             relation = relation.filter(where) if where else relation

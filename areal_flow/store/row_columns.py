@@ -19,11 +19,7 @@ _IN_SQL = re.compile(rf"\b{re.escape(OF_ROW)}\w+")
 
 
 def refuse_row_columns(where: str | None) -> None:
-    """Refuse a condition over columns that are not stored beside the others.
-
-    Raises:
-        RunError: naming the first.
-    """
+    """Refuse a condition over columns that are not stored beside the others."""
     if found := _IN_SQL.search(where or ""):
         raise RunError(
             f"where: {found[0]} is no stored column; expected it in `columns`, to filter the table "

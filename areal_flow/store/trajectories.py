@@ -20,14 +20,14 @@ from areal_flow.errors import StorageError
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.dataset import (
-    all_of,
+    Maintenance,
+    conjunction,
     create_dataset,
+    fence_condition,
     open_dataset,
     read_rows,
     storage_errors,
-    that_count,
 )
-from areal_flow.store.maintenance import Maintenance
 from areal_flow.types import GroupReceipt, submission_index_of
 from schemas import TrajectoryRow, content_hashes, validate
 from schemas.content import CONTENT_COLUMNS
@@ -39,16 +39,10 @@ NEWEST_FRAGMENTS = 64
 
 
 def create_trajectories(path: Path) -> None:
-    """Create the empty dataset of a new run."""
     create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
 def validate_groups(table: pa.Table) -> None:
-    """Validate the rows of scored groups.
-
-    Raises:
-        SchemaError: naming the columns and rules.
-    """
     validate(table.replace_schema_metadata(None), TrajectoryRow)
 
 
@@ -57,9 +51,6 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
 
     Returns:
         Fragment descriptions for `TrajectoryCommitter.commit`.
-
-    Raises:
-        StorageError: nothing was written.
     """
     rows = table.replace_schema_metadata(None)
     with storage_errors(path):
@@ -90,11 +81,6 @@ class TrajectoryCommitter:
 
         Returns:
             The watermark after it.
-
-        Raises:
-            RunError: another driver took over; this one must end.
-            StorageError: a fragment holds other rows as well, or the disk refused: nothing was
-                written.
         """
         new = [r for r in receipts if not self._is_committed(r.submission_index)]
         descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
@@ -157,14 +143,10 @@ class TrainingRows:
 
     @cached_property
     def _counted(self) -> str | None:
-        return that_count(self._path, self._writers)
+        return fence_condition(self._path, self._writers)
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-        """Return exactly these rows, in this order, as `array_rows`.
-
-        Raises:
-            StorageError: an id is not in the log, or its row was changed.
-        """
+        """Return exactly these rows, in this order, as `array_rows`."""
         found, places = self._find(trajectory_ids)
         if places.null_count:
             missing = trajectory_ids[places.is_null().index(True).as_py()]
@@ -196,7 +178,7 @@ class TrainingRows:
         for fragments in _portions(self._dataset.get_fragments()):
             scanner = self._dataset.scanner(
                 columns=list(self.COLUMNS),
-                filter=all_of(wanted, self._counted),
+                filter=conjunction(wanted, self._counted),
                 batch_size=self._rows_at_once,
                 io_buffer_size=IO_BUFFER_BYTES,
                 fragments=fragments,

@@ -45,7 +45,6 @@ class RunDescription:
 
 
 def describe_run(layout: RunLayout) -> RunDescription:
-    """Return the description of a run, from its directory alone."""
     toml, recipe = layout.config.read_text(), load_recipe(layout.config)
     lease = newest_lease(layout.writers) or Lease(0, 0, "", "")
     verifier, prompts = "", None

@@ -11,22 +11,24 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_flow.config import TrackingSettings
-from areal_flow.errors import ModelError
 from areal_flow.run.directory import check_schema_version
 from areal_flow.run.layout import RunLayout
-from areal_flow.tracking.aliases import Aliases, source_path
 from areal_flow.tracking.description import InputPrompts, RunDescription
+from areal_flow.tracking.model_registry import (
+    SQLITE,
+    Aliases,
+    default_tracking_uri,
+    source_path,
+)
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"
 ALIAS_TAG = "areal_flow.alias"
 """Of the MLflow run: the alias that it was given stays its own, also under another name."""
-SQLITE = "sqlite:///"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 """Of the experiment: opens it in the view of model training, not in that of applications."""
 RECIPE_FILE, SAMPLES_FILE = "recipe.toml", "samples.json"
@@ -203,7 +205,6 @@ class MlflowTracker:
         self._client.log_batch(self.run_id, metrics=points, tags=named)
 
     def _versions(self) -> list[Any]:
-        """Return the model versions of this run."""
         return list(self._client.search_model_versions(f"run_id = '{self.run_id}'"))
 
     def _register(self, source: str, tags: dict[str, str]) -> Any:
@@ -253,7 +254,6 @@ class MlflowTracker:
 
 
 def _own_tags(description: RunDescription) -> dict[str, str]:
-    """Return the tags that MLflow's pages read."""
     commit, _, dirty = description.commit.partition("-")
     known = {"mlflow.source.git.commit": commit, "mlflow.source.git.dirty": dirty and "True"}
     return {
@@ -262,52 +262,3 @@ def _own_tags(description: RunDescription) -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         **{name: value for name, value in known.items() if value},
     }
-
-
-def default_tracking_uri(runs: Path) -> str:
-    """Return the database beside the runs."""
-    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredVersion:
-    """A model version as the registry has it."""
-
-    name: str
-    version: str
-    source: Path
-    tags: dict[str, str]
-
-
-def registered_version(uri: str, reference: str) -> RegisteredVersion:
-    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-
-    Raises:
-        ModelError: the registry does not know it.
-    """
-    database = uri.removeprefix(SQLITE)
-    if database != uri and not Path(database).is_file():  # a client would make it
-        raise ModelError(
-            f"expected a registry at {uri} for {reference!r}, found none: give --runs or --registry"
-        )
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    name, at, alias = reference.removeprefix("models:/").partition("@")
-    try:
-        if at:
-            version = client.get_model_version_by_alias(name, alias)
-        else:
-            version = client.get_model_version(*name.rsplit("/", 1))
-    except (MlflowException, TypeError) as error:
-        raise ModelError(
-            f"expected models:/NAME@ALIAS or models:/NAME/VERSION in the registry {uri}, found "
-            f"{reference!r}: {error}"
-        ) from error
-    return RegisteredVersion(
-        name=version.name,
-        version=str(version.version),
-        source=source_path(str(version.source)),
-        tags=dict(version.tags),
-    )

@@ -90,7 +90,6 @@ def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
 
 
 def _area(metric: str) -> str:
-    """Return the section that MLflow shows a metric in."""
     return metric.rpartition("/")[0]
 
 

@@ -1,23 +1,25 @@
 """Fills one sink from a run directory, from wherever the sink stands.
 
-Everything that is delivered lies in the run: ledger rows, evaluations, checkpoints, the recipe. So
-a sink that was away, or that is new, is filled by doing the same again. It refuses to know which
-sink it is, and when it is asked to deliver.
+Everything that is delivered is in the run: ledger rows, evaluations, checkpoints, the recipe. So
+a sink that was away, or that is new, is filled by doing the same again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
+from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
+from areal_flow.store.database import compared_answers
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.store.samples import compared_answers
 from areal_flow.tracking.description import describe_run
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
@@ -25,6 +27,7 @@ from areal_flow.tracking.protocol import (
     TRAINED_AT_TAG,
     Tracker,
 )
+from areal_flow.trainer.supervised import read_metrics
 from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,9 @@ METRICS = {
     "rollout/failed_members": "num_failed_members",
 }
 """The ledger's fixed columns by the names that sinks show."""
+
+MAX_FINE_TUNING_POINTS = 200
+"""So many steps are shown of a long run of fine-tuning, evenly spaced, and the last."""
 
 _STEP_COLUMNS = [
     name for name in STEPS.names if name in {*METRICS.values(), "metrics", "committed_at"}
@@ -105,11 +111,7 @@ class Projection:
         self._checkpoints: Any = None
 
     def deliver(self) -> int:
-        """Deliver whatever is committed and not in the sink yet; return how many steps that was.
-
-        Raises:
-            Exception: what the sink raises while it cannot be reached; call again later.
-        """
+        """Deliver whatever is committed and not in the sink yet; return how many steps that was."""
         if self._delivered is None:
             delivered = self._sink.begin()
             self._attempt(
@@ -201,6 +203,46 @@ class Projection:
         return LedgerReader(self._layout.steps, self._layout.writers)
 
 
+@dataclass(frozen=True, slots=True)
+class FineTuningProjection:
+    """Delivers what one sink lacks of a finished run of fine-tuning alone, which has no ledger."""
+
+    layout: RunLayout
+    sink: Tracker
+
+    def deliver(self) -> int:
+        delivered = self.sink.begin()
+        self.sink.describe(describe_run(self.layout))
+        rows = read_metrics(self.layout)
+        spacing = -(-len(rows) // MAX_FINE_TUNING_POINTS) or 1
+        shown = [row for row in rows if row["step"] % spacing == 0 or row is rows[-1]]
+        new = [row for row in shown if row["step"] > delivered]
+        written = int(self.layout.sft_metrics.stat().st_mtime * 1000) if rows else 0
+        for row in new:
+            metrics = {f"train/{name}": value for name, value in row.items() if name != "step"}
+            self.sink.log_step(int(row["step"]), metrics, timestamp_ms=written)
+        self._register()
+        return len(new)
+
+    def _register(self) -> None:
+        root, layout = self.layout.sft_checkpoints, self.layout
+        inputs = read_inputs(layout)
+        rows_hash = inputs.files[layout.sft_rows.relative_to(layout.root).as_posix()]
+        present = {}
+        for step, weights_hash in checkpoint_hashes(root).items():
+            path = checkpoint_path(root, step)
+            made = datetime.fromtimestamp((path / "state.json").stat().st_mtime, UTC)
+            present[path] = {
+                "step": str(step),
+                "run": layout.name,
+                "weights_hash": weights_hash,
+                "rows_hash": rows_hash,
+                "rows": ", ".join(inputs.sources),
+                TRAINED_AT_TAG: made.isoformat(),
+            }
+        self.sink.register_checkpoints(present)
+
+
 def _evaluations_made(run: Run) -> list[dict[str, Any]]:
     """Return what tells evaluations apart, their numbers of answers and times, in their order."""
     keys = ["evaluation", "policy_version", "verifier"]
@@ -210,7 +252,6 @@ def _evaluations_made(run: Run) -> list[dict[str, Any]]:
 
 
 def _answers_of(made: Mapping[str, Any]) -> str:
-    """Return the condition on the rows of an evaluation."""
     return f"evaluation = '{made['evaluation']}' AND policy_version = {made['policy_version']}"
 
 

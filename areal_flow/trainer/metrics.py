@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
-from areal_flow.controller.speed import AREA as SPEED
+from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import learning_rate

@@ -30,13 +30,13 @@ from areal_flow.algorithms.protocol import (
     add_metrics,
 )
 from areal_flow.config import SftSettings, TrainerSettings
-from areal_flow.controller.skipped_steps import SkippedSteps
+from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.errors import TrainingError
 from areal_flow.recovery.checkpoints import (
     CheckpointState,
     checkpoint_path,
     list_checkpoints,
-    pass_over,
+    move_damaged_checkpoint,
     prune_checkpoints,
 )
 from areal_flow.run.durable import replace_file_durably
@@ -204,7 +204,7 @@ class SftTrainer:
             try:
                 self.step = read_checkpoint(path, self.backend).step
             except TrainingError as error:
-                pass_over(path, error)
+                move_damaged_checkpoint(path, error)
                 continue
             self.metrics = [row for row in read_metrics(layout) if row["step"] <= self.step]
             return

@@ -56,11 +56,7 @@ class DirectoryReader:
         return tensors, found
 
     def read(self, version: int) -> tuple[dict[str, Tensor], str, str]:
-        """Return published weights, the hash that they were published with, and that of them.
-
-        Raises:
-            WeightsError: they are missing, or not what any writer writes.
-        """
+        """Return published weights, the hash that they were published with, and that of them."""
         from areal_flow.models.hashing import hash_tensors
 
         directory = self._published(version)
@@ -150,17 +146,12 @@ class DirectoryWriter(DirectoryReader):
 
 
 def hash_of(directory: Path) -> str | None:
-    """Return the hash of a version's tensors, which is written last; None if it is not whole."""
     file = directory / HASH_FILE
     return file.read_text() if file.is_file() else None
 
 
 def publish_model_directory(source: Path, root: Path, *, version: int = 0) -> None:
-    """Publish a model directory's weights as a version, for programs that only generate.
-
-    Raises:
-        ModelError: the directory cannot be loaded, or its policy would not be served as it is.
-    """
+    """Publish a model directory's weights as a version, for programs that only generate."""
     from areal_flow.models.policy import load_policy, policy_tensors
     from areal_flow.models.probe import probe_policy
 

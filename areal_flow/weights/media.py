@@ -98,11 +98,7 @@ class ChosenChannel:
 
 
 def check_medium(medium: Medium) -> None:
-    """Refuse a medium that this machine does not have, while nothing is started yet.
-
-    Raises:
-        ConfigError: there is no shared memory here.
-    """
+    """Refuse a medium that this machine does not have, while nothing is started yet."""
     if medium == "shared_memory" and not available_bytes():
         raise ConfigError(
             f"weights.medium = 'shared_memory': expected free memory in {SHARED_MEMORY}, found "
@@ -111,11 +107,6 @@ def check_medium(medium: Medium) -> None:
 
 
 def uses_shared_memory(medium: Medium, *, num_bytes: int) -> bool:
-    """Return whether weights of this size go through shared memory.
-
-    Raises:
-        StorageError: they must, and there is no room.
-    """
     wanted, found = NUM_COPIES * num_bytes, available_bytes()
     if medium == "shared_memory" and found < wanted:
         raise StorageError(

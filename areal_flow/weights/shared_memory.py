@@ -51,11 +51,7 @@ def create_segments(root: Path) -> None:
 
 
 def _require_own(segments: Path) -> None:
-    """Make the directory of segments, if there is none; everybody may write around it.
-
-    Raises:
-        StorageError: somebody else has made it, or a link in its place.
-    """
+    """Make the directory of segments, if there is none; everybody may write around it."""
     with suppress(FileExistsError):
         segments.mkdir(mode=0o700)
     found = segments.lstat()
@@ -123,11 +119,7 @@ class SharedMemoryWriter(DirectoryWriter):
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file where they lie; nobody writes there meanwhile.
-
-    Raises:
-        OSError: the file was retired in this moment.
-    """
+    """Return the tensors of a safetensors file where they lie; nobody writes there meanwhile."""
     import torch
 
     with file.open("rb") as segment:

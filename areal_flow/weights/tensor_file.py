@@ -1,6 +1,6 @@
 """Safetensors files that are written one tensor at a time, so nobody has to hold them all.
 
-It refuses to know where a file lies, and who reads it when.
+It does not depend on where a file is or who reads it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ def write_tensors(
         tensors: with their names; contiguous, in main memory.
         file: at its begin. What it had before beyond what is written goes.
         like: tensors of the same names, types and shapes, whose values are not used.
-
-    Raises:
-        OSError: there is no room.
-        WeightsError: there is no name for a tensor's type.
     """
     import torch
 

@@ -41,9 +41,9 @@ def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) 
     """
     check_table_file(path)
     if path.suffix == LANCE:
-        from areal_flow.store.dataset import write_dataset
+        from areal_flow.store.dataset import create_dataset
 
-        return write_dataset(path, tables, schema)
+        return int(create_dataset(path, schema, tables).count_rows())
     partial = path.with_name(f".{path.name}.partial")
     num_rows = 0
     try:

@@ -54,7 +54,7 @@ def add(
     from areal_flow.cluster.control import add_workers
     from pipelines.workers import scheduler_of
 
-    _, scheduler, network = scheduler_of(folders.runs, run)
+    scheduler, network = scheduler_of(folders.runs, run)
     names = asyncio.run(add_workers(scheduler, role, count, network))
     print(f"{', '.join(names)} joined {run}")
 
@@ -65,7 +65,7 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     from areal_flow.cluster.control import remove_worker
     from pipelines.workers import scheduler_of
 
-    _, scheduler, network = scheduler_of(folders.runs, run)
+    scheduler, network = scheduler_of(folders.runs, run)
     asyncio.run(remove_worker(scheduler, worker, network))
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
 

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from areal_flow.controller import speed
+from areal_flow.controller import ledger_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.console.run_log import log
@@ -164,13 +164,15 @@ class Progress:
     def _rates(self) -> dict[str, str]:
         """Return rates over the last steps, and how many of these had a skipped update."""
         rows = self._rows
-        totals = {name: max(1e-9, sum(row[name] for row in rows)) for name in speed.COLUMNS}
-        found = speed.speed_metrics(
+        totals = {
+            name: max(1e-9, sum(row[name] for row in rows)) for name in ledger_row.SPEED_COLUMNS
+        }
+        found = ledger_row.speed_metrics(
             totals,
             num_generators=self._num_generators,
-            seconds_observed=sum(row["metrics"].get(speed.OBSERVED, 0.0) for row in rows),
+            seconds_observed=sum(row["metrics"].get(ledger_row.OBSERVED, 0.0) for row in rows),
         )
-        rate = {name.removeprefix(speed.AREA): value for name, value in found.items()}
+        rate = {name.removeprefix(ledger_row.SPEED_AREA): value for name, value in found.items()}
         num_skipped = sum(row["metrics"].get(SKIPPED_UPDATES, 0.0) > 0 for row in rows)
         return {
             "generated tok/s": f"{rate['generated_tokens_per_s']:,.0f}",

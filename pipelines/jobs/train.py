@@ -15,16 +15,17 @@ from time import monotonic
 from typing import Any
 
 from areal_flow.cluster import generator_tasks, trainer_tasks
-from areal_flow.cluster.adapters import DaskRollouts, DaskTrainer, DaskWeights
 from areal_flow.cluster.launch import RunningCluster, launch_cluster
 from areal_flow.cluster.launchers.standby import StandbyWorkers
 from areal_flow.cluster.placement import max_running_trajectories, place_workers
-from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.rollouts import DaskRollouts
+from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
+from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.controller.schedules import (
     run_async_schedule,
     run_barrier_schedule,
@@ -58,8 +59,7 @@ from areal_flow.store.committed import (
 )
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
-from areal_flow.tracking.background import RunTracking
-from areal_flow.tracking.registry import start_tracking
+from areal_flow.tracking.registry import RunTracking, start_tracking
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel

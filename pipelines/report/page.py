@@ -23,8 +23,8 @@ from areal_flow.rewards.protocol import part_names
 from areal_flow.run.directory import observed_state
 from areal_flow.run.durable import replace_file
 from areal_flow.run.layout import RunLayout
+from areal_flow.store.database import compared_answers
 from areal_flow.store.queries import Run
-from areal_flow.store.samples import compared_answers
 from pipelines.console.tables import with_interval
 from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, make_charts

@@ -27,7 +27,8 @@ from areal_flow.run.lease import hold_lease
 from areal_flow.store.ledger import STEPS
 from areal_flow.store.queries import Run
 from areal_flow.tracking import track
-from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker, registered_version
+from areal_flow.tracking.mlflow import KIND_TAG, MlflowTracker
+from areal_flow.tracking.model_registry import registered_version
 from areal_flow.tracking.projection import METRICS, Projection, step_metrics
 from areal_flow.tracking.protocol import Tracker
 from areal_flow.tracking.registry import make_tracker, start_tracking, untrack

@@ -13,20 +13,13 @@ from typing import Any
 import pytest
 from dask.utils import key_split
 
-from areal_flow.cluster import adapters, reward_tasks
-from areal_flow.cluster.adapters import (
-    ACKNOWLEDGE_TIMEOUT_S,
-    LINGER_S,
-    DaskRollouts,
-    DaskTrainer,
-    DaskWeights,
-    ReadyGroups,
-    Scoring,
-)
+from areal_flow.cluster import reward_tasks, rollouts
 from areal_flow.cluster.executions import Executions
 from areal_flow.cluster.registry import SILENT_S
 from areal_flow.cluster.results import KillsWorkers
-from areal_flow.cluster.trainer_replicas import TrainerReplicas
+from areal_flow.cluster.rollouts import LINGER_S, DaskRollouts, ReadyGroups, Scoring
+from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
+from areal_flow.cluster.weights_loading import ACKNOWLEDGE_TIMEOUT_S, DaskWeights
 from areal_flow.errors import (
     InfrastructureError,
     RewardError,
@@ -293,20 +286,22 @@ def test_groups_that_are_ready_together_share_a_task_and_each_hears_of_its_own()
     assert workers.sizes == [1, 5, 3]
 
 
-@pytest.mark.parametrize("another_comes", [True, False])
-def test_group_waits_for_others_only_while_some_are_on_their_way(another_comes: bool) -> None:
+@pytest.mark.parametrize("others_coming", [True, False])
+def test_group_waits_for_others_only_while_some_are_on_their_way(
+    others_coming: bool,
+) -> None:
     workers = FakeRewardWorkers(1, seconds_a_group=0.001)
 
     async def seconds_until_written() -> float:
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
         clock = asyncio.get_running_loop().time
         began = clock()
-        with ready.another_comes() if another_comes else nullcontext():
+        with ready.counting_rollout() if others_coming else nullcontext():
             await ready.receipt("a", None)  # type: ignore[arg-type]
         return clock() - began
 
     waited: float = run_in_virtual_time(seconds_until_written())
-    assert waited == pytest.approx(another_comes * LINGER_S + 0.001)
+    assert waited == pytest.approx(others_coming * LINGER_S + 0.001)
 
 
 def test_groups_of_slow_verdicts_are_not_kept_waiting_for_each_other() -> None:
@@ -335,7 +330,7 @@ def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
 
     async def cancel() -> None:
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
-        with ready.another_comes():
+        with ready.counting_rollout():
             waiting = asyncio.ensure_future(ready.receipt("a", None))  # type: ignore[arg-type]
             await asyncio.sleep(LINGER_S / 2)
             waiting.cancel()
@@ -446,7 +441,7 @@ def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
 
     async def wait(future: Any) -> None: ...
 
-    monkeypatch.setattr(adapters, "wait", wait)
+    monkeypatch.setattr(rollouts, "wait", wait)
 
     class Rollout:
         """A rollout that is finished."""

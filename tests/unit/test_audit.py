@@ -23,7 +23,7 @@ from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding, Report
 from areal_flow.audit.rows import Piece, VersionGone, check_schema, scan
 from areal_flow.audit.run import MOST_READINGS, check_run
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.records import batch_digest
+from areal_flow.controller.ledger_row import batch_digest
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.run.inputs import Verifier, record_inputs
 from areal_flow.run.layout import RunLayout

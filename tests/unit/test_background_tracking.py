@@ -10,10 +10,9 @@ import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.run.layout import RunLayout
-from areal_flow.tracking import background
-from areal_flow.tracking.background import RunTracking
+from areal_flow.tracking import registry
 from areal_flow.tracking.projection import Projection
-from areal_flow.tracking.registry import start_tracking
+from areal_flow.tracking.registry import RunTracking, start_tracking
 from tests.checkpoints import write_fake_checkpoint
 from tests.fakes import MemoryTracker
 from tests.tracked_runs import append_steps, make_run
@@ -34,7 +33,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 def test_thread_delivers_each_step_when_it_is_woken(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "DELIVER_EVERY_S", 0.05)
+    monkeypatch.setattr(registry, "DELIVER_EVERY_S", 0.05)
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
     for step in (4, 5):
@@ -55,7 +54,7 @@ def test_steps_that_follow_quickly_are_delivered_together_and_the_end_waits_for_
             deliveries.append(super().deliver())
             return deliveries[-1]
 
-    monkeypatch.setattr(background, "Projection", CountingProjection)
+    monkeypatch.setattr(registry, "Projection", CountingProjection)
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
     tracking.wake()
@@ -65,7 +64,7 @@ def test_steps_that_follow_quickly_are_delivered_together_and_the_end_waits_for_
         tracking.wake()
     began = monotonic()
     tracking.close("FINISHED")
-    assert monotonic() - began < background.DELIVER_EVERY_S
+    assert monotonic() - began < registry.DELIVER_EVERY_S
     assert deliveries == [3, 3]
     assert sink.status == "FINISHED"
 
@@ -73,7 +72,7 @@ def test_steps_that_follow_quickly_are_delivered_together_and_the_end_waits_for_
 def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "DELIVER_EVERY_S", 0.05)
+    monkeypatch.setattr(registry, "DELIVER_EVERY_S", 0.05)
     sink = MemoryTracker()
     sink.away = True
     tracking = RunTracking(layout, sink)
@@ -82,7 +81,7 @@ def test_sink_that_is_away_blocks_nobody_and_is_filled_when_it_is_back(
         tracking.wake()
     wait_until(lambda: "the tracker is away" in caplog.text)
     tracking.protected()
-    assert monotonic() - began < background.ANSWER_TIMEOUT_S
+    assert monotonic() - began < 2.0
     append_steps(layout, 4)
     sink.away = False
     wait_until(lambda: sink.delivered == 4)
@@ -135,14 +134,20 @@ def test_driver_that_was_taken_over_ends_nothing(layout: RunLayout) -> None:
     assert sink.status == "RUNNING"
 
 
-def test_protected_checkpoints_are_asked_for_and_remembered(layout: RunLayout) -> None:
+def test_protected_checkpoints_are_recorded_after_each_delivery(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "DELIVER_EVERY_S", 0.05)
     write_fake_checkpoint(layout, 2, weights_hash="w2")
     path = layout.checkpoints / "00000002"
     sink = MemoryTracker()
     tracking = RunTracking(layout, sink)
+    tracking.wake()
+    wait_until(lambda: path in sink.versions)
     assert tracking.protected() == frozenset()
     sink.aliases["champion"] = path
-    assert tracking.protected() == {path}
+    tracking.wake()
+    wait_until(lambda: tracking.protected() == {path})
     tracking.close("KILLED")
     away = MemoryTracker()
     away.away = True

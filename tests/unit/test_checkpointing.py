@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_flow.config import TrainerSettings
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError, TrainerLost
 from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.checkpoints import list_checkpoints

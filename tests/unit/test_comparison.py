@@ -10,7 +10,7 @@ import pytest
 
 from areal_flow.algorithms.registry import ALGORITHMS
 from areal_flow.config import TrainerSettings
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.recovery.replay_settings import WITHOUT_INFLUENCE, settings_of_a_step
 from areal_flow.recovery.restore import ComparedStep, compared_values, result_from_row
 from areal_flow.settings import flatten

@@ -18,12 +18,12 @@ import openai
 import pyarrow as pa
 import pytest
 
-from areal_flow.cluster import generator_tasks, reward_tasks
+from areal_flow.cluster import episode_requests, generator_tasks, reward_tasks
 from areal_flow.cluster.generator_tasks import GeneratorRole
 from areal_flow.cluster.results import KillsWorkers
 from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
 from areal_flow.import_path import code_hash
 from areal_flow.models.directory import copy_model_description, tokenizer_of
@@ -80,7 +80,7 @@ def worker(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
         found = function(*arguments)
         return await found if inspect.isawaitable(found) else found
 
-    for module in (generator_tasks, reward_tasks):
+    for module in (episode_requests, generator_tasks, reward_tasks):
         monkeypatch.setattr(module, "worker_context", lambda: context)
     monkeypatch.setattr(generator_tasks, "on_reward_worker", here)
     yield context
@@ -353,9 +353,11 @@ def test_completion_of_an_episode_over_which_reward_workers_die_fails_alone(
             raise KillsWorkers("each worker died")
         return [f"{item}!" for item in items]
 
-    monkeypatch.setattr(reward_tasks, "run_reward_task", run_reward_task)
-    monkeypatch.setattr(reward_tasks, "worker_context", lambda: SimpleNamespace(executions=None))
-    monkeypatch.setattr(reward_tasks, "get_client", lambda: None)
-    for function, failed in reward_tasks.IF_IT_KILLS.items():
-        found = reward_tasks.on_reward_worker(function, "of", ["a", "poisoned", "b"])
+    monkeypatch.setattr(episode_requests, "run_reward_task", run_reward_task)
+    monkeypatch.setattr(
+        episode_requests, "worker_context", lambda: SimpleNamespace(executions=None)
+    )
+    monkeypatch.setattr(episode_requests, "get_client", lambda: None)
+    for function, failed in episode_requests.IF_IT_KILLS.items():
+        found = episode_requests.on_reward_worker(function, "of", ["a", "poisoned", "b"])
         assert asyncio.run(found) == ["a!", failed, "b!"]

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.config import EvaluationSettings, build_recipe
-from areal_flow.controller.records import member_seed
+from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import (
     ArealFlowError,
     ConfigError,

@@ -16,7 +16,7 @@ from areal_flow.algorithms.staleness import trained_mask
 from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError, TrainingError
 from areal_flow.types import (

@@ -8,7 +8,7 @@ import pytest
 
 from areal_flow.controller.flow import RETRY_DELAY_S, Flow
 from areal_flow.controller.flow_setup import InitialState
-from areal_flow.controller.records import group_seeds
+from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.errors import (
     ArealFlowError,
     EngineError,

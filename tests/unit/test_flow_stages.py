@@ -10,7 +10,7 @@ import pytest
 
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance, batch_digest
+from areal_flow.controller.ledger_row import Provenance, batch_digest
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError
 from areal_flow.types import (

@@ -15,7 +15,7 @@ import areal_flow
 import pipelines.api
 from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe, load_recipe
-from areal_flow.controller.records import genesis_row
+from areal_flow.controller.ledger_row import genesis_row
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.models.directory import copy_model_description
 from areal_flow.recovery.checkpoints import (

@@ -18,7 +18,7 @@ import pytest
 import areal_flow
 from areal_flow.audit.rows import Piece, scan
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError
 from areal_flow.recovery.bootstrap import take_over
 from areal_flow.run.directory import write_identity
@@ -35,7 +35,7 @@ from areal_flow.run.lease import (
 )
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
-from areal_flow.store.dataset import open_dataset, that_count
+from areal_flow.store.dataset import fence_condition, open_dataset
 from areal_flow.store.ledger import Ledger, create_ledger
 from areal_flow.store.trajectories import (
     TrainingRows,
@@ -212,7 +212,7 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
         counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
     assert counted == expected
     assert len(read_evaluation(layout.evaluations, layout.writers, "after")) == 3
-    audited = scan(layout.evaluations, that_count(layout.evaluations, layout.writers))
+    audited = scan(layout.evaluations, fence_condition(layout.evaluations, layout.writers))
     assert sum(len(piece.rows) for piece in audited if isinstance(piece, Piece)) == len(expected)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from areal_flow.cluster.adapters import DaskTrainer
+from areal_flow.cluster.trainer_replicas import DaskTrainer
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance
+from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import (
     run_async_schedule,
     run_barrier_schedule,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.controller import speed
+from areal_flow.controller import ledger_row
 from areal_flow.errors import ConfigError
 from areal_flow.evaluation.pass_rates import (
     PASS_RATE,
@@ -165,7 +165,11 @@ def test_views_have_a_column_of_what_passed() -> None:
 def test_progress_shows_reward_and_pass_apart() -> None:
     file = StringIO()
     counts = ("staleness_max", "staleness_mean")
-    row = {**dict.fromkeys((*speed.COLUMNS, *counts), 1), "step": 1, "completion_tokens_mean": 3.0}
+    row = {
+        **dict.fromkeys((*ledger_row.SPEED_COLUMNS, *counts), 1),
+        "step": 1,
+        "completion_tokens_mean": 3.0,
+    }
     lines = Progress(4, 1, screen=Lines(Console(file=file, width=300)))
     lines.step({**row, "reward_mean": 0.5, "metrics": {PASS_RATE: 0.125}})
     assert "step 1/4  reward 0.500  pass 0.125  length 3.0" in file.getvalue()

@@ -39,7 +39,6 @@ class FakeScheduler:
             name=placement.name,
             resources=placement.resources,
             address=address,
-            nanny=None,
             server_id=address.replace("/", "-"),
             processing=[task for task in self.tasks.values() if task.role == placement.role],
         )
@@ -122,6 +121,20 @@ def with_pool(
         assert launcher.running == {}
 
     run_in_virtual_time(run())
+
+
+def test_worker_that_the_driver_did_not_start_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(pool: WorkerPool, launcher: FakeLauncher) -> None:
+        await pool.start_until_joined(TWO)
+        launcher.scheduler.register(WorkerPlacement("stranger", "generator", 4), "tcp://stranger")
+        await asyncio.sleep(0.1)
+        assert "tcp://stranger" not in launcher.scheduler.workers
+        assert pool.generators() == ["tcp://1", "tcp://2"]
+        assert "refused the worker stranger" in caplog.text
+
+    with_pool(test)
 
 
 def test_process_that_ends_unasked_starts_again_and_subscribers_get_the_numbers() -> None:

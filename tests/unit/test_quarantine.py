@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_flow.cluster.death_advice import advice
 from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.registry import (
     EARLY_S,
     NUM_EARLY_DEATHS,
     WorkerRecord,
     WorkerRegistry,
+    advice,
 )
 
 LIVES = st.lists(st.floats(0, 30), max_size=12)
@@ -23,7 +23,7 @@ LIVES = st.lists(st.floats(0, 30), max_size=12)
 
 def after(lives: Sequence[float]) -> WorkerRecord:
     """Return a generator that has lived so often and so long."""
-    record = WorkerRecord("generator-1", "generator", 4)
+    record = WorkerRecord(WorkerPlacement("generator-1", "generator", 4))
     for life in lives:
         record.joined_at = 100.0
         record.died("killed by signal 9", now=100.0 + life)
@@ -56,8 +56,7 @@ def test_member_is_quarantined_at_the_first_death_that_condemns_it(lives: list[f
     assert registry.named("generator-0") is record
     now = 100.0
     for count, life in enumerate(lives, 1):
-        newcomer = WorkerRecord("generator-0", "generator", 4, address="tcp://a")
-        assert registry.joined(newcomer, now=now) is record
+        assert registry.joined("generator-0", "tcp://a", process="p", now=now) is record
         now += life
         record.died("killed by signal 9", now=now)
         assert len(record.deaths) == count
@@ -74,21 +73,6 @@ def test_process_that_never_joined_has_not_lived() -> None:
         record.died("exit status 1", now=1e6)
         assert record.is_quarantined == expected
     assert {death.lived_s for death in record.deaths} == {0.0}
-
-
-def from_elsewhere(address: str) -> WorkerRecord:
-    return WorkerRecord(address, "generator", 4, address=address, nanny="tcp://its-nanny")
-
-
-def test_worker_from_elsewhere_is_expected_only_while_it_is_there() -> None:
-    registry = WorkerRegistry()
-    newcomer = from_elsewhere("tcp://b")
-    assert registry.joined(newcomer, now=1.0) is newcomer
-    assert registry.present("generator") == registry.expected("generator") == [newcomer]
-    newcomer.address = ""
-    assert registry.expected("generator") == []
-    assert registry.joined(from_elsewhere("tcp://c"), now=2.0) is newcomer
-    assert [record.address for record in registry.present("generator")] == ["tcp://c"]
 
 
 def test_message_names_worker_role_lives_cause_and_remedy() -> None:

@@ -14,8 +14,7 @@ import pytest
 from areal_flow.algorithms.clipped import DecoupledPPO
 from areal_flow.algorithms.protocol import LossInputs, PolicyLoss
 from areal_flow.config import Recipe, build_recipe
-from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import Provenance, step_row
+from areal_flow.controller.ledger_row import Provenance, StepEntries, step_row
 from areal_flow.errors import ConfigError, TrainerLost, TrainingError
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.run.layout import RunLayout

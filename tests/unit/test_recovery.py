@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_flow.controller.accounting import StepEntries, TokenAccounting
+from areal_flow.controller.accounting import TokenAccounting
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
-from areal_flow.controller.records import Provenance, genesis_row
+from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.recovery.plan import CommittedGroups, plan_initial_state
 from areal_flow.recovery.restore import LedgerReplay

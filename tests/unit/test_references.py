@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-import areal_flow.tracking.mlflow
 from areal_flow.errors import ArealFlowError
 from areal_flow.recovery.checkpoints import checkpoint_path, read_checkpoint_state
 from areal_flow.run.layout import RunLayout
+from areal_flow.tracking import model_registry
 from pipelines.cli.main import main
 from pipelines.references import find_reference
 from tests.recorded_runs import make_recorded_run
@@ -36,7 +36,7 @@ def layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLayout]
     source = checkpoint_path(layout.checkpoints, 0)
     tags = {"weights_hash": read_checkpoint_state(source).weights_hash}
     version = SimpleNamespace(name="m", version="1", source=source, tags=tags)
-    monkeypatch.setattr(areal_flow.tracking.mlflow, "registered_version", lambda *_: version)
+    monkeypatch.setattr(model_registry, "registered_version", lambda *_: version)
     monkeypatch.chdir(folder)
     yield layout
     shutil.rmtree(folder / "out", ignore_errors=True)

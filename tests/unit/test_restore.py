@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import Provenance, genesis_row, step_row
+from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row, step_row
 from areal_flow.errors import TrainerLost, TrainingError
 from areal_flow.recovery.restore import LedgerReplay, restore_newest
 from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult

@@ -24,7 +24,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import write_dataset
+from areal_flow.store.dataset import create_dataset
 from pipelines.jobs.built_in import with_files
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
@@ -189,7 +189,7 @@ def test_source_without_prompts_to_train_on_is_named(tmp_path: Path, layout: Run
 def test_lance_dataset_is_a_file_of_prompts(tmp_path: Path, layout: RunLayout) -> None:
     table = pa.Table.from_pylist(rows(20))
     path = tmp_path / "sums.lance"
-    write_dataset(path, [table], table.schema)
+    create_dataset(path, table.schema, [table])
     found, train, _ = prepared(recipe_of([{**SUMS, "path": str(path)}]), layout)
     assert (found.num_train, found.num_held_out) == (17, 3)
     assert train.row(0).text in {row["question"] for row in rows(20)}

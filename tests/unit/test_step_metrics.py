@@ -12,8 +12,8 @@ import torch
 from areal_flow.algorithms import logprobs
 from areal_flow.algorithms.logprobs import detached_entropies, next_token_entropies
 from areal_flow.algorithms.registry import ALGORITHMS
-from areal_flow.controller.speed import (
-    COLUMNS,
+from areal_flow.controller.ledger_row import (
+    SPEED_COLUMNS,
     reward_metrics,
     speed_metrics,
     update_metrics,
@@ -77,7 +77,7 @@ def test_page_of_metrics_names_each() -> None:
     names = {
         *METRICS,
         *batch_metrics([row(0, 1.0, 1, difficulty="N")], pass_threshold=0.5),
-        *speed_metrics(dict.fromkeys(COLUMNS, 1.0), num_generators=1),
+        *speed_metrics(dict.fromkeys(SPEED_COLUMNS, 1.0), num_generators=1),
         *update_metrics([ServedWeights(1, "h", 0.0, 0.0)]),
         *reward_metrics([0.0], num_scored=1, seconds_step=1.0),
         *(f"train/{name}" for name in ("entropy_mean", *metrics_of_losses())),
@@ -113,7 +113,7 @@ def test_batch_of_one_has_no_deviation() -> None:
 
 
 def test_speed_is_by_time_and_by_generator() -> None:
-    totals = dict(zip(COLUMNS, (4.0, 6.0, 0.5, 1.0, 0.5, 100, 80), strict=True))
+    totals = dict(zip(SPEED_COLUMNS, (4.0, 6.0, 0.5, 1.0, 0.5, 100, 80), strict=True))
     assert speed_metrics(totals, num_generators=2) == {
         "speed/generated_tokens_per_s": 25.0,
         "speed/trained_tokens_per_s": 20.0,

@@ -18,8 +18,7 @@ from lance.optimize import Compaction
 
 import areal_flow
 from areal_flow.config import Recipe, dump_recipe
-from areal_flow.controller.accounting import StepEntries
-from areal_flow.controller.records import Provenance, genesis_row, step_row
+from areal_flow.controller.ledger_row import Provenance, StepEntries, genesis_row, step_row
 from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.run.directory import write_identity
 from areal_flow.run.layout import RunLayout

@@ -60,9 +60,6 @@ def make_launcher(
         scheduler: the address at which workers find the scheduler.
         settings: the launcher's name, and what it needs to know.
         standby: processes of this machine that were started before.
-
-    Raises:
-        ConfigError: there is none of this name, or its own settings do not fit.
     """
     if settings.launcher not in LAUNCHERS:
         raise ConfigError(

@@ -18,11 +18,7 @@ LAST_OUTPUT_S = 0.1
 
 
 def start_process(command: Sequence[str], placement: WorkerPlacement) -> subprocess.Popen[bytes]:
-    """Start a program in the environment of a worker; its standard input is a pipe.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Start a program in the environment of a worker; its standard input is a pipe."""
     paths = {"PYTHONPATH": os.pathsep.join(import_paths())}
     return subprocess.Popen(
         command,

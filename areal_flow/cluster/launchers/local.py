@@ -38,15 +38,12 @@ class LocalLauncher:
         return self._standby.take(placement, options) or start_process(command, placement)
 
     def describe(self, exit_code: int) -> str:
-        """Return in words why a child ended; negative codes are signals."""
         return f"killed by signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
 
     def request_end(self, child: Child) -> None:
-        """Ask a child to end in good order."""
         child.process.terminate()
 
     def request_kill(self, child: Child) -> None:
-        """End a child's worker by force."""
         child.process.kill()
 
     async def start(self, placement: WorkerPlacement, on_exit: Callable[[str], None]) -> None:

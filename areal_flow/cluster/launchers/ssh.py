@@ -36,11 +36,6 @@ class SshLauncher(LocalLauncher):
     grace_s = GRACE_S + 3.0
 
     def __init__(self, scheduler: str, settings: ClusterSettings, standby: StandbyWorkers) -> None:
-        """Check the settings.
-
-        Raises:
-            ConfigError: there are no hosts.
-        """
         if not settings.remote.hosts:
             raise ConfigError(
                 "cluster.launcher = 'ssh' needs cluster.remote.hosts, such as ['me@10.0.0.7']"

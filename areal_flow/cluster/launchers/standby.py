@@ -42,7 +42,6 @@ class StandbyWorkers:
         return None
 
     def close(self) -> None:
-        """Kill those that nobody took."""
         for _, process in self._waiting:
             with process:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Implements the controller's protocols for rollouts, trainer and weights with Dask tasks."""
+"""Runs rollouts on generators, then scores and writes them on reward workers, as Dask tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import pyarrow as pa
 from distributed import Client, Future, wait
@@ -16,23 +16,14 @@ from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.registry import WorkerRecord
 from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task
-from areal_flow.cluster.trainer_replicas import TrainerReplicas
-from areal_flow.errors import ArealFlowError, InfrastructureError, TrainerLost, TrainingError
-from areal_flow.types import Episode, GroupReceipt, Score, ServedWeights, StepRequest, StepResult
-from areal_flow.weights.channel import WeightsReader, WeightsWriter
+from areal_flow.errors import ArealFlowError, InfrastructureError
+from areal_flow.types import Episode, GroupReceipt, Score
+from areal_flow.weights.channel import WeightsReader
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-ACKNOWLEDGE_TIMEOUT_S = 30.0
-"""How long a generator may take to load weights before it is replaced and its tasks run again."""
-
-LISTEN_EVERY_S = 0.5
-
-SECONDS_A_TASK = 0.25
+TARGET_TASK_S = 0.25
 """How long a task may score groups: they are written, and committed, when it ends."""
 
 LINGER_S = 0.15
@@ -43,9 +34,6 @@ MAX_RESCORINGS = 2
 
 _HELD_OUT = "held_out"
 """What Dask's pages call the tasks of evaluations, after their roles."""
-
-MAX_RESTORATIONS = 3
-"""How often the trainer may be lost over one request."""
 
 
 class DaskRollouts:
@@ -69,9 +57,6 @@ class DaskRollouts:
 
         Args:
             name: tells these answers from all others of this cluster.
-
-        Raises:
-            ArealFlowError: they could not be rolled out or scored.
         """
         episodes, suffix = tuple(episodes), f"{name}-{episodes[0].group_id}"
         rolled_out = await self._roll_out(episodes, suffix, what=_HELD_OUT)
@@ -88,7 +73,7 @@ class DaskRollouts:
         """Roll out some groups; if that is cancelled here, it is on the cluster."""
         rolled_out = await self._submissions.submit(episodes, key=f"generator/{what}-{suffix}")
         try:
-            with self._ready.another_comes(), suppress(FuturesCancelledError):
+            with self._ready.counting_rollout(), suppress(FuturesCancelledError):
                 await wait(rolled_out)
             if rolled_out.status != "finished":
                 await result_of(rolled_out)  # which says in our words what became of it
@@ -112,9 +97,6 @@ class Scoring:
 
         The retries have different workers, so that at least one of two is not where the first
         try was. Who that was the driver does not know.
-
-        Raises:
-            ArealFlowError: as raised by the task.
         """
         reward_workers = self._pool.registry.present("reward")
         task, options = (self._client, self._pool.executions), dict[str, Any](what=what)
@@ -183,7 +165,7 @@ class ReadyGroups:
 
     A group waits a moment for others, unless none is on its way. There are as many tasks at a time
     as reward workers. Each takes as many groups as the last one would have scored within
-    `SECONDS_A_TASK`, or scores at the same time: many of quick verdicts, one of slow ones.
+    `TARGET_TASK_S`, or scores at the same time: many of quick verdicts, one of slow ones.
     """
 
     def __init__(self, client: Client, pool: WorkerPool) -> None:
@@ -192,25 +174,19 @@ class ReadyGroups:
         self._waiting: list[_Rollout] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_start: asyncio.TimerHandle | None = None
-        self._num_coming = 0
+        self._num_rolling_out = 0
         self._num_together = 1.0
         self._num_at_once = 1
 
     @contextmanager
-    def another_comes(self) -> Iterator[None]:
-        """Note that a group is being rolled out, while it is."""
-        self._num_coming += 1
+    def counting_rollout(self) -> Iterator[None]:
+        self._num_rolling_out += 1
         try:
             yield
         finally:
-            self._num_coming -= 1
+            self._num_rolling_out -= 1
 
     async def receipt(self, rolled_out: Future, episode: Episode) -> GroupReceipt:
-        """Return the receipt of a group once it is written.
-
-        Raises:
-            ArealFlowError: it could not be scored or written.
-        """
         loop = asyncio.get_running_loop()
         receipt: asyncio.Future[GroupReceipt] = loop.create_future()
         self._waiting.append(_Rollout(rolled_out, episode, receipt, loop.time()))
@@ -222,7 +198,7 @@ class ReadyGroups:
         if self._next_start:
             self._next_start.cancel()
         if self._waiting:
-            waits_until = self._waiting[0].ready_at + LINGER_S if self._num_coming else 0.0
+            waits_until = self._waiting[0].ready_at + LINGER_S if self._num_rolling_out else 0.0
             self._next_start = asyncio.get_running_loop().call_at(waits_until, self._start)
 
     def _start(self) -> None:
@@ -285,7 +261,7 @@ class ReadyGroups:
                     return [worse]
                 return await self._receipts(batch, scores)
             return [error]
-        self._num_together = len(batch) * SECONDS_A_TASK / max(1e-3, seconds)
+        self._num_together = len(batch) * TARGET_TASK_S / max(1e-3, seconds)
         began = asyncio.get_running_loop().time() - seconds
         return [
             replace(group, reward_queue_s=max(0.0, began - rollout.ready_at))
@@ -303,156 +279,3 @@ class _Rollout:
     episode: Episode
     receipt: asyncio.Future[GroupReceipt]
     ready_at: float
-
-
-class DaskTrainer:
-    """Sends steps and checkpoints to the trainer; restores it as soon as it is lost.
-
-    Not only when it is asked for something: generators may wait for weights that it holds, and a
-    step for what these generators will make.
-    """
-
-    def __init__(
-        self,
-        replicas: TrainerReplicas,
-        restore: Callable[[], Awaitable[str]],
-        *,
-        lost: asyncio.Event,
-    ) -> None:
-        """Take what restores the ranks.
-
-        Args:
-            restore: brings them to the ledger's head; returns the hash of their weights.
-            lost: set whenever a rank's process ends.
-        """
-        self._replicas = replicas
-        self._restore = restore
-        self._lost = lost
-        self.lock = asyncio.Lock()
-        """See `FlowBackends.trainer_lock`; who asks for a step holds it."""
-
-    async def keep_restored(self) -> NoReturn:
-        """Restore the trainer whenever it is lost, between two steps; never ends.
-
-        Raises:
-            TrainingError: it was lost once too often; the message is the last loss.
-            ArealFlowError: it cannot be restored.
-        """
-        while True:
-            await self._lost.wait()
-            self._lost.clear()
-            async with self.lock:
-                await self._persist(self._replicas.require_policy)
-
-    async def restore(self) -> str:
-        """Bring the trainer to the ledger's head, whoever dies meanwhile; return its hash."""
-        return await self._persist(self._restore)
-
-    async def step(self, request: StepRequest) -> StepResult:
-        return await self._persist(lambda: self._replicas.step(request))
-
-    async def read_ahead(self, trajectory_ids: Sequence[str]) -> None:
-        await self._replicas.read_ahead(trajectory_ids)
-
-    async def take_snapshot(self, *, weights_hash: str, next_submission_index: int) -> None:
-        """Copy the state with these weights, between two steps, for `write_snapshot`."""
-        state = (weights_hash, next_submission_index)
-        async with self.lock:
-            await self._persist(lambda: self._replicas.take_snapshot(*state))
-
-    async def write_snapshot(self, step: int) -> None:
-        """Write the snapshot of a step as a checkpoint, beside the steps that follow.
-
-        Raises:
-            TrainerLost: the trainer died with it.
-            RunError, StorageError: nothing was written.
-        """
-        await self._replicas.write_snapshot(step)
-
-    async def _persist(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Ask the trainer, restored first where that is needed: it may be lost again meanwhile.
-
-        Raises:
-            TrainingError: it was lost once too often; the message is the last loss.
-        """
-        for num_restored in range(MAX_RESTORATIONS + 1):
-            try:
-                if num_restored and ask is not self._restore:
-                    await self._restore()
-                return await ask()
-            except TrainerLost as lost:
-                logger.warning("%s; restoring it from checkpoint and ledger", lost)
-                last = lost
-        raise TrainingError(
-            f"the trainer was restored {MAX_RESTORATIONS} times and lost again: {last}. See what "
-            "ends its process, then resume"
-        )
-
-
-class DaskWeights:
-    """Publishes in the channel, then asks every generator to load."""
-
-    def __init__(self, client: Client, channel: WeightsWriter, pool: WorkerPool) -> None:
-        self._client = client
-        self._channel = channel
-        self._pool = pool
-
-    async def publish(self, version: int) -> None:
-        await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
-
-    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
-        """Return when all have loaded but those that are silent; see `WorkerPool`.
-
-        The health monitor replaces a silent one. It loads what is newest before its next rollout.
-        """
-        generators = self._pool.registry.present("generator")
-        loads = (self._load(version, served_hash, record) for record in generators)
-        return [served for served in await asyncio.gather(*loads) if served]
-
-    async def _load(
-        self, version: int, served_hash: str, record: WorkerRecord
-    ) -> ServedWeights | None:
-        """Wait for one generator; one that does not load what was trained is replaced."""
-        address, function = record.address, generator_tasks.load_weights
-        load = asyncio.ensure_future(
-            self._client.run(function, version, workers=[address], on_error="return")
-        )
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
-        try:
-            while not load.done() and clock() < deadline and not record.is_silent:
-                await asyncio.wait([load], timeout=LISTEN_EVERY_S)
-        except asyncio.CancelledError:
-            load.cancel()  # else it ends with the cluster, and its error is printed
-            raise
-        served, refusal = _acknowledged(load, version, served_hash)
-        if refusal and not record.is_silent:
-            await self._pool.replace(address, why=refusal)
-        return served
-
-
-def _acknowledged(
-    load: asyncio.Future[dict[str, Any]], version: int, served_hash: str
-) -> tuple[ServedWeights | None, str]:
-    """Return what a generator serves, and why it must not go on, if it must not.
-
-    One whose process died meanwhile needs nothing more.
-    """
-    if not load.done():
-        load.cancel()
-        return None, f"version {version} was not loaded"
-    if load.exception() is not None:
-        return None, ""
-    for found in load.result().values():
-        if isinstance(found, BaseException) and not isinstance(found, OSError):
-            return None, f"version {version} was not loaded ({found})"
-        if isinstance(found, ServedWeights):
-            if found.policy_version < version:
-                return None, f"it serves version {found.policy_version}, expected {version}"
-            if found.policy_version == version and found.served_hash != served_hash:
-                return None, (
-                    f"expected weights {served_hash} of version {version}, as the ledger has "
-                    f"them, found it serving {found.served_hash}"
-                )
-            return found, ""
-    return None, ""

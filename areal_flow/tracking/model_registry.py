@@ -1,6 +1,6 @@
-"""The aliases of registered versions: one of each run, `current` and `best`, and users' own.
+"""MLflow's model registry: versions by reference, and their aliases.
 
-MLflow's client is passed in; this module knows which alias belongs where.
+Each run has one alias; `current` and `best` are of all runs; users have their own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_flow.errors import ModelError
 from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
 
+SQLITE = "sqlite:///"
 CURRENT = "current"
 """The newest checkpoint of the run that was trained last, of those that finished."""
 BEST = "best"
@@ -43,7 +45,6 @@ class Aliases:
     model: str
 
     def versions(self) -> dict[str, str]:
-        """Return the version that each alias points to."""
         found = self.client.get_registered_model(self.model).aliases
         return {alias: str(version) for alias, version in found.items()}
 
@@ -100,5 +101,48 @@ class Aliases:
 
 
 def source_path(source: str) -> Path:
-    """Return where a registered version's files lie."""
     return Path(source.removeprefix("file://"))
+
+
+def default_tracking_uri(runs: Path) -> str:
+    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredVersion:
+    """A model version as the registry has it."""
+
+    name: str
+    version: str
+    source: Path
+    tags: dict[str, str]
+
+
+def registered_version(uri: str, reference: str) -> RegisteredVersion:
+    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
+    database = uri.removeprefix(SQLITE)
+    if database != uri and not Path(database).is_file():  # a client would make it
+        raise ModelError(
+            f"expected a registry at {uri} for {reference!r}, found none: give --runs or --registry"
+        )
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    name, at, alias = reference.removeprefix("models:/").partition("@")
+    try:
+        if at:
+            version = client.get_model_version_by_alias(name, alias)
+        else:
+            version = client.get_model_version(*name.rsplit("/", 1))
+    except (MlflowException, TypeError) as error:
+        raise ModelError(
+            f"expected models:/NAME@ALIAS or models:/NAME/VERSION in the registry {uri}, found "
+            f"{reference!r}: {error}"
+        ) from error
+    return RegisteredVersion(
+        name=version.name,
+        version=str(version.version),
+        source=source_path(str(version.source)),
+        tags=dict(version.tags),
+    )

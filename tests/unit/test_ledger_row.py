@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from areal_flow.controller.accounting import StepEntries, TokenAccounting
-from areal_flow.controller.records import (
+from areal_flow.controller.accounting import TokenAccounting
+from areal_flow.controller.ledger_row import (
     Provenance,
+    StepEntries,
     batch_digest,
     genesis_row,
     group_seeds,

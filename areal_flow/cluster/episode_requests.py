@@ -1,0 +1,88 @@
+"""What an episode asks of reward workers while it runs, as Dask tasks: scores and tools' results.
+
+| who                    | waits for                | unblocked by                           |
+|------------------------|--------------------------|----------------------------------------|
+| an episode             | completions              | its own worker's engine                |
+| an episode             | a score, a tool's result | a task on a reward worker              |
+| a reward worker's task | its resource             | the task before it, which never waits  |
+|                        |                          | for an episode: nothing can deadlock   |
+
+Such a task runs again elsewhere if its worker dies; it is forgotten if its episode's worker dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+from distributed import get_client
+
+from areal_flow.cluster.results import KillsWorkers, run_reward_task
+from areal_flow.cluster.reward_tasks import SCORING_KILLS, judge, share_memory
+from areal_flow.cluster.worker_context import worker_context
+from areal_flow.errors import ArealFlowError, EngineError, RewardError
+from areal_flow.import_path import import_function
+from areal_flow.types import Prompt, Score, Tokens
+
+MID_EPISODE_PRIORITY = 10
+"""Of tasks that an episode waits for, over those that only follow one."""
+TOOL_KILLS = RewardError(
+    "reward workers died over this call: the tool ends its process, as os._exit does, or crashes"
+)
+
+
+async def score_completions(
+    asked: tuple[Prompt, int], completions: Sequence[Tokens]
+) -> Sequence[Score]:
+    """Score completions of one prompt in the middle of an episode.
+
+    Args:
+        asked: the prompt, and the newest policy version that took part.
+    """
+    prompt, version = asked
+    return await judge(worker_context(), [(prompt, tokens, version) for tokens in completions])
+
+
+def call_tool(path: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call a function at an import path, in a thread a call; return results or errors."""
+    share_memory(worker_context())
+    function = import_function(path, setting="a tool", error=ArealFlowError)
+
+    def outcome(arguments: tuple[Any, ...]) -> Any:
+        try:
+            return function(*arguments)
+        except ArealFlowError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - costs the member that called
+            return ArealFlowError(f"{type(error).__name__}: {error}")
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [*threads.map(outcome, calls)]
+
+
+IF_IT_KILLS: dict[Callable[..., Any], Any] = {
+    score_completions: SCORING_KILLS,
+    call_tool: TOOL_KILLS,
+}
+"""What becomes of an item over which workers die."""
+
+
+async def on_reward_worker(
+    function: Callable[..., Any], what: Any, items: Sequence[Any]
+) -> Sequence[Any]:
+    """Run a task of several items for an episode; one over which workers die fails alone."""
+    client, executions = get_client(), worker_context().executions
+    try:
+        found: Sequence[Any] = await run_reward_task(
+            client, executions, function, what, items, priority=MID_EPISODE_PRIORITY
+        )
+        return found
+    except KillsWorkers:
+        if len(items) == 1:
+            return [IF_IT_KILLS[function]]
+        alone = [await on_reward_worker(function, what, [item]) for item in items]
+        return [*chain.from_iterable(alone)]
+    except EngineError as error:
+        raise RewardError(str(error)) from error

@@ -1,0 +1,88 @@
+"""Publishes weights and has generators load them; one that does not is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distributed import Client
+
+from areal_flow.cluster import generator_tasks
+from areal_flow.cluster.pool import WorkerPool
+from areal_flow.cluster.registry import WorkerRecord
+from areal_flow.types import ServedWeights
+from areal_flow.weights.channel import WeightsWriter
+
+ACKNOWLEDGE_TIMEOUT_S = 30.0
+"""How long a generator may take to load weights before it is replaced and its tasks run again."""
+
+LISTEN_EVERY_S = 0.5
+
+
+class DaskWeights:
+    """Publishes in the channel, then asks every generator to load."""
+
+    def __init__(self, client: Client, channel: WeightsWriter, pool: WorkerPool) -> None:
+        self._client = client
+        self._channel = channel
+        self._pool = pool
+
+    async def publish(self, version: int) -> None:
+        await asyncio.shield(asyncio.to_thread(self._channel.publish, version))
+
+    async def load_everywhere(self, version: int, served_hash: str) -> list[ServedWeights]:
+        """Return when all have loaded but those that are silent; see `WorkerPool`.
+
+        The health monitor replaces a silent one. It loads what is newest before its next rollout.
+        """
+        generators = self._pool.registry.present("generator")
+        loads = (self._load(version, served_hash, record) for record in generators)
+        return [served for served in await asyncio.gather(*loads) if served]
+
+    async def _load(
+        self, version: int, served_hash: str, record: WorkerRecord
+    ) -> ServedWeights | None:
+        """Wait for one generator; one that does not load what was trained is replaced."""
+        address, function = record.address, generator_tasks.load_weights
+        load = asyncio.ensure_future(
+            self._client.run(function, version, workers=[address], on_error="return")
+        )
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ACKNOWLEDGE_TIMEOUT_S
+        try:
+            while not load.done() and clock() < deadline and not record.is_silent:
+                await asyncio.wait([load], timeout=LISTEN_EVERY_S)
+        except asyncio.CancelledError:
+            load.cancel()  # else it ends with the cluster, and its error is printed
+            raise
+        served, refusal = _acknowledged(load, version, served_hash)
+        if refusal and not record.is_silent:
+            await self._pool.replace(address, why=refusal)
+        return served
+
+
+def _acknowledged(
+    load: asyncio.Future[dict[str, Any]], version: int, served_hash: str
+) -> tuple[ServedWeights | None, str]:
+    """Return what a generator serves, and why it must not go on, if it must not.
+
+    One whose process died meanwhile needs nothing more.
+    """
+    if not load.done():
+        load.cancel()
+        return None, f"version {version} was not loaded"
+    if load.exception() is not None:
+        return None, ""
+    for found in load.result().values():
+        if isinstance(found, BaseException) and not isinstance(found, OSError):
+            return None, f"version {version} was not loaded ({found})"
+        if isinstance(found, ServedWeights):
+            if found.policy_version < version:
+                return None, f"it serves version {found.policy_version}, expected {version}"
+            if found.policy_version == version and found.served_hash != served_hash:
+                return None, (
+                    f"expected weights {served_hash} of version {version}, as the ledger has "
+                    f"them, found it serving {found.served_hash}"
+                )
+            return found, ""
+    return None, ""

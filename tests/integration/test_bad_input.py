@@ -26,7 +26,7 @@ SMALL_GSM8K = [
 ]
 
 
-@pytest.mark.parametrize("model", ["tiny", "directory"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("directory", marks=pytest.mark.slow)])
 def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     if model == "directory":
         model = str(write_model_directory(tmp_path / "model"))
@@ -106,6 +106,7 @@ def test_busy_port(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*")), "nothing was started"
 
 
+@pytest.mark.slow
 def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:
     # On the right answer, with which it is tried before a run, it does not.
     (tmp_path / "broken.py").write_text(
@@ -126,6 +127,7 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert failed.reward_detail.str.contains("ZeroDivisionError").all()
 
 
+@pytest.mark.slow
 def test_judge_that_is_down_stops_the_run_with_the_cause_and_every_completion_is_kept(
     tmp_path: Path,
 ) -> None:

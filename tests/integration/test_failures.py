@@ -105,6 +105,7 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         assert set(trajectories["source"].to_pylist()) == {"made", "given"}
 
 
+@pytest.mark.slow
 def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "z").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--prompts.num-held-out", "0"]
@@ -142,6 +143,7 @@ def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_stops_cleanly_and_says_how_to_resume(
     tmp_path: Path, number: signal.Signals, code: int
@@ -162,6 +164,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
         assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "512"]
@@ -183,6 +186,7 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
         check_accounting(layout)
 
 
+@pytest.mark.slow
 def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     slow = [*small_arguments(), "--sft.num-steps", "1000"]
     slow += ["--sft.checkpoint-every-steps", "10000"]
@@ -208,6 +212,7 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
     check_accounting(layout)
 
 
+@pytest.mark.slow
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
     recipe = small_recipe(num_steps=10_000, max_minutes=0.6)
     layout = run_small(tmp_path / "timed", recipe)

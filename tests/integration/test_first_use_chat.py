@@ -168,6 +168,7 @@ print(run.trajectories().reward.notna().all())
 """
 
 
+@pytest.mark.slow
 def test_frame_of_messages_is_trained_from_python(folder: Path) -> None:
     assert run_script(SCRIPT, cwd=folder, timeout=240).strip().splitlines()[-1] == "True"
     check_accounting(RunLayout((folder / "runs" / "frame").resolve()))

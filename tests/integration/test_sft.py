@@ -41,6 +41,7 @@ def result_of(folder: Path, name: str) -> str:
     return read_checkpoint_state(root / f"{NUM_STEPS:08d}").weights_hash
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_makes_the_same_bits(folder: Path) -> None:
     checkpoints = RunLayout(folder / "runs" / "killed").sft_checkpoints
     with started_cli("sft", "--name", "killed", *ARGUMENTS, cwd=folder) as process:
@@ -55,6 +56,7 @@ def test_killed_and_resumed_makes_the_same_bits(folder: Path) -> None:
     assert result_of(folder, "killed") == result_of(folder, "straight")
 
 
+@pytest.mark.slow
 def test_result_is_a_model_that_is_trained_further(folder: Path) -> None:
     assert cli("export", "straight", "policy", cwd=folder).returncode == 0
     arguments = [*small_arguments(), "--num-steps", "1", "--prompts.num-held-out", "8"]

@@ -123,6 +123,7 @@ def test_rank_that_ends_within_a_pass_is_noticed(
         assert {*others} == {"its own end"}
 
 
+@pytest.mark.slow
 def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     tmp_path: Path,
 ) -> None:
@@ -138,6 +139,7 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     assert all(c.tolerance and c.within_tolerance for c in (*found.before, found.compared))
 
 
+@pytest.mark.slow
 def test_sharded_run_survives_a_lost_rank_and_is_replayed_within_tolerance(tmp_path: Path) -> None:
     """Its checkpoints are those that any run has: audited, evaluated, continued by others."""
     layout = RunLayout((tmp_path / "runs" / "s").resolve())

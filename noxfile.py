@@ -1,7 +1,8 @@
 """Everything a user or a developer runs. One environment serves all but `tests_vllm` and `trl`.
 
 nox -s train [-- ARGS]     everything from nothing to a trained, registered policy
-nox -s tests [-- ARGS]     unit, contract and integration tests
+nox -s tests [-- ARGS]     unit, contract and integration tests, in eight minutes
+nox -s tests_slow          what else protects users: every recovery, every architecture
 nox -s tests_vllm          vLLM's engine on the CPU; not in CI
 nox -s tests_verifiers     environments of Prime Intellect's verifiers; not in CI
 nox -s walks [-- ARGS]     many commands of a user in a row; not in CI
@@ -52,9 +53,14 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, without the walks; arguments go to pytest, `-n 0` for one process."""
-    side_by_side = ("-n", "2", "--dist", "loadfile")
-    run(session, "python", "-m", "pytest", "-m", "not walk", *side_by_side, *session.posargs)
+    """Run the tests but for slow ones and walks; arguments go to pytest, `-n 0` for one process."""
+    pytest(session, "not walk and not slow")
+
+
+@nox.session
+def tests_slow(session: nox.Session) -> None:
+    """Run the tests that `tests` leaves out, but for the walks; arguments go to pytest."""
+    pytest(session, "slow and not walk")
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -130,6 +136,12 @@ def ui(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a broken link fails."""
     run(session, "mkdocs", "build", "--strict", "--quiet")
+
+
+def pytest(session: nox.Session, marked: str) -> None:
+    """Run the tests of these marks in two processes, a file in one of them."""
+    side_by_side = ("-n", "2", "--dist", "loadfile")
+    run(session, "python", "-m", "pytest", "-m", marked, *side_by_side, *session.posargs)
 
 
 def run(session: nox.Session, program: str, *arguments: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -116,6 +117,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+QUICK = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Mixtral", "DeepseekV3", "GptOss", "DiffLlama")
+"""One for each mechanism: plain, norms, soft caps, experts, latent attention, two refusals."""
+
+
+def quick_first(names: Iterable[str]) -> list[Any]:
+    """Mark the tests of all other architectures as slow."""
+    slow = pytest.mark.slow
+    return [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+
+
 def config_of(name: str, settings: dict[str, Any]) -> Any:
     kind = getattr(transformers, f"{name.split()[0]}Config")
     config = kind(**{**SMALL, **settings})
@@ -141,7 +152,7 @@ def plain_logprobs(policy: Any, tokens: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", quick_first(SUPPORTED))
 def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
     config = config_of(name, SUPPORTED[name])
     probe_config(config, max_model_len=64)
@@ -171,7 +182,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(name: str) -> None:
         assert completion.logprobs == pytest.approx(exact, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", quick_first(LIMITED))
 def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(name: str) -> None:
     """Packed rows have padding, of which no part may have a position that no sequence has."""
     policy = sharp_policy(config_of(name, LIMITED[name]))
@@ -190,7 +201,7 @@ def test_trainer_computes_what_the_model_computes_at_the_limit_of_its_positions(
             assert found[micro.sequence_M == at].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", quick_first(REFUSED))
 def test_other_architectures_are_refused_by_name(name: str) -> None:
     settings, reason = REFUSED[name]
     config = config_of(name, settings)
@@ -202,9 +213,9 @@ def test_other_architectures_are_refused_by_name(name: str) -> None:
     ("name", "lost"),
     [
         ("Mistral", "window"),
-        ("Qwen2 with a window", "window"),
-        ("Gemma3Text", "window"),
         ("Gemma2", "softcap"),
+        pytest.param("Qwen2 with a window", "window", marks=pytest.mark.slow),
+        pytest.param("Gemma3Text", "window", marks=pytest.mark.slow),
     ],
 )
 def test_probe_notices_what_attention_would_drop(

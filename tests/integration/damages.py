@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lance
+import pyarrow as pa
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.recovery.checkpoints import checkpoint_path
@@ -16,7 +18,7 @@ from areal_flow.run.directory import check_schema_version
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.parents import Parent, record_parent
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.dataset import create_dataset
+from areal_flow.store.dataset import COMMIT_ORDER, create_dataset
 from areal_flow.store.ledger import STEPS
 
 Rows = list[dict[str, Any]]
@@ -24,36 +26,48 @@ Change = Callable[[Rows], object]
 Damage = Callable[[RunLayout], object]
 
 
-def edit_ledger(change: Change) -> Damage:
-    """Write the ledger again, with its rows changed in place."""
-    return lambda run: _edit(run.steps, STEPS, change)
+@dataclass(frozen=True)
+class Edit:
+    """Changes rows in place; writes them again, in commit order, if it is called as a damage."""
+
+    change: Callable[[RunLayout, Rows], object]
+    is_ledger: bool
+
+    def __call__(self, run: RunLayout) -> None:
+        rows, path = self.changed(run), self.path(run)
+        shutil.rmtree(path)
+        create_dataset(path, rows.schema, stable_row_ids=not self.is_ledger)
+        lance.write_dataset(rows, str(path), mode="append")
+
+    def path(self, run: RunLayout) -> Path:
+        return run.steps if self.is_ledger else run.trajectories
+
+    def changed(self, run: RunLayout) -> pa.Table:
+        schema = STEPS if self.is_ledger else TRAJECTORIES
+        dataset = lance.dataset(str(self.path(run)))
+        stored = dataset.to_table(columns=[*schema.names, COMMIT_ORDER]).sort_by(COMMIT_ORDER)
+        rows: Rows = stored.select(schema.names).to_pylist()
+        self.change(run, rows)
+        return pa.Table.from_pylist(rows, schema=schema)
 
 
-def edit_log(change: Change) -> Damage:
-    """Write the trajectories again, in commit order, with their rows changed in place."""
-    return lambda run: _edit(run.trajectories, TRAJECTORIES, change)
+def edit_ledger(change: Change) -> Edit:
+    return Edit(lambda _, rows: change(rows), is_ledger=True)
 
 
-def edit_trained(change: Callable[[dict[str, Any]], object]) -> Damage:
+def edit_log(change: Change) -> Edit:
+    return Edit(lambda _, rows: change(rows), is_ledger=False)
+
+
+def edit_trained(change: Callable[[dict[str, Any]], object]) -> Edit:
     """Change a trajectory that step 1 trained."""
 
-    def damage(run: RunLayout) -> None:
+    def change_in(run: RunLayout, rows: Rows) -> None:
         ledger = lance.dataset(str(run.steps)).to_table(filter="step = 1")
         identifier = ledger["trajectory_ids"][0].as_py()[0]
-        edit_log(
-            lambda rows: change(next(row for row in rows if row["trajectory_id"] == identifier))
-        )(run)
+        change(next(row for row in rows if row["trajectory_id"] == identifier))
 
-    return damage
-
-
-def _edit(path: Path, schema: Any, change: Change) -> None:
-    table = lance.dataset(str(path)).to_table(columns=[*schema.names, "_rowid"])
-    rows: Rows = table.sort_by("_rowid").drop_columns(["_rowid"]).to_pylist()
-    change(rows)
-    shutil.rmtree(path)
-    create_dataset(path, schema, stable_row_ids=path.name == "trajectories.lance")
-    lance.write_dataset(type(table).from_pylist(rows, schema=schema), str(path), mode="append")
+    return Edit(change_in, is_ledger=False)
 
 
 def put(at: int, **values: Any) -> Change:
@@ -75,7 +89,7 @@ def trained_again(rows: Rows) -> None:
 
 def discard_trained(rows: Rows) -> None:
     identifier = rows[2]["trajectory_ids"][0]
-    rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": "stale"}]
+    rows[3]["discarded"] = [{"trajectory_id": identifier, "reason": "verifier_error"}]
 
 
 def discard_again(rows: Rows) -> None:
@@ -161,7 +175,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "the watermark goes back": ("watermark-order", edit_ledger(put(4, trajectory_watermark=1))),
     "the cursor goes back": ("cursor-order", edit_ledger(put(4, next_submission_index=1))),
     "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
-    "another recipe": ("config-hash", edit_recipe("max_staleness = 2", "max_staleness = 1")),
+    "another recipe": ("config-hash", edit_recipe("max_staleness = 1", "max_staleness = 2")),
     "a fork of another ledger": ("fork-recorded", other_fork),
     "not the policy that was forked": (
         "fork-genesis",

@@ -10,6 +10,7 @@ import pytest
 
 import areal_flow
 from areal_flow.run.layout import RunLayout
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments
 from tests.policies import write_model_directory
 
@@ -26,7 +27,7 @@ SMALL_GSM8K = [
 ]
 
 
-@pytest.mark.parametrize("model", ["tiny", "directory"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("directory", marks=pytest.mark.slow)])
 def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
     if model == "directory":
         model = str(write_model_directory(tmp_path / "model"))
@@ -54,7 +55,6 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["--prompts", "absent.jsonl"], 1, "a prompt file at absent.jsonl, found none"),
         (["--prompts", "mine.jsonl"], 2, "see the gsm8k recipe"),
         (["--controller.max-staleness", "-1"], 2, "--controller.max-staleness = -1"),
-        (["--trainer.lr", "1"], 2, "Unknown option: --trainer.lr"),
         (["--name", "../outside"], 1, "run name '../outside'"),
         (["--resume", "nobody"], 1, "expected a run named 'nobody' in runs, found: none"),
         (["--model", "no/such/model"], 1, "expected a model directory or a hub name"),
@@ -67,45 +67,50 @@ def test_gsm8k_goes_through_the_whole_path(tmp_path: Path, model: str) -> None:
         (["no-such-recipe.toml"], 2, "expected a recipe at no-such-recipe.toml"),
     ],
 )
-def test_wrong_argument(tmp_path: Path, arguments: list[str], code: int, expected: str) -> None:
+def test_wrong_argument(
+    tmp_path: Path, typed: Typed, arguments: list[str], code: int, expected: str
+) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
-    done = cli("train", *arguments, cwd=tmp_path)
+    done = typed("train", *arguments, cwd=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
 
 
-def test_malformed_line_17_is_named_and_the_name_stays_free(tmp_path: Path) -> None:
+def test_malformed_line_17_is_named_and_the_name_stays_free(tmp_path: Path, typed: Typed) -> None:
     lines = SAMPLE.read_text().splitlines(keepends=True)[:30]
     lines[16] = lines[16][:40] + "\n"
     (tmp_path / "p.jsonl").write_text("".join(lines))
     arguments = ["train", RECIPE, "--name", "n", "--prompts", "p.jsonl", *SMALL_GSM8K]
-    done = cli(*arguments, cwd=tmp_path)
+    done = typed(*arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert "p.jsonl, line 17: not valid JSON" in done.stderr
     assert not (tmp_path / "runs" / "n").exists()
 
 
-def test_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
+def test_model_directory_without_a_tokenizer(tmp_path: Path, typed: Typed) -> None:
     model = write_model_directory(tmp_path / "model")
     (model / "tokenizer.json").unlink()
-    done = cli("train", "--model", model, *small_arguments(), cwd=tmp_path)
+    done = typed("train", "--model", model, *small_arguments(), cwd=tmp_path)
     assert done.returncode == 1
     assert "has no tokenizer.json: save a fast tokenizer" in done.stderr
 
 
-def test_busy_port(tmp_path: Path) -> None:
+def test_busy_port(tmp_path: Path, typed: Typed) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = cli("train", *small_arguments(), "--cluster.dashboard-port", str(port), cwd=tmp_path)
+        done = typed(
+            "train", *small_arguments(), "--cluster.dashboard-port", str(port), cwd=tmp_path
+        )
     assert done.returncode == 2
     assert f"cluster.dashboard_port = {port}: the port cannot be used" in done.stderr
     assert not list((tmp_path / "runs").glob("*")), "nothing was started"
 
 
+@pytest.mark.slow
 def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path: Path) -> None:
     # On the right answer, with which it is tried before a run, it does not.
     (tmp_path / "broken.py").write_text(
@@ -126,6 +131,7 @@ def test_verifier_that_always_raises_stops_the_run_with_the_root_cause(tmp_path:
     assert failed.reward_detail.str.contains("ZeroDivisionError").all()
 
 
+@pytest.mark.slow
 def test_judge_that_is_down_stops_the_run_with_the_cause_and_every_completion_is_kept(
     tmp_path: Path,
 ) -> None:

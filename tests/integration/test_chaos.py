@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos import run_chaos
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(900)
 def test_run_that_is_killed_eight_times_loses_nothing(tmp_path: Path) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from areal_flow.audit.database import rules_of
-from areal_flow.audit.findings import ADVICE
+from areal_flow.audit.findings import ADVICE, Finding
+from areal_flow.audit.rows import Piece, scan
+from areal_flow.audit.run import check_run
 from areal_flow.run.layout import RunLayout
+from areal_flow.store.dataset import COMMIT_ORDER
 from pipelines.cli.main import main
 from tests.integration.damages import (
     DAMAGES,
+    Edit,
     Rows,
     checkpoint,
     edit_ledger,
@@ -22,24 +28,15 @@ from tests.integration.damages import (
     newest_weights,
     put,
 )
-from tests.integration.runs import run_small, small_recipe
 from tests.rows import written_group
 
 RULE_FILES = ("ledger", "trajectories", "log", "files")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    recipe = small_recipe(
-        prompts={"num_held_out": 8}, sft={"num_steps": 2}, weights={"medium": "directory"}
-    )
-    return run_small(tmp_path_factory.mktemp("runs") / "sound", recipe)
-
-
 @pytest.fixture
-def layout(trained: RunLayout, tmp_path: Path) -> RunLayout:
+def layout(finished: RunLayout, tmp_path: Path) -> RunLayout:
     """A copy, to be damaged."""
-    shutil.copytree(trained.root, tmp_path / "copy")
+    shutil.copytree(finished.root, tmp_path / "copy")
     return RunLayout(tmp_path / "copy")
 
 
@@ -59,7 +56,31 @@ def test_every_rule_has_its_damage() -> None:
     assert {rule for file in RULE_FILES for rule, _, _ in rules_of(file)} <= asked
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+IN_MEMORY = {name: edit for name, (_, edit) in DAMAGES.items() if isinstance(edit, Edit)}
+ON_DISK = [name for name in DAMAGES if name not in IN_MEMORY]
+
+
+@pytest.mark.parametrize("damage", IN_MEMORY)
+def test_damage_of_rows_is_found(
+    damage: str, finished: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit is given other rows than are stored; nothing is written."""
+    changed = IN_MEMORY[damage].changed(finished)
+    order = pa.array(range(len(changed)), pa.uint64())
+
+    def scan_changed(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
+        if path != IN_MEMORY[damage].path(finished):
+            return scan(path, where)
+        return iter([Piece(path.name, changed.append_column(COMMIT_ORDER, order))])
+
+    monkeypatch.setattr("areal_flow.audit.run.scan", scan_changed)
+    found = {
+        finding.rule for finding in check_run(finished).findings if finding.severity == "error"
+    }
+    assert DAMAGES[damage][0] in found
+
+
+@pytest.mark.parametrize("damage", ["a step is gone", "another token", *ON_DISK])
 def test_damage_is_found(
     damage: str, layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,20 +121,20 @@ def test_damaged_model_file_is_no_fault_of_the_checkpoints(
 
 
 def test_sound_run_is_clean_and_counted(
-    trained: RunLayout, capsys: pytest.CaptureFixture[str]
+    finished: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = check(trained, capsys)
+    code, report = check(finished, capsys)
     assert code == 0, report
     assert report["clean"]
-    assert report["run"] == "sound"
+    assert report["run"] == "small"
     assert rules(report, "note") <= {"orphan-fragments"}
-    assert report["checked"]["steps"] == 5
-    assert report["checked"]["trajectories"] >= 4 * 32
-    assert report["checked"]["checkpoints"] == 3
+    assert report["checked"]["steps"] == 7
+    assert report["checked"]["trajectories"] >= 6 * 32
+    assert report["checked"]["checkpoints"] == 4
     assert report["checked"]["published weights"] == 4
     assert report["checked"]["evaluation answers"] == 16
-    assert main(["--runs", str(trained.root.parent), "check", "sound"]) == 0
-    assert "sound: clean" in capsys.readouterr().out
+    assert main(["--runs", str(finished.root.parent), "check", "small"]) == 0
+    assert "small: clean" in capsys.readouterr().out
     assert main(["check", "elsewhere"]) == 1
     assert "expected a run named 'elsewhere'" in capsys.readouterr().err
 
@@ -147,7 +168,7 @@ def test_more_trajectories_than_the_ledger_knows_are_no_damage(
     layout: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_ledger(lambda rows: rows.pop())(layout)
-    shutil.rmtree(checkpoint(layout, 4))
+    shutil.rmtree(checkpoint(layout, 6))
     shutil.rmtree(newest_weights(layout).parent)
     code, report = check(layout, capsys)
     assert code == 0, report["findings"]

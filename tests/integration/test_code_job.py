@@ -17,6 +17,8 @@ from areal_flow.rewards.code.sandbox.self_test import choose_tier
 from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, done, started_cli
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--num-steps", "4", "--prompts.num-held-out", "8", "--prompts.num-prompts", "400"),
     *("--sft.num-steps", "60", "--controller.batch-size", "32", "--controller.group-size", "4"),

@@ -8,11 +8,14 @@ from pathlib import Path
 from time import sleep
 
 import psutil
+import pytest
 
 import areal_flow
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
+
+pytestmark = pytest.mark.slow
 
 SMALL = (
     *("--num-steps", "500", "--prompts.num-held-out", "0", "--sft.num-steps", "0"),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import areal_flow
 from areal_flow.run.layout import RunLayout
 from tests.integration.runs import check_accounting, cli
+
+pytestmark = pytest.mark.slow
 
 SIZES = [
     *("--prompts.num-prompts", "600", "--prompts.num-held-out", "8", "--sft.batch-size", "16"),

@@ -114,6 +114,7 @@ def test_generators_that_join_serve_the_newest_weights_and_leave_without_a_loss(
         assert oldest_version(observed.answers(name)) >= version >= 2
 
 
+@pytest.mark.slow
 def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "h").resolve())
     observed = Observed(layout)
@@ -147,6 +148,7 @@ def test_stopped_workers_are_replaced_and_stall_nobody_meanwhile(tmp_path: Path)
     check_generation_went_on(*committed, head=heads[2])
 
 
+@pytest.mark.slow
 def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +174,7 @@ def test_generator_that_keeps_dying_is_quarantined_and_the_last_one_ends_the_run
     check_accounting(layout)
 
 
+@pytest.mark.slow
 def test_ranks_of_the_trainer_are_restored_together_and_one_process_replays_them(
     tmp_path: Path,
 ) -> None:

@@ -13,9 +13,13 @@ import psutil
 import pytest
 
 import areal_flow
+from areal_flow.cluster.control import list_workers
 from areal_flow.recovery.checkpoints import list_checkpoints
+from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from areal_flow.weights.shared_memory import available_bytes, segments_of
+from pipelines.workers import scheduler_of
+from tests.integration.conftest import Typed
 from tests.integration.runs import (
     check_accounting,
     cli,
@@ -28,6 +32,7 @@ from tests.integration.runs import (
 )
 
 
+@pytest.mark.slow
 def test_killed_generator_reward_worker_and_trainer_cost_nothing(tmp_path: Path) -> None:
     """Over the medium that dies with the trainer, and in the schedule that asks nothing of it.
 
@@ -66,7 +71,16 @@ def wait_for_step(process: object, layout: RunLayout, step: int) -> None:
     pytest.fail("the run did not get anywhere")
 
 
-def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path) -> None:
+def kill_workers(layout: RunLayout, *names: str) -> None:
+    address, network = scheduler_of(layout.root.parent, layout.name)[1:]
+    pids = {status.name: status.pid for status in asyncio.run(list_workers(address, network))}
+    for name in names:
+        os.kill(pids[name], signal.SIGKILL)
+
+
+def test_run_survives_its_generator_trainer_and_driver_is_audited_and_replayed(
+    tmp_path: Path, typed: Typed
+) -> None:
     """It trains on a mixture, of which a resume reads nothing but the run's own copy."""
     layout = RunLayout((tmp_path / "runs" / "k").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--trainer.checkpoint-every-steps", "4"]
@@ -77,18 +91,19 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
                   {name = "given", path = "given.jsonl"}]"""
     arguments += ["--sources", sources]
     with started_cli("train", "--name", "k", *arguments, cwd=tmp_path) as process:
-        wait_for_step(process, layout, 6)
-        second = cli("train", "--resume", "k", cwd=tmp_path)
+        wait_for_step(process, layout, 3)
+        kill_workers(layout, "generator-0", "trainer-0")
+        second = typed("train", "--resume", "k", cwd=tmp_path)
         assert second.returncode == 1
         assert f"held by process {process.pid} on" in second.stderr
+        wait_for_step(process, layout, 8)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         assert not psutil.wait_procs(children, timeout=20)[1]
         left = segments_of(layout.weights_of(1))
         assert left.exists() == bool(available_bytes())
-        listed = cli("runs", cwd=tmp_path).stdout
-        assert "crashed" in listed
+        assert "crashed" in typed("runs", cwd=tmp_path).stdout
         given.unlink()
         head = len(areal_flow.open_run(layout.root).steps("arrow")) - 1
         newest = list_checkpoints(layout.checkpoints)[-1]
@@ -103,8 +118,12 @@ def test_killed_driver_is_resumed_by_replay_and_leaves_no_process(tmp_path: Path
         check_accounting(layout)
         trajectories = areal_flow.open_run(layout.root).trajectories("arrow")
         assert set(trajectories["source"].to_pylist()) == {"made", "given"}
+        whole = replay_step(layout, step=head + 3, from_checkpoint=0)
+        steps = [*whole.before, whole.compared]
+        assert [compared.equal for compared in steps] == [True] * (head + 3)
 
 
+@pytest.mark.slow
 def test_driver_that_hung_and_was_taken_over_changes_nothing(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "z").resolve())
     arguments = [*small_arguments(), "--num-steps", "500", "--prompts.num-held-out", "0"]
@@ -142,6 +161,7 @@ def everything_a_reader_sees(layout: RunLayout) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_stops_cleanly_and_says_how_to_resume(
     tmp_path: Path, number: signal.Signals, code: int
@@ -162,6 +182,7 @@ def test_signal_stops_cleanly_and_says_how_to_resume(
         assert (layout.checkpoints / f"{head:08d}" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     layout = RunLayout((tmp_path / "runs" / "s").resolve())
     slow = [*small_arguments(), "--num-steps", "500", "--controller.batch-size", "512"]
@@ -183,6 +204,7 @@ def test_second_signal_stops_at_once_and_the_run_can_be_resumed(tmp_path: Path) 
         check_accounting(layout)
 
 
+@pytest.mark.slow
 def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     slow = [*small_arguments(), "--sft.num-steps", "1000"]
     slow += ["--sft.checkpoint-every-steps", "10000"]
@@ -208,6 +230,7 @@ def test_signal_before_training_stops_with_a_checkpoint_to_go_on_from(tmp_path: 
     check_accounting(layout)
 
 
+@pytest.mark.slow
 def test_max_minutes_ends_with_a_summary(tmp_path: Path) -> None:
     recipe = small_recipe(num_steps=10_000, max_minutes=0.6)
     layout = run_small(tmp_path / "timed", recipe)

@@ -29,8 +29,7 @@ ALIKE = (
     (re.compile(r"-?\d(?:[\d,.:-]*\d)?(?:e-?\d+)?"), "0"),
     (re.compile(rf"\b(?:{'|'.join(month_abbr[1:])})\b"), "Nov"),
     (re.compile(r"\[0\]"), "0"),
-    (re.compile(r"█+"), "█"),
-    (re.compile(r"[ ─]+"), " "),
+    (re.compile(r"[█ ─]+"), " "),
     (re.compile(r"0(?: 0)+"), "0"),
 )
 """What differs from run to run and from machine to machine, and what stands for all of it."""

@@ -14,6 +14,7 @@ import areal_flow
 from areal_flow.models.directory import tokenizer_of
 from areal_flow.run.layout import RunLayout
 from tests.chat_templates import CHATML, FORGETS_REASONING, give_chat_template
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, run_script, started_cli
 from tests.policies import write_model_directory
 
@@ -98,22 +99,24 @@ def run(folder: Path) -> areal_flow.Run:
     return areal_flow.open_run(layout.root)
 
 
+@pytest.mark.slow
 def test_rows_with_messages_are_asked_as_chats_and_judged_with_every_column(
-    run: areal_flow.Run, folder: Path
+    run: areal_flow.Run, folder: Path, typed: Typed
 ) -> None:
     stored = run.trajectories()
     assert stored.reward.notna().all(), stored.reward_detail.iloc[0]
     assert len(run.steps()) == 4
     assert set(run.evaluations().answer) <= {str(n + 1) for n in range(40)}
-    shown = cli("trajectories", "chat", "--show", "1", cwd=folder)
+    shown = typed("trajectories", "chat", "--show", "1", cwd=folder)
     assert f"  {FIRST.splitlines()[0]}\n  Be brief.<|im_end|>" in shown.stdout
-    found = json.loads(cli("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout)
+    found = json.loads(typed("trajectories", "chat", "--show", "1", "--json", cwd=folder).stdout)
     assert found["prompt"].startswith(FIRST)
     assert found["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
-    run: areal_flow.Run, folder: Path
+    run: areal_flow.Run, folder: Path, typed: Typed
 ) -> None:
     with run.database() as database:
         turns = database.sql("SELECT output_tokens, loss_mask FROM trajectories").fetchall()
@@ -121,16 +124,17 @@ def test_next_turn_is_the_templates_and_every_step_can_be_replayed(
     asked_again = [tokens for tokens, mask in turns if not all(mask)]
     assert asked_again
     assert all(NEXT in decode(tokens, skip_special_tokens=False) for tokens in asked_again)
-    replayed = cli("replay", "chat", "--step", "3", cwd=folder)
+    replayed = typed("replay", "chat", "--step", "3", cwd=folder)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.slow
 def test_template_in_use_is_recorded_and_belongs_to_the_lineage(
-    run: areal_flow.Run, folder: Path
+    run: areal_flow.Run, folder: Path, typed: Typed
 ) -> None:
     record = json.loads(run.layout.chat_template.read_text())
     assert record["template"] == CHATML
-    found = cli("lineage", "chat", cwd=folder)
+    found = typed("lineage", "chat", cwd=folder)
     assert f"chat template  {record['sha256']}" in found.stdout
 
 
@@ -147,11 +151,11 @@ def test_template_in_use_is_recorded_and_belongs_to_the_lineage(
     ],
 )
 def test_what_cannot_be_asked_is_refused_and_leaves_nothing_behind(
-    folder: Path, arguments: list[str], expected: str
+    folder: Path, typed: Typed, arguments: list[str], expected: str
 ) -> None:
     if "forgets" in arguments and not (folder / "forgets").exists():
         give_chat_template(write_model_directory(folder / "forgets"), FORGETS_REASONING)
-    done = cli("train", "chat.toml", "--name", "refused", *arguments, cwd=folder)
+    done = typed("train", "chat.toml", "--name", "refused", *arguments, cwd=folder)
     assert done.returncode == 1, done.stdout + done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
@@ -168,6 +172,7 @@ print(run.trajectories().reward.notna().all())
 """
 
 
+@pytest.mark.slow
 def test_frame_of_messages_is_trained_from_python(folder: Path) -> None:
     assert run_script(SCRIPT, cwd=folder, timeout=240).strip().splitlines()[-1] == "True"
     check_accounting(RunLayout((folder / "runs" / "frame").resolve()))

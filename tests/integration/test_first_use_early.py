@@ -16,6 +16,7 @@ from areal_flow.run.layout import RunLayout
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
 from pipelines.jobs.train import prepare_run
 from tests.chat_templates import CHATML, give_chat_template
+from tests.integration.conftest import Typed
 from tests.integration.runs import cli, small_arguments, small_recipe
 from tests.policies import write_model_directory
 
@@ -264,8 +265,10 @@ def test_command_tries_an_agent_before_the_cluster_starts(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Path) -> None:
-    done = cli("sft", "--trainer.device", "cuda", "--cluster.num-gpus", "8", cwd=tmp_path)
+def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(
+    tmp_path: Path, typed: Typed
+) -> None:
+    done = typed("sft", "--trainer.device", "cuda", "--cluster.num-gpus", "8", cwd=tmp_path)
     assert done.returncode == 2
     assert "trainer.device = 'cuda': expected CUDA, found none that torch" in done.stderr
     assert "--resume" not in done.stderr
@@ -273,9 +276,10 @@ def test_cuda_that_is_not_there_is_refused_with_nothing_left_behind(tmp_path: Pa
 
 
 def test_stop_token_that_no_tokenizer_has_is_refused_with_nothing_left_behind(
-    tmp_path: Path,
+    tmp_path: Path, typed: Typed
 ) -> None:
-    done = cli("train", *small_arguments(), "--generation.stop.token-ids", "[4711]", cwd=tmp_path)
+    stop = ("--generation.stop.token-ids", "[4711]")
+    done = typed("train", *small_arguments(), *stop, cwd=tmp_path)
     assert done.returncode == 1
     assert "generation.stop.token_ids: expected tokens of the model, found 4711" in done.stderr
     assert not [*(tmp_path / "runs").glob("*")]
@@ -314,6 +318,7 @@ def test_output_has_no_bars_of_libraries_and_no_stage_that_was_not(
     assert "2 steps in " in said
 
 
+@pytest.mark.slow
 def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]) -> None:
     folder, _, _ = trained
     done = cli("evaluate", "r", "--num-prompts", "8", cwd=folder)
@@ -324,9 +329,9 @@ def test_evaluation_says_what_it_does_and_of_what(trained: tuple[Path, str, str]
     assert "00000002" not in done.stdout
 
 
-def test_exported_files_can_be_read_by_others(trained: tuple[Path, str, str]) -> None:
+def test_exported_files_can_be_read_by_others(trained: tuple[Path, str, str], typed: Typed) -> None:
     folder, _, _ = trained
-    done = cli("export", "r", "plain", cwd=folder)
+    done = typed("export", "r", "plain", cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "touched").touch()
     usual = (folder / "touched").stat().st_mode
@@ -335,9 +340,9 @@ def test_exported_files_can_be_read_by_others(trained: tuple[Path, str, str]) ->
     }
 
 
-def test_model_that_nobody_registered_leaves_no_registry(tmp_path: Path) -> None:
+def test_model_that_nobody_registered_leaves_no_registry(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "runs").mkdir()
-    done = cli("evaluate", "models:/areal-flow@current", cwd=tmp_path)
+    done = typed("evaluate", "models:/areal-flow@current", cwd=tmp_path)
     assert done.returncode == 1
     assert "expected a registry at sqlite:///" in done.stderr
     assert "found none" in done.stderr

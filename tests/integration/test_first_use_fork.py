@@ -16,6 +16,8 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
 from tests.integration.runs import check_accounting, cli, done, small_arguments, started_cli
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 3
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import areal_flow
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments
 
 REWARDS = """[
@@ -71,8 +72,8 @@ def test_metrics_of_a_step_are_those_of_its_trajectories(run: areal_flow.Run) ->
     check_accounting(run.layout)
 
 
-def test_replay_in_one_process_finds_what_two_ranks_recorded(workspace: Path) -> None:
-    done = cli("replay", "two", "--step", "2", "--json", cwd=workspace)
+def test_replay_in_one_process_finds_what_two_ranks_recorded(workspace: Path, typed: Typed) -> None:
+    done = typed("replay", "two", "--step", "2", "--json", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["equal"]
@@ -106,7 +107,9 @@ def tracked(uri: str) -> dict[str, Any]:
     }
 
 
-def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(workspace: Path) -> None:
+def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(
+    workspace: Path, typed: Typed
+) -> None:
     shown = tracked(f"sqlite:///{workspace / 'runs' / 'mlflow.db'}")
     assert shown["kind"] == "custom_model_development"
     assert shown["files"] == {"recipe.toml", "samples.json"}
@@ -118,15 +121,15 @@ def test_mlflow_shows_what_the_run_is_and_any_server_gets_the_same(workspace: Pa
     assert shown["rates"]["2"]
     other = f"sqlite:///{workspace / 'other' / 'mlflow.db'}"
     (workspace / "other").mkdir()
-    done = cli("track", "two", "--to", other, cwd=workspace)
+    done = typed("track", "two", "--to", other, cwd=workspace)
     assert done.returncode == 0, done.stderr
     assert tracked(other) == shown
 
 
 def test_each_reward_is_shown_with_its_trajectory_and_in_the_report(
-    workspace: Path, run: areal_flow.Run
+    workspace: Path, run: areal_flow.Run, typed: Typed
 ) -> None:
-    shown = cli("trajectories", "two", "--show", "1", cwd=workspace).stdout
+    shown = typed("trajectories", "two", "--show", "1", cwd=workspace).stdout
     assert "before weights: tests.integration.verifiers:reward_length " in shown
     page = run.layout.report.read_text()
     for title in ("Rewards before their weights", "Pass rate by difficulty", "Entropy"):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from areal_flow.audit.run import check_run
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import load_policy, policy_tensors
 from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
 from tests.integration.runs import run_small, small_recipe
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_step_of_an_adapter_is_replayed_and_what_was_served_is_what_is_exported(

@@ -119,6 +119,7 @@ def take(cell: Cell, kind: str, content: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_first_steps_go_from_rows_to_curves_by_themselves(tmp_path: Path) -> None:
     notebook = nbformat.read(FIRST_STEPS, 4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
@@ -184,6 +185,7 @@ def test_first_interrupt_finishes_the_step_and_the_cell_returns_the_run(
     assert asked.printed.split() == [areal_flow.__version__], "a warning of a fork"
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_the_cell_at_once_in_few_lines(kernel: tuple[Kernel, Path]) -> None:
     notebook, folder = kernel
     train = TRAIN.format(reward="slow", name="two")
@@ -197,6 +199,7 @@ def test_second_interrupt_ends_the_cell_at_once_in_few_lines(kernel: tuple[Kerne
     assert notebook.run("print('alive')").printed == "alive\n"
 
 
+@pytest.mark.slow
 def test_interrupt_of_an_evaluation_ends_it_in_few_lines(kernel: tuple[Kernel, Path]) -> None:
     notebook, _ = kernel
     evaluate = "areal_flow.evaluate('one', prompts=rows)"
@@ -204,6 +207,7 @@ def test_interrupt_of_an_evaluation_ends_it_in_few_lines(kernel: tuple[Kernel, P
     assert cell.error == ["KeyboardInterrupt: stopped at once by SIGINT"]
 
 
+@pytest.mark.slow
 def test_directory_of_hugging_face_is_trained_and_evaluated_without_a_warning(
     tmp_path: Path,
 ) -> None:
@@ -243,6 +247,7 @@ def test_mistake_in_a_helper_says_which_call_it_was(kernel: tuple[Kernel, Path])
     assert "absent.jsonl" in message
 
 
+@pytest.mark.slow
 def test_signal_stops_a_script_after_its_step_and_the_script_goes_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     script = subprocess.Popen(

@@ -20,6 +20,8 @@ from areal_flow.tracking.model_registry import default_tracking_uri, registered_
 from areal_flow.trainer.supervised import read_metrics
 from tests.integration.runs import cli, started_cli
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 120
 ROWS = [
     {"prompt": f"{n} + {n} =", "chosen": f" #### {2 * n}", "rejected": f" #### {2 * n + 1}"}

@@ -15,30 +15,21 @@ from areal_flow.recovery.checkpoints import checkpoint_path
 from areal_flow.recovery.replay import replay_step
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
-from tests.integration.runs import cli, run_small, small_recipe
+from tests.integration.runs import cli
 
-NUM_STEPS = 4
+NUM_STEPS = 6
 HASHES = ["weights_hash", "served_hash"]
 
 
 @pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    """A run whose untrained policy is rewarded for lengths, so that every step has a gradient."""
-    recipe = small_recipe(
-        num_steps=NUM_STEPS,
-        prompts={"num_held_out": 0},
-        sft={"num_steps": 0},
-        controller={"max_staleness": 1},
-        trainer={"learning_rate": 2e-3, "num_learning_rate_warmup_steps": 0},
-        rewards=[{"verifier": "tests.integration.verifiers:reward_length"}],
-    )
-    return run_small(tmp_path_factory.mktemp("runs") / "r", recipe)
+def layout(finished: RunLayout) -> RunLayout:
+    return finished
 
 
 @pytest.fixture
 def copied(layout: RunLayout, tmp_path: Path) -> RunLayout:
     """A copy that a test may spoil."""
-    return RunLayout(shutil.copytree(layout.root, tmp_path / "runs" / "r").resolve())
+    return RunLayout(shutil.copytree(layout.root, tmp_path / "runs" / "small").resolve())
 
 
 def recorded_hashes(layout: RunLayout, step: int) -> dict[str, str]:
@@ -68,7 +59,7 @@ def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
 ) -> None:
     before = listing(layout)
     changed = set()
-    for step, checkpoint in ((1, 0), (2, 0), (3, 2), (4, 2)):
+    for step, checkpoint in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (6, 4)):
         found = replay_step(layout, step=step)
         assert (found.checkpoint, len(found.before)) == (checkpoint, step - checkpoint - 1)
         assert all(compared.equal for compared in (*found.before, found.compared))
@@ -83,17 +74,14 @@ def test_every_step_is_equal_from_the_nearest_checkpoint_and_nothing_is_written(
 def test_whole_run_is_equal_from_the_genesis(layout: RunLayout) -> None:
     whole = replay_step(layout, step=NUM_STEPS, from_checkpoint=0)
     assert asdict(whole.replayed.hashes) == recorded_hashes(layout, NUM_STEPS)
-    assert [(compared.step, compared.equal) for compared in whole.before] == [
-        (1, True),
-        (2, True),
-        (3, True),
-    ]
+    assert [compared.step for compared in whole.before] == [*range(1, NUM_STEPS)]
+    assert all(compared.equal for compared in whole.before)
 
 
 def test_command_prints_recorded_replayed_and_changed(layout: RunLayout) -> None:
     (identifier, *_) = areal_flow.open_run(layout.root).steps().trajectory_ids.iloc[3]
     done = cli(
-        *("--runs", layout.root.parent, "replay", "r", "--step", "3", "--from", "0"),
+        *("--runs", layout.root.parent, "replay", "small", "--step", "3", "--from", "0"),
         *("--set", "algorithm.epsilon=0.01", "--set", "algorithm.advantage=rloo"),
         *("--trajectories", "2", "--tokens", identifier),
         cwd=layout.root,
@@ -224,11 +212,11 @@ def test_another_environment_is_said_and_excuses_a_difference(
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["--step", "0"], 1, "it cannot be replayed; expected a step from 1 to 4"),
-        (["--step", "5"], 1, "has no step 5: expected a step from 1 to 4"),
-        (["--step", "3", "--from", "1"], 1, "found checkpoints of steps 0, 2, 4"),
-        (["--step", "3", "--from", "4"], 1, "expected a checkpoint of run r below step 3"),
-        (["--step", "3", "--tokens", "x"], 1, "did not train trajectory 'x': it trained 32"),
+        (["--step", "0"], 1, "it cannot be replayed; expected a step from 1 to 6"),
+        (["--step", "7"], 1, "has no step 7: expected a step from 1 to 6"),
+        (["--step", "3", "--from", "1"], 1, "found checkpoints of steps 0, 2, 4, 6"),
+        (["--step", "3", "--from", "4"], 1, "expected a checkpoint of run small below step 3"),
+        (["--step", "3", "--tokens", "x"], 1, "did not train trajectory 'x': it trained "),
         (["--step", "3", "--set", "algorithm.nothing=1"], 2, "there is no such setting"),
         (["--step", "3", "--set", "algorithm.epsilon=-1"], 2, "algorithm.epsilon = -1"),
         (["--step", "3", "--set", "algorithm.epsilon"], 2, "expected SECTION.KEY=VALUE"),

@@ -10,6 +10,7 @@ import pytest
 
 import areal_flow
 from areal_flow.run.layout import RunLayout
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments
 
 BOUNDS = ("", "_low", "_high")
@@ -73,7 +74,7 @@ def test_output_tells_what_goes_on_and_what_comes_next(workspace: Path) -> None:
         assert part in output
     for command in (
         "areal-flow ui",
-        "open_run('runs/first')",
+        'open_run("runs/first")',
         "areal-flow evaluate models:/areal-flow@first",
         "areal-flow export models:/areal-flow@first",
         "areal-flow lineage models:/areal-flow@first",
@@ -120,8 +121,8 @@ def test_mlflow_has_every_step(workspace: Path, layout: RunLayout) -> None:
     assert prompts.dataset.name == "prompts"
 
 
-def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:
-    done = cli("export", "models:/areal-flow@first", "exported", cwd=workspace)
+def test_exported_model_is_plain_hugging_face(workspace: Path, typed: Typed) -> None:
+    done = typed("export", "models:/areal-flow@first", "exported", cwd=workspace)
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,11 +133,12 @@ def test_exported_model_is_plain_hugging_face(workspace: Path) -> None:
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(tokens[0]).startswith("3 + 4 - 1 =")
     assert not (exported / "optimizer.safetensors").exists()
-    again = cli("export", "first", "exported", cwd=workspace)
+    again = typed("export", "first", "exported", cwd=workspace)
     assert again.returncode == 1
     assert "not empty" in again.stderr
 
 
+@pytest.mark.slow
 def test_registered_model_can_be_evaluated(workspace: Path) -> None:
     likeliest = ("--num-prompts", "40", "--temperature", "0", "--json")
     done = cli("evaluate", "models:/areal-flow@best", *likeliest, cwd=workspace)
@@ -163,24 +165,27 @@ def test_run_can_be_evaluated_on_a_file(workspace: Path) -> None:
     assert all(json.loads(row["reward_detail"]) for row in answers)
 
 
-def test_version_without_a_checkpoint_is_refused_with_those_there_are(workspace: Path) -> None:
-    done = cli("evaluate", "first@3000", cwd=workspace)
+def test_version_without_a_checkpoint_is_refused_with_those_there_are(
+    workspace: Path, typed: Typed
+) -> None:
+    done = typed("evaluate", "first@3000", cwd=workspace)
     assert done.returncode == 1
     assert "no checkpoint of version 3000, only of 0" in done.stderr
 
 
-def test_runs_are_listed_with_their_state(workspace: Path) -> None:
-    listed = cli("runs", cwd=workspace).stdout
+def test_runs_are_listed_with_their_state(workspace: Path, typed: Typed) -> None:
+    listed = typed("runs", cwd=workspace).stdout
     assert "first" in listed
     assert "finished" in listed
 
 
-def test_taken_name_is_refused(workspace: Path) -> None:
-    done = cli("train", "--name", "first", cwd=workspace)
+def test_taken_name_is_refused(workspace: Path, typed: Typed) -> None:
+    done = typed("train", "--name", "first", cwd=workspace)
     assert done.returncode == 1
     assert "--resume first" in done.stderr
 
 
+@pytest.mark.slow
 def test_finished_run_can_be_trained_further(workspace: Path, layout: RunLayout) -> None:
     done = cli("train", "--resume", "first", "--num-steps", "6", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -192,7 +197,7 @@ def test_finished_run_can_be_trained_further(workspace: Path, layout: RunLayout)
     assert set(steps["writer_epoch"].to_pylist()) == {1, 2}
 
 
-def test_resumed_run_keeps_its_recipe(workspace: Path) -> None:
-    done = cli("train", "--resume", "first", "--trainer.learning-rate", "1", cwd=workspace)
+def test_resumed_run_keeps_its_recipe(workspace: Path, typed: Typed) -> None:
+    done = typed("train", "--resume", "first", "--trainer.learning-rate", "1", cwd=workspace)
     assert done.returncode == 2
     assert "only --num-steps and --max-minutes" in done.stderr

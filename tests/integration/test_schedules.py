@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import areal_flow
 from tests.integration.runs import check_accounting, run_small, small_recipe
+
+pytestmark = pytest.mark.slow
 
 
 def rows(root: Path, **changes: Any) -> list[dict[str, Any]]:

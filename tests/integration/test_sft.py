@@ -12,6 +12,7 @@ import pytest
 
 from areal_flow.recovery.checkpoints import list_checkpoints, read_checkpoint_state
 from areal_flow.run.layout import RunLayout
+from tests.integration.conftest import Typed
 from tests.integration.runs import check_accounting, cli, small_arguments, started_cli
 
 NUM_STEPS = 600
@@ -41,6 +42,7 @@ def result_of(folder: Path, name: str) -> str:
     return read_checkpoint_state(root / f"{NUM_STEPS:08d}").weights_hash
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_makes_the_same_bits(folder: Path) -> None:
     checkpoints = RunLayout(folder / "runs" / "killed").sft_checkpoints
     with started_cli("sft", "--name", "killed", *ARGUMENTS, cwd=folder) as process:
@@ -55,6 +57,7 @@ def test_killed_and_resumed_makes_the_same_bits(folder: Path) -> None:
     assert result_of(folder, "killed") == result_of(folder, "straight")
 
 
+@pytest.mark.slow
 def test_result_is_a_model_that_is_trained_further(folder: Path) -> None:
     assert cli("export", "straight", "policy", cwd=folder).returncode == 0
     arguments = [*small_arguments(), "--num-steps", "1", "--prompts.num-held-out", "8"]
@@ -64,11 +67,17 @@ def test_result_is_a_model_that_is_trained_further(folder: Path) -> None:
     check_accounting(RunLayout((folder / "runs" / "further").resolve()))
 
 
-def test_recipe_without_rows_is_refused_and_the_name_stays_free(folder: Path) -> None:
-    done = cli("sft", "--name", "none", "--sft.num-steps", "0", cwd=folder)
+def test_recipe_without_rows_is_refused_and_the_name_stays_free(
+    tmp_path: Path, typed: Typed
+) -> None:
+    done = typed("sft", "--name", "none", "--sft.num-steps", "0", cwd=tmp_path)
     assert done.returncode == 2
     assert "expected sft.num_steps of 1 or more and sft.path" in done.stderr
-    assert not (folder / "runs" / "none").exists()
-    again = cli("train", "--resume", "straight", cwd=folder)
+    assert not (tmp_path / "runs" / "none").exists()
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_not_resumed_by_train(folder: Path, typed: Typed) -> None:
+    again = typed("train", "--resume", "straight", cwd=folder)
     assert again.returncode == 1
     assert "areal-flow train` prepared" in again.stderr

@@ -61,6 +61,7 @@ def test_ranks_make_what_one_process_makes(two_ranks: tuple[Found, Path], name: 
     check_equal([rank[name] for rank in two_ranks[0]], TRAININGS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED_TOKENS)
 def test_ranks_that_share_tokens_make_what_one_process_makes(four_ranks: Found, name: str) -> None:
     """Twice two of them, whose one key-value head both have."""
@@ -87,6 +88,7 @@ def test_weights_leave_ranks_as_those_of_a_whole_policy(two_ranks: tuple[Found, 
         assert rank["staged"]["sharded"] == rank["staged"]["whole"]
 
 
+@pytest.mark.slow
 def test_checkpoint_that_ranks_wrote_is_one_that_anybody_continues_from(
     two_ranks: tuple[Found, Path], tmp_path: Path
 ) -> None:
@@ -114,15 +116,22 @@ def test_update_that_is_no_number_anywhere_is_skipped_everywhere(
         assert rank["not finite"] == {"losses": [], "unchanged": True}
 
 
-def test_rank_that_ends_within_a_pass_is_noticed(
-    two_ranks: tuple[Found, Path], four_ranks: Found
-) -> None:
-    for ranks, case in ((two_ranks[0], "left"), (four_ranks, "left within a sequence")):
-        leader, *others = (rank[case]["noticed"] for rank in ranks)
-        assert "another trainer rank left" in leader
-        assert {*others} == {"its own end"}
+def test_rank_that_ends_within_a_pass_is_noticed(two_ranks: tuple[Found, Path]) -> None:
+    check_noticed([rank["left"]["noticed"] for rank in two_ranks[0]])
 
 
+@pytest.mark.slow
+def test_rank_that_ends_within_a_sequence_is_noticed(four_ranks: Found) -> None:
+    check_noticed([rank["left within a sequence"]["noticed"] for rank in four_ranks])
+
+
+def check_noticed(by_rank: list[str]) -> None:
+    leader, *others = by_rank
+    assert "another trainer rank left" in leader
+    assert {*others} == {"its own end"}
+
+
+@pytest.mark.slow
 def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     tmp_path: Path,
 ) -> None:
@@ -138,6 +147,7 @@ def test_run_whose_ranks_share_tokens_is_audited_and_replayed_within_tolerance(
     assert all(c.tolerance and c.within_tolerance for c in (*found.before, found.compared))
 
 
+@pytest.mark.slow
 def test_sharded_run_survives_a_lost_rank_and_is_replayed_within_tolerance(tmp_path: Path) -> None:
     """Its checkpoints are those that any run has: audited, evaluated, continued by others."""
     layout = RunLayout((tmp_path / "runs" / "s").resolve())

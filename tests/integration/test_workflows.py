@@ -57,6 +57,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     return run_small(root, recipe, kill_in_turn)
 
 
+@pytest.mark.slow
 def test_conversations_are_trained_and_the_books_balance(conversations: RunLayout) -> None:
     check_accounting(conversations)
     steps = areal_flow.open_run(conversations.root).steps("arrow")
@@ -64,6 +65,7 @@ def test_conversations_are_trained_and_the_books_balance(conversations: RunLayou
     assert all(n > 0 for n in steps.sort_by("step")["num_trained_tokens"].to_pylist()[1:])
 
 
+@pytest.mark.slow
 def test_log_has_turns_branches_and_the_parts_of_rewards(conversations: RunLayout) -> None:
     rows = areal_flow.open_run(conversations.root).trajectories("arrow").to_pylist()
     assert {row["branch"] for row in rows} == {0, 1}
@@ -81,6 +83,7 @@ def test_log_has_turns_branches_and_the_parts_of_rewards(conversations: RunLayou
     assert members == {(index, member) for index in indices for member in range(4)}
 
 
+@pytest.mark.slow
 def test_parts_of_rewards_can_be_queried(conversations: RunLayout) -> None:
     with areal_flow.open_run(conversations.root).database() as database:
         ((mean,),) = database.sql(
@@ -90,11 +93,13 @@ def test_parts_of_rewards_can_be_queried(conversations: RunLayout) -> None:
     assert 0 <= mean <= 1
 
 
+@pytest.mark.slow
 def test_conversations_are_replayed_bit_for_bit(conversations: RunLayout) -> None:
     found = replay_step(conversations, step=6, from_checkpoint=0)
     assert [compared.equal for compared in (*found.before, found.compared)] == [True] * 6
 
 
+@pytest.mark.slow
 def test_conversations_are_evaluated_as_they_are_trained(conversations: RunLayout) -> None:
     answers = areal_flow.open_run(conversations.root).evaluations()
     assert set(answers.evaluation) == {"before", "after"}
@@ -103,6 +108,7 @@ def test_conversations_are_evaluated_as_they_are_trained(conversations: RunLayou
     assert answers.completion.str.contains("longer").any()
 
 
+@pytest.mark.slow
 def test_tool_is_called_on_a_worker_and_costs_only_the_member_that_it_fails(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +181,7 @@ CALCULATOR = (
 )
 
 
+@pytest.mark.slow
 def test_shipped_job_with_tools_is_killed_resumed_audited_and_replayed(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "runs" / "tools")
     command = ("train", "calculator", "--name", "tools", *CALCULATOR)

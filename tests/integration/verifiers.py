@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from areal_flow.rewards.numeric import verify_numeric
 from areal_flow.types import Score
 
 
@@ -27,11 +26,11 @@ def batched_digits(
     return [sum(map(str.isdigit, t)) / len(t) if t else None for t in completions]
 
 
-def numeric_that_raises_at_times(*, prompt: str, completion: str, answer: str) -> Score:
+def length_that_raises_at_times(*, prompt: str, completion: str, answer: str) -> float:
     """Fail on some completions, as a verifier of somebody's may."""
     if len(completion) % 7 == 6:
         raise ValueError("no verdict for this length")
-    return verify_numeric(prompt=prompt, completion=completion, answer=answer)
+    return reward_length(prompt=prompt, completion=completion, answer=answer)
 
 
 def reward_length_and_say_so(*, prompt: str, completion: str, answer: str) -> Score:

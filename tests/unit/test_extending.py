@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import import_module
 from inspect import getsource, signature
@@ -82,6 +82,12 @@ def checks_of(contract: ModuleType, *parameters: str) -> dict[str, Callable[...,
     }
 
 
+def one_quick(checks: Iterable[str]) -> list[Any]:
+    """Mark all checks but the first as slow: what they check, the shipped parts keep as well."""
+    first, *others = checks
+    return [first, *(pytest.param(check, marks=pytest.mark.slow) for check in others)]
+
+
 def test_every_block_of_python_is_a_file_that_is_run_here(
     my_project: Callable[[str], ModuleType],
 ) -> None:
@@ -103,7 +109,7 @@ def test_tool_answers_and_says_what_it_cannot() -> None:
 VERIFIERS = ("my_project.brevity:short_and_right", "my_project.accepted:AcceptedSpellings")
 
 
-@pytest.mark.parametrize("check", checks_of(reward_contract, "reward"))
+@pytest.mark.parametrize("check", one_quick(checks_of(reward_contract, "reward")))
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.usefixtures("my_project")
 def test_verifiers_keep_what_every_reward_promises(
@@ -175,7 +181,7 @@ def test_workflow_runs_over_an_engine_with_its_tool() -> None:
     assert all(draft.loss_mask[-1] for _, draft in group.drafts)
 
 
-@pytest.mark.parametrize("check", checks_of(workflow_contract, "workflow"))
+@pytest.mark.parametrize("check", one_quick(checks_of(workflow_contract, "workflow")))
 @pytest.mark.usefixtures("my_project")
 def test_workflow_keeps_what_every_workflow_promises(check: str) -> None:
     getattr(workflow_contract, check)(adds_up(2))
@@ -213,7 +219,8 @@ def test_algorithm_has_the_golden_losses_and_gradients_of_its_formula(
 
 
 @pytest.mark.parametrize(
-    "check", [name for name in checks_of(loss_contract, "name") if "every_algorithm" in name]
+    "check",
+    one_quick(name for name in checks_of(loss_contract, "name") if "every_algorithm" in name),
 )
 def test_algorithm_keeps_what_every_algorithm_promises(
     my_project: Callable[[str], ModuleType], check: str, monkeypatch: pytest.MonkeyPatch
@@ -257,7 +264,7 @@ CORE_CHECKS = (
 )
 
 
-@pytest.mark.parametrize("check", CORE_CHECKS)
+@pytest.mark.parametrize("check", one_quick(CORE_CHECKS))
 def test_engine_keeps_what_every_engine_promises(
     my_project: Callable[[str], ModuleType], check: str
 ) -> None:

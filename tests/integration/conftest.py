@@ -1,0 +1,58 @@
+"""What several files share: one finished run, and commands that need no process of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from filelock import FileLock
+
+from areal_flow.run.layout import RunLayout
+from pipelines.cli.main import main
+from tests.integration.runs import run_small, small_recipe
+
+Typed = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """A run of six steps that tests only read, or copy.
+
+    It has a gradient in every step, truncations, interruptions, verifier errors and trajectories
+    that still wait. The first of pytest's processes that needs it trains it for all.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    root, trained = folder / "shared" / "runs" / "small", folder / "shared" / "trained"
+    with FileLock(folder / "shared.lock"):
+        if not trained.exists():
+            recipe = small_recipe(
+                num_steps=6,
+                prompts={"num_held_out": 8},
+                controller={"max_staleness": 1},
+                # Small micro-batches make the trainer slower than the generator, which runs ahead.
+                trainer={"tokens_per_micro_batch": 32, "learning_rate": 2e-3},
+                weights={"medium": "directory"},
+                rewards=[{"verifier": "tests.integration.verifiers:length_that_raises_at_times"}],
+                tracking={"enabled": True},
+            )
+            run_small(root, recipe)
+            trained.touch()
+    return RunLayout(root.resolve())
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """Run `areal-flow` in this process, which starts in no time: for what starts no cluster."""
+
+    def run_command(*arguments: str | Path, cwd: Path) -> CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        capsys.readouterr()
+        code = main([*map(str, arguments)])
+        return CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run_command

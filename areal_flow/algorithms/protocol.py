@@ -131,6 +131,7 @@ class Metric:
 
 
 def mean(values_T: Tensor) -> Metric:
+    """Return the mean of one value a token, as a metric."""
     return Metric(float(values_T.detach().sum()), float(values_T.numel()))
 
 
@@ -147,6 +148,7 @@ def effective_sample_fraction(weights_T: Tensor) -> Metric:
 
 
 def add_metrics(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of two parts of a batch as those of both."""
     added = {
         name: metric.add(first[name]) if name in first else metric
         for name, metric in second.items()

@@ -48,8 +48,6 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a recipe or of one of its sections."""
-
     name: str
     kind: str
     """`int`, `float`, `bool`, `text`, `path`, `choice` or, of anything nested, `TOML`."""
@@ -142,7 +140,6 @@ else:
 
 
 def _answers_type() -> Any:
-    """Return the settings of held-out answers, by their last names."""
     make: Any = TypedDict
     group = Group.create_ordered("How prompts are answered, instead of the run's settings")
     others = ("every_steps", "stop_after_plateau", "held_out")
@@ -164,7 +161,6 @@ else:
 
 
 def settings_page() -> str:
-    """Return docs/settings.md."""
     lines = [
         "# Settings",
         "",

@@ -15,9 +15,6 @@ def report_settings(wanted: str | None) -> Report:
 
     Args:
         wanted: a section or a setting by its dotted name, as in a recipe or on the command line.
-
-    Raises:
-        ConfigError: there is none of that name; names the nearest.
     """
     name = (wanted or "").strip("-[]").replace("-", "_")
     sections = [

@@ -8,7 +8,6 @@ from areal_flow.config_errors import did_you_mean
 
 
 def explain_usage(error: CycloptsError) -> str:
-    """Return a message for a command line that is none of ours."""
     command = next(iter(error.command_chain or ()), "")
     advice = f"`areal-flow {command} --help` lists " + ("options" if command else "commands")
     if command == "replay":
@@ -17,7 +16,6 @@ def explain_usage(error: CycloptsError) -> str:
 
 
 def _unknown_option(error: CycloptsError) -> str:
-    """Return which option there is not, and those that are nearest; empty for other mistakes."""
     if not isinstance(error, UnknownOptionError):
         return ""
     given = (error.token.keyword or error.token.value).partition("=")[0]

@@ -112,12 +112,10 @@ class Progress:
         self._counted_at = 0.0
 
     def phase(self, text: str) -> None:
-        """Say what begins now."""
         self._counted_at = 0.0
         self._line(text)
 
     def count(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Say how far the current phase is."""
         self._show_count(f"{what} {done}/{total}{note}", done, total)
         now = monotonic()
         if done >= total or now - self._counted_at >= LINE_EVERY_S:
@@ -125,7 +123,6 @@ class Progress:
             self._count_line(f"  {what} {done}/{total}{note}")
 
     def step(self, row: dict[str, Any]) -> None:
-        """Show a finished training step."""
         self._rows.append(row)
         self._show_step(row)
         own = {"step": f"{row['step']}/{self._num_steps}", **_values([row]), "left": self._left()}
@@ -182,7 +179,6 @@ class Progress:
 
 
 def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what is shown of a step, or of several: means, and the largest staleness."""
     oldest = max(row["staleness_max"] for row in rows)
     return {
         "reward": f"{fmean(row['reward_mean'] for row in rows):.3f}",
@@ -271,7 +267,6 @@ def line_progress() -> Progress:
 
 
 def counted(answer: Callable[..., Awaitable[Any]], progress: Progress, *, total: int) -> Any:
-    """Return `answer`, with the prompts that it has answered so far counted."""
     num_answered = 0
 
     async def answer_and_count(episodes: Sequence[Any], *, name: str) -> Any:

@@ -38,7 +38,6 @@ class _LogFile(logging.FileHandler):
 
 
 def say(*parts: RenderableType) -> None:
-    """Log lines, facts and tables, and print them."""
     log(*parts)
     # `print` comes out above a live display, through which a console would write.
     print(rendered(make_console(), *parts), end="", flush=True)

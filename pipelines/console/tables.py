@@ -37,8 +37,6 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found, for a program and for a reader."""
-
     data: Any
     """What `--json` prints."""
     parts: Sequence[RenderableType]
@@ -110,7 +108,6 @@ class _Shortened:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
-    """Return a fact a line, each after its label; long ones go on under themselves."""
     grid = rich_table.Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -120,7 +117,6 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
 
 
 def show(report: Report, *, as_json: bool) -> int:
-    """Print what a command found; return its exit code."""
     if as_json:
         print(json.dumps(report.data, default=plain))
     else:
@@ -144,7 +140,6 @@ def make_console() -> Console:
 
 
 def with_interval(scores: EvaluationScores, name: str) -> str:
-    """Return a rate or a mean, by its name in `by_name`, with its interval."""
     found = scores.by_name()
     return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
 
@@ -170,7 +165,6 @@ def short_time(moment: datetime) -> str:
 
 
 def plain(value: Any) -> str:
-    """Return what JSON has no type for as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 

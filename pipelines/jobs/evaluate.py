@@ -91,7 +91,6 @@ def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedC
 def compare_by_set(
     first: EvaluationResult, second: EvaluationResult
 ) -> dict[str, PairedComparison]:
-    """Compare two models that answered the same prompts, on each held-out set by its name."""
     sets = rows_by_set(first.answers), rows_by_set(second.answers)
     return {
         name: compare_answers(answers, sets[1][name], threshold=second.pass_threshold)
@@ -100,7 +99,6 @@ def compare_by_set(
 
 
 def answers_table(results: Sequence[EvaluationResult]) -> pa.Table:
-    """Return all answers as a table of the evaluation schema, with the `model` of each."""
     return pa.concat_tables(
         pa.Table.from_pylist(result.answers, EVALUATIONS).append_column(
             "model", pa.array([result.title] * len(result.answers), pa.string())
@@ -127,11 +125,6 @@ def evaluate_model(
         title: what the model is called; its directory by default.
         settings: a nested table over the run's settings.
         judged_as: the run whose settings and prompts hold for a model of no run.
-
-    Raises:
-        ModelError: the directory is not a model's, or nothing says which prompts to use.
-        ConfigError: a setting is wrong, or two files have one name.
-        PromptError: a row of a file is wrong.
     """
     check_model_directory(directory)
     own = run_of_checkpoint(directory)
@@ -184,9 +177,6 @@ def evaluate_all(
     """Answer the same prompts with one model or several, which one verifier judges at one sampling.
 
     A model of no run is judged as the first one that is of a run.
-
-    Raises:
-        ConfigError: the models' runs judge or sample otherwise; as `evaluate_model`.
     """
     runs = [run for run in map(run_of_checkpoint, directories) if run is not None]
     _require_alike(runs, data, settings)
@@ -206,7 +196,6 @@ def evaluate_all(
 def _require_alike(
     runs: Sequence[RunLayout], data: Sequence[str], settings: Mapping[str, Any] | None
 ) -> None:
-    """Refuse to compare models that other verifiers judge, or that sample otherwise."""
     judged: list[dict[str, Any]] = []
     for run in runs:
         recipe = _recipe(run, data, settings)
@@ -247,11 +236,7 @@ def _scratch_directory(run: RunLayout | None, recipe: Recipe) -> tempfile.Tempor
 def _held_out_prompts(
     run: RunLayout | None, data: Sequence[str], layout: RunLayout, recipe: Recipe
 ) -> Path:
-    """Return the table of the prompts to answer: of the files given, else the run's own.
-
-    Raises:
-        ModelError: the run's prompts are tokens of another tokenizer than the model's.
-    """
+    """Return the table of the prompts to answer: of the files given, else the run's own."""
     if run is None or data:
         names = [each["name"] for each in held_out_sets(data)]
         prepare_held_out(recipe, layout, names=names)
@@ -265,7 +250,6 @@ def _held_out_prompts(
 
 
 def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
-    """Return the held-out sets that are given as NAME=PATH, or as PATH, whose stem is the name."""
     found = []
     for given in data:
         name, _, path = given.rpartition("=")

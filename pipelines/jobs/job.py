@@ -55,11 +55,6 @@ logger = logging.getLogger(__name__)
 
 
 def recipe_path(given: Path | None) -> Path:
-    """Return the file of a recipe: the default one's, the one given, or a shipped one's by name.
-
-    Raises:
-        ConfigError: it is neither a file nor a shipped recipe's name.
-    """
     if given is None:
         return DEFAULT_RECIPE
     if given.is_file():
@@ -72,7 +67,6 @@ def recipe_path(given: Path | None) -> Path:
 
 
 def default_name(stem: str) -> str:
-    """Return the name of a run that is given none: of what it is made from, and the time."""
     return f"{_TIME_OF_NAME.sub('', stem)}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -95,7 +89,6 @@ class Job:
 
 
 def _draw_report(layout: RunLayout) -> None:
-    """Write a finished run's page; a run that cannot be drawn is finished all the same."""
     from pipelines.report.page import write_report
 
     try:
@@ -108,7 +101,6 @@ def _draw_report(layout: RunLayout) -> None:
 
 
 def _conclude_sft(layout: RunLayout) -> None:
-    """Register what supervised fine-tuning made, and say what may follow."""
     recipe, runs = load_recipe(layout.config), layout.root.parent
     if recipe.tracking.enabled:
         try:
@@ -152,11 +144,6 @@ SFT = Job(
 def recipe_to_resume(
     layout: RunLayout, overrides: dict[str, Any], *, spelling: str = "{}"
 ) -> Recipe:
-    """Return the recipe of a run that goes on, with what may change of it.
-
-    Raises:
-        ConfigError: something else was given.
-    """
     if set(overrides) - set(MAY_CHANGE):
         may_change = " and ".join(spell(name, spelling) for name in MAY_CHANGE)
         raise ConfigError(f"a resumed run keeps its recipe; only {may_change} may change")
@@ -165,7 +152,6 @@ def recipe_to_resume(
 
 
 def supervised(objective: SupervisedObjective) -> Job:
-    """Return the job that learns what a recipe's `sft.objective` says, under its own command."""
     return replace(SFT, command=objective.replace("_", "-"))
 
 
@@ -189,10 +175,6 @@ def start(
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
         fork: the run whose policy this one begins with.
-
-    Raises:
-        RunError: the name is taken, or the run to fork has not what is asked for.
-        ArealFlowError: the run ended with it, and its directory says so.
     """
     check_devices(recipe)
     create_run(layout, recipe, recipe_name=recipe_name)
@@ -227,11 +209,6 @@ def resume(
         take_over: even if another driver holds the run; it hangs, or it will find itself refused.
         accept_verifier: even if the code that scores is not that of the run.
         began: `monotonic()` when the program began.
-
-    Raises:
-        RunError: another driver holds it, it was never prepared for this job, or what it is made
-            of changed.
-        ArealFlowError: the run ended with it, and its directory says so.
     """
     if not job.prepared(layout).exists():
         raise RunError(
@@ -286,7 +263,6 @@ def _drive(
 
 
 def _resumption(job: Job, layout: RunLayout) -> str:
-    """Return what to type to go on with a run, in Python where a notebook's cell has it."""
     runs = layout.root.parent
     if job.command == TRAINING.command and is_loop_running():
         where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"

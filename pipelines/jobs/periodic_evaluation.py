@@ -39,7 +39,6 @@ class PeriodicEvaluations:
         *,
         made: Iterable[str] = (),
     ) -> None:
-        """Take what makes the evaluation of a name, and the names of those that are there."""
         self._evaluate = evaluate
         self._every_steps = recipe.evaluation.every_steps if recipe.has_held_out else 0
         self._num_steps = recipe.num_steps
@@ -85,7 +84,6 @@ class PeriodicEvaluations:
 
 
 def evaluation_name(step: int) -> str:
-    """Return the name of the evaluation that is due at a step; names sort by step."""
     return f"{_PREFIX}{step:08d}"
 
 
@@ -111,7 +109,6 @@ def read_periodic(
 
 
 def is_flat(held_out: Mapping[str, EvaluationTable], *, patience: int) -> bool:
-    """Return whether the pass rate, before training and beside it, has plateaued."""
     names = ["before", *sorted(name for name in held_out if name.startswith(_PREFIX))]
     rates = [held_out[name].overall.passed.pass_rate for name in names if name in held_out]
     return has_plateaued(rates, patience=patience)

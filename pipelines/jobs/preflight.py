@@ -56,9 +56,6 @@ def check_devices(recipe: Recipe) -> None:
     """Refuse an engine, devices, a type of numbers and a medium that this machine does not have.
 
     Other machines are asked nothing.
-
-    Raises:
-        ConfigError: naming the setting, what was found, and what would work.
     """
     require_engine(recipe.generation.engine)
     if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
@@ -109,11 +106,6 @@ def _cuda_found() -> dict[str, Any]:
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    """Return the identity of what scores, as its code is now.
-
-    Raises:
-        RewardError: one of them cannot be loaded.
-    """
     rewards = recipe_rewards(recipe, layout.rewards)
     return Verifier(rewards.identity, rewards.files)
 
@@ -123,10 +115,6 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
 
     It is called with the right answer and with nothing as the completion, and may fail on one.
     Of the verifier `code` and the tool `python` a line says in which sandboxes programs run here.
-
-    Raises:
-        SandboxError: the recipe runs code, and no sandbox passes its self-test.
-        RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
     """
     lines = []
     if _runs_programs(recipe):
@@ -168,13 +156,11 @@ def _runs_programs(recipe: Recipe) -> bool:
 
 
 def _common_error(scores: list[dict[str, Any]]) -> str:
-    """Return why a verifier failed, if it failed on every completion."""
     errors = [score["error"] for score in scores]
     return errors[0] if errors and all(errors) else ""
 
 
 def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
-    """Return what of a row a verifier is given."""
     return {
         "prompt": prompt.text,
         "answer": prompt.answer,
@@ -189,10 +175,6 @@ def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
 
     The row's answer stands in for all that the policy says. What fails after such an answer may
     fail because of it, and is only said.
-
-    Raises:
-        ConfigError: it fails before it has an answer, asks for none, gives no number as a reward,
-            exits or hangs.
     """
     if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
         return []

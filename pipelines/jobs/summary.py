@@ -56,7 +56,7 @@ GROUP BY verifier ORDER BY first_step
 def summarise(
     held_out: Mapping[str, EvaluationTable], ledger: pa.Table, *, num_generators: int
 ) -> dict[str, Any]:
-    """Return the summary of a whole run.
+    """Summarise a whole run.
 
     Args:
         held_out: evaluations by name; those "before" and "after" are summarised.
@@ -101,7 +101,6 @@ def print_summary(
     *,
     model: str,
 ) -> None:
-    """Show what the run did and what to type next."""
     said = (
         "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
         "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
@@ -122,7 +121,6 @@ def print_summary(
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what there is to say of a verifier that was changed and accepted."""
     if len(verifiers) < 2:
         return []
     said = "The verifier changed, and nothing is compared across it:"

@@ -87,11 +87,7 @@ SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
 
 
 def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a new run needs before its first process starts; return what to say of it.
-
-    Raises:
-        ConfigError, PromptError, ModelError, RewardError: nothing was started.
-    """
+    """Write what a new run needs before its first process starts; return what to say of it."""
     if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
         raise ConfigError(
             "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
@@ -238,7 +234,6 @@ class Training:
         return await run_until_first_ends(self.go_on_from(start), self.trainer.keep_restored())
 
     async def go_on_from(self, start: InitialState) -> Outcome:
-        """Train, and evaluate before and after; the trainer stands where the run begins."""
         await self._on_generators(generator_tasks.prepare_generator)
         if start.policy_version == 0 or self._answered("before", 0):
             await self.evaluate("before", 0)
@@ -280,7 +275,6 @@ class Training:
         self.tracking.wake()
 
     async def restore(self) -> InitialState:
-        """Bring the trainer to the ledger's head, and find what is to be done again."""
         self.progress.phase("Restoring the policy from checkpoint and ledger")
         weights_hash = await self.trainer.restore()
         start = replace(self._plan(), weights_hash=weights_hash)
@@ -321,7 +315,6 @@ class Training:
         return flow.policy_version
 
     async def evaluate(self, name: str, version: int) -> None:
-        """Answer the held-out prompts, if there are any, with the version that is served."""
         if not self.recipe.has_held_out:
             return
         if rows := self._answered(name, version):
@@ -333,7 +326,6 @@ class Training:
         await self._answer(name, counted(self.rollouts.answer, self.progress, total=total))
 
     async def _answer(self, name: str, answer: Answer) -> None:
-        """Answer the held-out prompts and append the answers as an evaluation."""
         table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
         tokenizer = await asyncio.to_thread(tokenizer_of, self.layout.model)
         rows = await answer_held_out(
@@ -351,12 +343,10 @@ class Training:
         self.held_out[name] = await asyncio.to_thread(tabulate, rows, threshold=threshold)
 
     def _answered(self, name: str, version: int) -> list[dict[str, Any]]:
-        """Return the rows of an evaluation that an earlier driver made of this version."""
         rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
         return [row for row in rows if row["policy_version"] == version]
 
     def _evaluations_beside(self, flow: Flow) -> PeriodicEvaluations:
-        """Return what evaluates while training goes on, after what earlier drivers evaluated."""
         layout, threshold = self.layout, self.recipe.pass_threshold
         verifier = self.provenance.verifier
         self.held_out |= read_periodic(layout, threshold=threshold, verifier=verifier)
@@ -378,7 +368,6 @@ class Training:
             flow.request_stop()
 
     def summarise(self) -> None:
-        """Write and print the summary of the whole run, earlier drivers' lives included."""
         tracking, alias = self.recipe.tracking, self.tracking.alias
         summary = {
             **summarise(
@@ -396,7 +385,6 @@ class Training:
         print_summary(self.layout, summary, self.held_out, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:
-        """Show a committed step, and have it tracked and checkpointed."""
         self.progress.step(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()

@@ -32,9 +32,6 @@ def verify_lines(
         kind: a verifier by its name, or by its import path `package.module:function`.
 
         settings: its keyword arguments.
-
-    Raises:
-        RewardError: it cannot be loaded or opened.
     """
     reward = load_reward(kind, Path(), settings=settings).reward
     reward.open()

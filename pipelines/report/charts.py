@@ -47,8 +47,6 @@ _BY_NAME = {
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture and what it shows."""
-
     title: str
     meaning: str
     svg: str

@@ -22,7 +22,6 @@ _MOST_WARNINGS = 100
 def find_events(
     layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
 ) -> list[tuple[str, str]]:
-    """Return drivers, what was given up, other verifiers, replays to other policies, warnings."""
     found = []
     for lease in leases(layout.writers):
         said = f"driver {lease.writer_epoch} began: process {lease.pid} on {lease.host}"

@@ -42,22 +42,13 @@ ORDER BY step, trajectory_id
 
 
 def write_report(layout: RunLayout, path: Path | None = None) -> Path:
-    """Write the page of a run; return where it lies: by default `report.html` in the run.
-
-    Raises:
-        RunError: there is no run, or it was never prepared for training.
-    """
+    """Write the page of a run; return where it lies: by default `report.html` in the run."""
     target = path or layout.report
     replace_file(target, report_page(Run(layout.root)))
     return target
 
 
 def report_page(run: Run) -> str:
-    """Return the page of a run as HTML.
-
-    Raises:
-        RunError: the run was never prepared for training.
-    """
     layout = run.layout
     if not layout.steps.is_dir():
         raise RunError(
@@ -107,7 +98,6 @@ def render(**content: Any) -> str:
 
 
 def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
-    """Return the held-out evaluations in their order: those of the verifier that scored last."""
     rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -120,7 +110,6 @@ def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, and one for each held-out set of several."""
     return [
         {
             "version": version,

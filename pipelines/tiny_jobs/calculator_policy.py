@@ -16,12 +16,10 @@ from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words, write_tiny_model
 
 
 def write_calculator_model(directory: Path, *, max_model_len: int) -> None:
-    """Write configuration and tokenizer; weights are drawn later."""
     write_tiny_model(directory, max_model_len=max_model_len, make_tokenizer=build_words)
 
 
 def build_words() -> Tokenizer:
-    """Return a tokenizer of marks, and of digits in pairs."""
     of = ToolUse()
     marks = [f"{of.call_start}calculator ", of.call_end, *of.result_template.split("{result}")]
     marks += [" #### ", " ="]

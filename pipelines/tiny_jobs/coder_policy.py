@@ -31,10 +31,8 @@ WORDS = [
 
 
 def write_coder_model(directory: Path, *, max_model_len: int) -> None:
-    """Write configuration and tokenizer; weights are drawn later."""
     write_tiny_model(directory, max_model_len=max_model_len, make_tokenizer=coder_tokenizer)
 
 
 def coder_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose words are those of functions."""
     return tokenizer_of_words(WORDS, pieces=_PIECES)

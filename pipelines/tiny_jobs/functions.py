@@ -53,22 +53,18 @@ class OneLiner:
     summand: int
 
     def call(self, x: int) -> int:
-        """Return its value."""
         return self.term(x, self.constant) * self.factor + self.summand
 
     @property
     def question(self) -> str:
-        """What it returns for the shown inputs."""
         return ", ".join(f"f({x}) = {self.call(x)}" for x in SHOWN_INPUTS) + "\n"
 
     @property
     def formula(self) -> str:
-        """The function itself."""
         return f"{HEAD} {self.expression}"
 
     @property
     def look_up(self) -> str:
-        """A function that knows the shown inputs alone."""
         pairs = ", ".join(f"{x}: {self.call(x)}" for x in SHOWN_INPUTS)
         return f"{HEAD} {{{pairs}}}[x]"
 
@@ -94,11 +90,6 @@ def all_functions() -> dict[str, OneLiner]:
 
 
 def make_one_liners(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rows of different functions to train on, and held-out ones.
-
-    Raises:
-        PromptError: there are not so many functions.
-    """
     num_held_out = recipe.prompts.num_held_out
     functions = [*all_functions().values()]
     if (num_rows := recipe.prompts.num_prompts + num_held_out) > len(functions):

@@ -32,10 +32,12 @@ from pipelines.jobs.fetched_prompts import (
     reasoning_gym_rows,
     verifiers_rows,
 )
-from pipelines.tiny_jobs.calculator_policy import write_calculator_model
-from pipelines.tiny_jobs.coder_policy import write_coder_model
-from pipelines.tiny_jobs.functions import formulas_then_look_ups, make_one_liners
-from pipelines.tiny_jobs.questions import demonstrations, make_calculator
+from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
+from pipelines.tiny_jobs.one_liners import (
+    coder_tokenizer,
+    formulas_then_look_ups,
+    make_one_liners,
+)
 from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
@@ -52,8 +54,8 @@ def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
 
 MODELS: dict[str, Callable[..., None]] = {
     "tiny": write_tiny_model,
-    "tiny_calculator": write_calculator_model,
-    "tiny_coder": write_coder_model,
+    "tiny_calculator": partial(write_tiny_model, make_tokenizer=calculator_tokenizer),
+    "tiny_coder": partial(write_tiny_model, make_tokenizer=coder_tokenizer),
 }
 SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "arithmetic": make_arithmetic,

@@ -47,7 +47,11 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
 
 
 def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str, NetworkSettings]:
-    """Return a running run's layout, its scheduler's address, and how to connect to it."""
+    """Return a running run's layout, its scheduler's address, and how to connect to it.
+
+    Raises:
+        RunError: it does not run, or has no workers yet.
+    """
     layout = find_run(runs, name)
     state = observed_state(layout).state
     if state != "running":
@@ -60,6 +64,7 @@ def scheduler_of(runs: Path, name: str) -> tuple[RunLayout, str, NetworkSettings
 
 
 def report_workers(runs: Path, name: str) -> Report:
+    """Report a running run's workers, and how another one joins."""
     layout, scheduler, network = scheduler_of(runs, name)
     statuses = asyncio.run(list_workers(scheduler, network))
     join = join_command(scheduler, network, load_recipe(layout.config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,6 @@ from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
-    from areal_flow.config import SupervisedObjective
     from pipelines.jobs.forking import Fork
     from pipelines.jobs.job import Job
 
@@ -88,87 +88,40 @@ def train(
     return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
 
 
-def sft(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Fine-tune a policy on prompts with their completions; `train --model` goes on from it.
+def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
+    """Return a command that learns from rows; of `sft` the recipe says with which objective."""
+
+    def learn(
+        recipe: Path | None = None,
+        /,
+        *,
+        data: Path | None = None,
+        which: Which | None = None,
+        settings: Overrides | None = None,
+        folders: Given,
+    ) -> int:
+        from pipelines.jobs.job import SFT, supervised
+
+        which, given = which or Which(), dict(settings or {})
+        if data is not None and which.resume is not None:
+            raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
+        if data is not None:
+            given["sft.path"] = str(data)
+        if name == "sft":
+            return _drive(SFT, recipe, which, given, folders)
+        if which.resume is None:
+            given["sft.objective"] = name
+            recipe = recipe or Path(name)
+        return _drive(supervised(name), recipe, which, given, folders)
+
+    learn.__name__ = name
+    learn.__doc__ = f"""{meaning}
 
     Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `arithmetic` by default.
-        data: JSONL with prompt and completion, texts or messages, instead of the recipe's.
+        recipe: A TOML recipe with [sft], or the name of a shipped one; `{by_default}` by default.
+        data: {fields}, texts or messages, instead of the recipe's.
     """
-    from pipelines.jobs.job import SFT
-
-    which = which or Which()
-    return _drive(SFT, recipe, which, _with_rows(data, which, settings), folders)
-
-
-def dpo(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Train a policy on pairs of completions to prefer one, against the policy that it was (DPO).
-
-    Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `dpo` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
-            recipe's.
-    """
-    return _learn_pairs("dpo", recipe, data, which, settings, folders)
-
-
-def reward_model(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).
-
-    Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `reward_model` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
-            recipe's.
-    """
-    return _learn_pairs("reward_model", recipe, data, which, settings, folders)
-
-
-def _learn_pairs(
-    objective: SupervisedObjective,
-    recipe: Path | None,
-    data: Path | None,
-    which: Which | None,
-    settings: dict[str, Any] | None,
-    folders: Given,
-) -> int:
-    from pipelines.jobs.job import supervised
-
-    which = which or Which()
-    settings = _with_rows(data, which, settings)
-    if which.resume is None:
-        settings["sft.objective"] = objective
-        recipe = recipe or Path(objective)
-    return _drive(supervised(objective), recipe, which, settings, folders)
-
-
-def _with_rows(data: Path | None, which: Which, settings: dict[str, Any] | None) -> dict[str, Any]:
-    if data is not None and which.resume is not None:
-        raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
-    return {**(settings or {}), **({} if data is None else {"sft.path": str(data)})}
+    return learn
 
 
 def _drive(
@@ -210,4 +163,26 @@ def _drive(
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 
-COMMANDS = (train, sft, dpo, reward_model)
+_PAIRS = "JSONL or Parquet with prompt, chosen and rejected"
+COMMANDS = (
+    train,
+    _supervised(
+        "sft",
+        "Fine-tune a policy on prompts with their completions; `train --model` goes on from it.",
+        "JSONL with prompt and completion",
+        "arithmetic",
+    ),
+    _supervised(
+        "dpo",
+        "Train a policy on pairs of completions to prefer one, against the policy that it was "
+        "(DPO).",
+        _PAIRS,
+        "dpo",
+    ),
+    _supervised(
+        "reward_model",
+        "Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).",
+        _PAIRS,
+        "reward_model",
+    ),
+)

@@ -113,6 +113,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
 
 
 def _of_system() -> str:
+    """Return what works on systems like this one."""
     if is_linux():
         return "all works on Linux"
     if os.name == "posix":

@@ -24,7 +24,6 @@ from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.command import command, from_here
 from areal_flow.config import (
     Recipe,
-    SupervisedObjective,
     build_recipe,
     dump_recipe,
     load_recipe,
@@ -151,7 +150,7 @@ def recipe_to_resume(
     return build_recipe(table, overrides, source=str(layout.config), spelling=spelling)
 
 
-def supervised(objective: SupervisedObjective) -> Job:
+def supervised(objective: str) -> Job:
     return replace(SFT, command=objective.replace("_", "-"))
 
 

@@ -59,7 +59,7 @@ from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepRes
 from areal_flow.weights.directory import DirectoryWriter
 from benchmarks.crowd import MAX_PROCESSES, NUM_TOKENS, Crowd, register
 from pipelines.console.progress import Progress
-from pipelines.jobs.train import prepare_run
+from pipelines.jobs.prepare import prepare_run
 
 BATCH = {"batch_size": 8192, "group_size": 16, "max_staleness": 2}
 WARM_UP_S = 20.0

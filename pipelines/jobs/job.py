@@ -37,11 +37,12 @@ from areal_flow.run.lease import Writer
 from areal_flow.tracking.registry import track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say
-from pipelines.jobs.forking import Fork, describe_parent
-from pipelines.jobs.preflight import check_devices, found_verifier, try_verifiers, try_workflow
+from pipelines.jobs.forking import Fork
+from pipelines.jobs.preflight import check_devices, found_verifier
+from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.jobs.stop_signals import Outcome, is_loop_running, wait_for
-from pipelines.jobs.train import prepare_run, run_training
+from pipelines.jobs.train import run_training
 from pipelines.references import newest_checkpoint
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -114,15 +115,9 @@ def _conclude_sft(layout: RunLayout) -> None:
     say(f"Export it with: {command('export', layout.name, 'DIRECTORY', runs=runs)}")
 
 
-def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
-    prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
-    tried = [*try_verifiers(layout, recipe), *try_workflow(layout, recipe)]
-    return "\n".join([*prepared, *tried])
-
-
 TRAINING = Job(
     "train",
-    _prepare_training,
+    prepare_training,
     run_training,
     place_workers,
     lambda layout: layout.steps,

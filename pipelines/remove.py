@@ -22,7 +22,7 @@ def check_unheld(layout: RunLayout) -> None:
 
 
 def remove_run(layout: RunLayout) -> int:
-    """Remove a run that nobody holds; return how many model versions it had.
+    """Remove a run that no driver holds; return how many model versions it had.
 
     The directory is renamed first: one that is half removed must not look like a run.
     """

@@ -179,8 +179,8 @@ def _reward(shown: ShownTrajectory) -> Text:
         text.append(f"\nbefore weights: {', '.join(listed)}")
     for name, value in detail.get("extra", {}).items():
         text.append(f"\n{printable(name)}: {printable(str(value))}")
-    if told := detail.get("error") or detail.get("message"):
-        text.append(f"\n{printable(told)}", style="red" if "error" in detail else "")
+    if message := detail.get("error") or detail.get("message"):
+        text.append(f"\n{printable(message)}", style="red" if "error" in detail else "")
     return text.append(f"  ({shown.row['verifier']})", style="dim")
 
 

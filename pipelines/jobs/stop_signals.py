@@ -72,7 +72,7 @@ class StopSignals:
             self._request_stop()
         elif self._driver is not None:
             say("", f"{name}: stopping at once")
-            # What is dropped in mid-air now has nothing to tell anybody.
+            # Errors of what is cancelled now are of no interest.
             self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)
 

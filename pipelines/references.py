@@ -52,11 +52,19 @@ class Reference:
         return self.run
 
     def model(self) -> Path:
-        if self.directory is None:
-            return _checkpoint_of(self.run, self.step)
-        if not self.directory.is_dir():
-            raise ModelError(f"{self.text} points to {self.directory}, which is gone")
-        return self.directory
+        if self.directory is not None:
+            if not self.directory.is_dir():
+                raise ModelError(f"{self.text} points to {self.directory}, which is gone")
+            return self.directory
+        if self.step is None:
+            return newest_checkpoint(self.run)
+        checkpoints = self.run.checkpoints
+        if self.step not in (kept := list_checkpoints(checkpoints)):
+            raise ModelError(
+                f"run {self.run.name} has no checkpoint of version {self.step}, only of "
+                f"{', '.join(map(str, kept)) or 'none'}; see trainer.keep_checkpoints"
+            )
+        return checkpoint_path(checkpoints, self.step)
 
     @property
     def title(self) -> str:
@@ -107,17 +115,6 @@ def newest_checkpoint(layout: RunLayout) -> Path:
         if found := list_checkpoints(root):
             return checkpoint_path(root, found[-1])
     raise ModelError(f"run {layout.name} has no checkpoint yet")
-
-
-def _checkpoint_of(layout: RunLayout, step: int | None) -> Path:
-    if step is None:
-        return newest_checkpoint(layout)
-    if step not in (kept := list_checkpoints(layout.checkpoints)):
-        raise ModelError(
-            f"run {layout.name} has no checkpoint of version {step}, only of "
-            f"{', '.join(map(str, kept)) or 'none'}; see trainer.keep_checkpoints"
-        )
-    return checkpoint_path(layout.checkpoints, step)
 
 
 def chosen_step(found: Reference, step: int | None, *, option: str) -> int | None:

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from areal_flow.errors import ConfigError
 from pipelines.cli.settings import AnswerSettings, Flag, Given, report_settings
 from pipelines.console.tables import Report
+from pipelines.references import chosen_step
 
 DEFAULT_LIMIT = 20
 
@@ -118,7 +119,6 @@ def trajectories(
     from areal_flow.store.browsing import Selection, show_trajectory
     from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report
-    from pipelines.references import chosen_step
 
     named = folders.find(run)
     found, at = Run(named.run.root), chosen_step(named, at, option="--at")
@@ -186,7 +186,6 @@ def replay(
     """
     from areal_flow.import_path import import_function
     from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
-    from pipelines.references import chosen_step
 
     named, changes = folders.find(run), parse_changes(set_ or [])
     layout, step = named.run, chosen_step(named, step, option="--step")

@@ -21,9 +21,7 @@ from areal_flow.config_errors import nearest
 from areal_flow.errors import ConfigError
 from areal_flow.settings import parse_value
 from pipelines.console.tables import Report, Table
-
-if TYPE_CHECKING:
-    from pipelines.references import Reference
+from pipelines.references import Reference, find_reference
 
 _KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
 _SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -39,8 +37,6 @@ class Folders:
     """`monotonic()` when the program began."""
 
     def find(self, reference: str) -> Reference:
-        from pipelines.references import find_reference
-
         return find_reference(self.runs, reference, registry=self.registry)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,20 +36,12 @@ class Which:
     """With --resume: even if its driver hangs."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True)
-class WhichTraining(Which):
-    """Which run to train."""
-
-    accept_verifier: Flag = False
-    """With --resume: even if the code that scores changed; nothing is compared across it."""
-
-
 def train(
     recipe: Path | None = None,
     /,
     *,
-    which: WhichTraining | None = None,
+    which: Which | None = None,
+    accept_verifier: Flag = False,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
     data: Annotated[Path | None, Parameter(name=("--data", "--prompts"))] = None,
@@ -60,6 +53,8 @@ def train(
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        accept_verifier: With --resume: even if the code that scores changed; nothing is compared
+            across it.
         from_: Begin with the policy of another run, and its recipe with any setting over it; of
             its newest checkpoint, or of a step.
         reset_optimizer: With --from: without that run's optimizer state.
@@ -68,24 +63,24 @@ def train(
     """
     if reset_optimizer and from_ is None:
         raise ConfigError("--reset-optimizer goes with --from")
+    from pipelines.jobs.forking import fork_of
     from pipelines.jobs.job import TRAINING
 
-    given = dict(settings or {})
+    which, given = which or Which(), dict(settings or {})
     if data is not None:
         given |= {"prompts.source": "file", "prompts.path": str(data), "sources": []}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
+    drive = partial(_drive, TRAINING, recipe, which, given, folders)
     if from_ is None:
-        return _drive(TRAINING, recipe, which or WhichTraining(), given, folders)
-    if recipe or (which and which.resume):
+        return drive(accept_verifier=accept_verifier)
+    if recipe or which.resume:
         raise ConfigError(
             "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
             "with the settings given"
         )
-    from pipelines.jobs.forking import fork_of
-
     fork = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
-    return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
+    return drive(accept_verifier=accept_verifier, fork=fork)
 
 
 def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
@@ -130,12 +125,13 @@ def _drive(
     which: Which,
     settings: dict[str, Any],
     folders: Given,
+    *,
+    accept_verifier: bool = False,
     fork: Fork | None = None,
 ) -> int:
     from pipelines.jobs import job as jobs
 
     overrides = nest(settings)
-    accept_verifier = isinstance(which, WhichTraining) and which.accept_verifier
     if which.resume is None:
         if which.take_over or accept_verifier:
             raise ConfigError("--take-over and --accept-verifier go with --resume")

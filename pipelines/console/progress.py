@@ -25,6 +25,7 @@ from areal_flow.controller import speed
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.console.run_log import log
+from pipelines.console.tables import PLAIN
 
 WINDOW_STEPS = 8
 """So many steps are shown, and means and rates are over them."""
@@ -32,7 +33,6 @@ LINE_EVERY_S = 5.0
 """A phase that counts prints no line sooner after its last one, but for its end."""
 BAR_WIDTH = 32
 CELL_WIDTH = 76
-PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 CELL_HTML = '<pre style="font-family: monospace; line-height: 1.25; overflow-x: auto">{code}</pre>'
 
 
@@ -86,7 +86,6 @@ class NotebookCell(Lines):
             file=StringIO(),
             record=True,
             force_terminal=True,
-            force_jupyter=False,
             color_system="truecolor",
             **PLAIN,
         )
@@ -232,7 +231,7 @@ def make_progress(
         to_stderr: of a command whose result stands on standard output.
     """
     stream = sys.stderr if to_stderr else sys.stdout
-    console = Console(stderr=to_stderr, **PLAIN)
+    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
     screen = Lines(console)
     if console.is_jupyter:
         screen = NotebookCell()
@@ -243,7 +242,7 @@ def make_progress(
 
 def line_progress() -> Progress:
     """Return what prints lines anywhere, also in a notebook, where a run has one display."""
-    console = Console(force_jupyter=False, **PLAIN)
+    console = Console(**PLAIN)
     return Progress(screen=Lines(console))
 
 

@@ -25,7 +25,8 @@ from areal_flow.types import EvaluationScores
 
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
-
+PLAIN: dict[str, Any] = dict.fromkeys(("force_jupyter", "highlight", "markup", "emoji"), False)
+"""Settings of a console that takes nothing in a text for markup and knows no notebook."""
 _LEAST_PROSE = 12
 _LEAST_TEXT = 3
 _NUMBER = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?(%| s)?|inf|nan")
@@ -134,9 +135,7 @@ def rendered(console: Console, *parts: RenderableType) -> str:
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, **PLAIN)
 
 
 def with_interval(scores: EvaluationScores, name: str) -> str:

@@ -74,23 +74,20 @@ def summarise(
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
         verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
     compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
-    by_difficulty = {
-        name: {
-            str(difficulty): scores.as_json() for difficulty, scores in table.by_difficulty.items()
+
+    def by(part: str) -> dict[str, dict[str, Any]]:
+        return {"before": {}, "after": {}} | {
+            name: {str(key): scores.as_json() for key, scores in getattr(table, part).items()}
+            for name, table in compared.items()
         }
-        for name, table in compared.items()
-    }
-    by_set = {
-        name: {held: scores.as_json() for held, scores in table.by_set.items()}
-        for name, table in compared.items()
-    }
+
     return {
         "verifiers": verifiers,
         **dict.fromkeys(("held_out_before", "held_out_after")),
         **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
         **{name: value or 0 for name, value in totals.items()},
-        "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
-        "by_set": {"before": {}, "after": {}, **by_set},
+        "by_difficulty": by("by_difficulty"),
+        "by_set": by("by_set"),
     }
 
 

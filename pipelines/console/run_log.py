@@ -34,7 +34,7 @@ class _Lines(logging.Formatter):
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Lose a line that a full disk does not take: it was printed, and must not end a run."""
+        """Ignore a full disk: the line was printed already, and a log must not end a run."""
 
 
 def say(*parts: RenderableType) -> None:

@@ -91,22 +91,18 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
             )
         make(layout.model, max_model_len=recipe.generation.max_model_len or MAX_MODEL_LEN)
     else:
-        _copy_model(recipe, layout)
+        source = resolve_model(recipe.model)
+        check_model_directory(source)
+        from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+        probe_policy(source, max_model_len=recipe.generation.max_model_len)
+        copy_model_description(source, layout.model)
+        write_tokenizer(source, layout.model)
     if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
         from areal_flow.models.policy import check_adapter  # torch, as above
 
         check_adapter(layout.model, recipe.trainer.lora)
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
-
-
-def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
-    source = resolve_model(recipe.model)
-    check_model_directory(source)
-    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
-
-    probe_policy(source, max_model_len=recipe.generation.max_model_len)
-    copy_model_description(source, layout.model)
-    write_tokenizer(source, layout.model)
 
 
 def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:

@@ -182,7 +182,7 @@ def evaluate_all(
     limit: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[EvaluationResult]:
-    """Answer the same prompts with one model or several, which one verifier judges at one sampling.
+    """Answer the same prompts with one model or several, with one verifier and one sampling.
 
     A model of no run is judged as the first one that is of a run.
     """

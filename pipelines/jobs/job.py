@@ -84,7 +84,7 @@ class Job:
     """The last thing that a preparation writes."""
     verifier: Callable[[RunLayout, Recipe], Verifier]
     """Says which code scores, as it is now."""
-    conclude: Callable[[RunLayout], None] = lambda layout: None
+    conclude: Callable[[RunLayout], None]
     """Called with a run that is finished, and recorded as such."""
 
 
@@ -234,9 +234,11 @@ def _drive(
     began: float,
 ) -> Outcome:
     state: State = "failed"
-    drive = partial(job.drive, layout, recipe, writer=writer, standby=standby)
+    drive = partial(
+        job.drive, layout, recipe, writer=writer, standby=standby, resume=resume, began=began
+    )
     try:
-        outcome = wait_for(lambda: drive(resume=resume, began=began))
+        outcome = wait_for(drive)
         state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):

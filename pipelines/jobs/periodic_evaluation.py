@@ -79,7 +79,7 @@ class PeriodicEvaluations:
             await self._making
 
     async def cancel(self) -> None:
-        """End the evaluation that is being made; who resumes makes it if it is still the newest."""
+        """Cancel the evaluation that is being made; a resumed run makes it if it is the newest."""
         if self._making is not None:
             self._making.cancel()
             await asyncio.gather(self._making, return_exceptions=True)

@@ -30,7 +30,6 @@ def verify_lines(
 
     Args:
         kind: a verifier by its name, or by its import path `package.module:function`.
-
         settings: its keyword arguments.
     """
     reward = load_reward(kind, Path(), settings=settings).reward

@@ -117,21 +117,21 @@ def _conclude_sft(layout: RunLayout) -> None:
 
 TRAINING = Job(
     "train",
-    prepare_training,
-    run_training,
-    place_workers,
-    lambda layout: layout.steps,
-    found_verifier,
-    _draw_report,
+    prepare=prepare_training,
+    drive=run_training,
+    workers=place_workers,
+    prepared=lambda layout: layout.steps,
+    verifier=found_verifier,
+    conclude=_draw_report,
 )
 SFT = Job(
     "sft",
-    prepare_sft_run,
-    run_sft,
-    sft_workers,
-    lambda layout: layout.sft_rows,
-    lambda *_: Verifier(),
-    _conclude_sft,
+    prepare=prepare_sft_run,
+    drive=run_sft,
+    workers=sft_workers,
+    prepared=lambda layout: layout.sft_rows,
+    verifier=lambda *_: Verifier(),
+    conclude=_conclude_sft,
 )
 
 

@@ -45,9 +45,6 @@ def placed(
         section: the one that is meant where it has a setting of that name.
         refused: what is not meant where it alone has one, `sft.` or `evaluation.top_p`; and who
             reads that.
-
-    Raises:
-        ConfigError: several sections have a setting of that name, or one that is not meant.
     """
     names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
     table = {}
@@ -76,11 +73,7 @@ def placed(
 
 
 def reward_tables(rewards: Rewards) -> list[dict[str, Any]]:
-    """Return a `[[rewards]]` table of each reward; its `verifier` may be a function.
-
-    Raises:
-        ConfigError: one is none.
-    """
+    """Return a `[[rewards]]` table of each reward; its `verifier` may be a function."""
     is_one = callable(rewards) or isinstance(rewards, str | Mapping | RewardSettings)
     listed = [rewards] if is_one or not isinstance(rewards, Iterable) else rewards
     tables = []
@@ -121,11 +114,7 @@ def file_of(rows: Rows, path: Path) -> Path:
 
 
 def rows_of(table: Rows) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table of any kind as dicts of plain values.
-
-    Raises:
-        ConfigError: it is no table.
-    """
+    """Yield the rows of a table of any kind as dicts of plain values."""
     if hasattr(table, "notna"):  # pandas writes NaN, NA or NaT where nothing is
         table = table.astype(object).where(table.notna(), None)
     for method, arguments in _AS_DICTS.items():
@@ -152,5 +141,4 @@ _AS_DICTS: dict[str, tuple[str, ...]] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy value as Python's; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

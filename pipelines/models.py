@@ -21,19 +21,13 @@ _TRAINING_ONLY = (ADAPTER_FILE, "optimizer.safetensors", "state.json")
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A lineage, how it was asked for, and what its hashes were compared with."""
-
     lineage: Lineage
     registered: RegisteredVersion | None
     checks: tuple[HashCheck, ...]
 
 
 def export(source: Path, directory: Path) -> None:
-    """Write a checkpoint's configuration, tokenizer and weights: a plain Hugging Face directory.
-
-    Raises:
-        ModelError: the directory is not empty.
-    """
+    """Write a checkpoint's configuration, tokenizer and weights: a plain Hugging Face directory."""
     _copy_without(source, directory, *_TRAINING_ONLY)
     if (source / ADAPTER_FILE).is_file():
         from safetensors.torch import save_file
@@ -50,11 +44,7 @@ def export(source: Path, directory: Path) -> None:
 
 
 def export_adapter(source: Path, directory: Path) -> None:
-    """Write a checkpoint's adapter as `peft` has it, and which directory it adapts.
-
-    Raises:
-        ModelError: the checkpoint has none, or the directory is not empty.
-    """
+    """Write a checkpoint's adapter as `peft` has it, and which directory it adapts."""
     if not (source / ADAPTER_FILE).is_file():
         raise ModelError(
             f"--adapter: expected a checkpoint of a run with trainer.lora.rank, found {source}, "
@@ -86,12 +76,7 @@ def _copy_without(source: Path, directory: Path, *names: str) -> None:
 
 
 def trace_model(found: Reference, *, step: int | None = None) -> Traced:
-    """Return the lineage of a registered version, or of a run's step, by default its last.
-
-    Raises:
-        ModelError: it lies in no run, or there is no policy yet.
-        RunError: there is no such step.
-    """
+    """Return the lineage of a registered version, or of a run's step, by default its last."""
     from areal_flow.store.queries import Run
 
     run = Run(found.run.root)

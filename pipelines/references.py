@@ -43,11 +43,7 @@ class Reference:
         return self.layout
 
     def whole_run(self, command: str) -> RunLayout:
-        """Return the run, for a command that looks at all of it.
-
-        Raises:
-            ConfigError: a step of it was asked for.
-        """
+        """Return the run, for a command that looks at all of it."""
         if self.step is not None and self.directory is None:
             raise ConfigError(
                 f"`{command}` is of a whole run, found step {self.step}: give "
@@ -56,16 +52,19 @@ class Reference:
         return self.run
 
     def model(self) -> Path:
-        """Return the directory of the model.
-
-        Raises:
-            ModelError: it is gone, or was not kept.
-        """
-        if self.directory is None:
-            return _checkpoint_of(self.run, self.step)
-        if not self.directory.is_dir():
-            raise ModelError(f"{self.text} points to {self.directory}, which is gone")
-        return self.directory
+        if self.directory is not None:
+            if not self.directory.is_dir():
+                raise ModelError(f"{self.text} points to {self.directory}, which is gone")
+            return self.directory
+        if self.step is None:
+            return newest_checkpoint(self.run)
+        checkpoints = self.run.checkpoints
+        if self.step not in (kept := list_checkpoints(checkpoints)):
+            raise ModelError(
+                f"run {self.run.name} has no checkpoint of version {self.step}, only of "
+                f"{', '.join(map(str, kept)) or 'none'}; see trainer.keep_checkpoints"
+            )
+        return checkpoint_path(checkpoints, self.step)
 
     @property
     def title(self) -> str:
@@ -84,10 +83,6 @@ def find_reference(runs: Path, text: str, *, registry: str | None = None) -> Ref
 
     Args:
         registry: MLflow's address, if it is not the database beside the runs.
-
-    Raises:
-        ModelError: the registry does not know it.
-        RunError: there is nothing of that name.
     """
     if text.startswith("models:/"):
         from areal_flow.tracking.model_registry import default_tracking_uri, registered_version
@@ -110,40 +105,19 @@ def _of_model(text: str, directory: Path, registered: RegisteredVersion | None =
 
 
 def run_of_checkpoint(directory: Path) -> RunLayout | None:
-    """Return the run whose directory has this one among its checkpoints."""
     root = directory.parent.parent
     return RunLayout(root) if (root / "config.toml").is_file() else None
 
 
 def newest_checkpoint(layout: RunLayout) -> Path:
-    """Return a run's newest checkpoint; before training, that of supervised fine-tuning.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """Return a run's newest checkpoint; before training, that of supervised fine-tuning."""
     for root in (layout.checkpoints, layout.sft_checkpoints):
         if found := list_checkpoints(root):
             return checkpoint_path(root, found[-1])
     raise ModelError(f"run {layout.name} has no checkpoint yet")
 
 
-def _checkpoint_of(layout: RunLayout, step: int | None) -> Path:
-    if step is None:
-        return newest_checkpoint(layout)
-    if step not in (kept := list_checkpoints(layout.checkpoints)):
-        raise ModelError(
-            f"run {layout.name} has no checkpoint of version {step}, only of "
-            f"{', '.join(map(str, kept)) or 'none'}; see trainer.keep_checkpoints"
-        )
-    return checkpoint_path(layout.checkpoints, step)
-
-
 def chosen_step(found: Reference, step: int | None, *, option: str) -> int | None:
-    """Return the step of a run that is meant, by its reference or by an option; None: neither.
-
-    Raises:
-        ConfigError: they are two.
-    """
     if None not in (step, found.step) and step != found.step:
         raise ConfigError(f"{option} {step}: {found.text} is step {found.step} already")
     return found.step if step is None else step

@@ -16,24 +16,15 @@ from areal_flow.weights.shared_memory import free_segments
 
 
 def check_unheld(layout: RunLayout) -> None:
-    """Return if no living driver has the run.
-
-    Raises:
-        RunError: one has; says which and since when.
-    """
     lease = newest_lease(layout.writers)
     if lease and is_held(layout.writers, lease.writer_epoch):
         raise RunError(f"run {layout.name} is held by {lease}: stop it first; nothing was removed")
 
 
 def remove_run(layout: RunLayout) -> int:
-    """Remove a run that nobody holds; return how many model versions it had.
+    """Remove a run that no driver holds; return how many model versions it had.
 
     The directory is renamed first: one that is half removed must not look like a run.
-
-    Raises:
-        RunError: a driver holds it.
-        StorageError: the registry cannot be reached, and nothing was removed.
     """
     check_unheld(layout)
     with hold_lease(layout.writers):

@@ -1,16 +1,19 @@
-"""The commands that read runs and models, from `evaluate` to `report`, and `settings`."""
+"""The commands that read runs and models, from `evaluate` to `report`; `settings` and `verify`."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from areal_flow.errors import ConfigError
-from pipelines.cli.settings import AnswerSettings, Flag, Given
+from pipelines.cli.settings import AnswerSettings, Flag, Given, report_settings
 from pipelines.console.tables import Report
+from pipelines.references import chosen_step
 
 DEFAULT_LIMIT = 20
 
@@ -116,7 +119,6 @@ def trajectories(
     from areal_flow.store.browsing import Selection, show_trajectory
     from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report
-    from pipelines.references import chosen_step
 
     named = folders.find(run)
     found, at = Run(named.run.root), chosen_step(named, at, option="--at")
@@ -184,7 +186,6 @@ def replay(
     """
     from areal_flow.import_path import import_function
     from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
-    from pipelines.references import chosen_step
 
     named, changes = folders.find(run), parse_changes(set_ or [])
     layout, step = named.run, chosen_step(named, step, option="--step")
@@ -249,9 +250,46 @@ def settings(section: str | None = None, /) -> Report:
     Args:
         section: A section, or one setting by its dotted name; all by default.
     """
-    from pipelines.cli.settings_report import report_settings
-
     return report_settings(section)
 
 
-COMMANDS = (evaluate, export, trajectories, lineage, difficulty, replay, check, report, settings)
+def verify(
+    *,
+    kind: Annotated[str, Parameter(metavar="NAME|MODULE:FUNCTION")],
+    settings: Annotated[str, Parameter(metavar="JSON")] = "{}",
+) -> int:
+    """Judge rows of JSONL from standard input; write one verdict a line, in their order.
+
+    A row has id, completion and what its verifier asks for: reference; or, for code, mode, tests
+    and entry_point. The exit code is 1 if a row got no score.
+
+    Args:
+        kind: A verifier: math, code, numeric, exact, regex, format, judge, reward_model,
+            reasoning_gym, or one of yours.
+        settings: Its keyword arguments, as in a recipe: '{"pattern": "Answer: (.+)"}'.
+    """
+    from pipelines.jobs.verify import read_lines, verify_lines
+
+    chosen = _settings_of(settings)
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    are_scored = True
+    for verdict in verify_lines(kind, read_lines(sys.stdin), settings=chosen):
+        print(json.dumps(verdict), flush=True)
+        are_scored &= verdict["score"] is not None
+    return 0 if are_scored else 1
+
+
+def _settings_of(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--settings {text!r}: expected a JSON object")
+    return settings
+
+
+COMMANDS = (
+    *(evaluate, export, trajectories, lineage, difficulty, replay, check, report),
+    *(settings, verify),
+)

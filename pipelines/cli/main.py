@@ -16,13 +16,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 import areal_flow
+from areal_flow.config_errors import did_you_mean
 from areal_flow.errors import ArealFlowError, ConfigError
-from pipelines.cli import inspecting, runs, tracking, training, verifying, workers
+from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders
-from pipelines.cli.usage import explain_usage
 from pipelines.console.tables import Report, show
 
 WHAT_TO_DO = {
@@ -45,9 +45,7 @@ app.register_install_completion_command()
 for command in (
     *training.COMMANDS,
     *inspecting.COMMANDS,
-    *verifying.COMMANDS,
     *runs.COMMANDS,
-    *tracking.COMMANDS,
     *workers.COMMANDS,
 ):
     app.command(command)
@@ -90,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except CycloptsError as error:
-        print(f"areal-flow: {explain_usage(error)}", file=sys.stderr)
+        print(f"areal-flow: {_explain(error)}", file=sys.stderr)
         return 2
     except ArealFlowError as error:
         print(f"areal-flow: {error}", file=sys.stderr)
@@ -105,6 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
         print("areal-flow: stopped", file=sys.stderr)
         return EXIT_CODES.get(str(stop), EXIT_CODES["SIGINT"])
+
+
+def _explain(error: CycloptsError) -> str:
+    command = next(iter(error.command_chain or ()), "")
+    advice = f"`areal-flow {command} --help` lists " + ("options" if command else "commands")
+    if command == "replay":
+        advice += "; it takes settings as --set SECTION.KEY=VALUE"
+    return f"{_unknown_option(error) or error} {advice}.".replace("  ", " ")
+
+
+def _unknown_option(error: CycloptsError) -> str:
+    if not isinstance(error, UnknownOptionError):
+        return ""
+    given = (error.token.keyword or error.token.value).partition("=")[0]
+    options = [name for argument in error.argument_collection for name in argument.names]
+    return f"Unknown option: {given}{did_you_mean(given, options) or '.'}"
 
 
 if __name__ == "__main__":

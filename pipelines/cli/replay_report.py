@@ -21,13 +21,6 @@ from pipelines.console.tables import Report, Table
 def report_replay(
     layout: RunLayout, replayed: Replayed, *, num_trajectories: int, tokens_of: str | None
 ) -> Report:
-    """Report the step beside its record, then what was asked for of its trajectories.
-
-    The exit code is 1 if a step differs where it must not.
-
-    Raises:
-        RunError: the step did not train `tokens_of`.
-    """
     found: dict[str, Any] = {
         "run": layout.name,
         "checkpoint": replayed.checkpoint,

@@ -32,7 +32,6 @@ _MOST_ROWS = 12
 
 
 def report_check(layout: RunLayout) -> Report:
-    """Report each finding with what to do, and how much was looked at."""
     audit = check_run(layout)
     found = audit.as_json()
     checked = ", ".join(f"{count} {kind}" for kind, count in audit.checked.items()) or "nothing"
@@ -83,7 +82,6 @@ def report_comparison(
     first: EvaluationResult,
     second: EvaluationResult,
 ) -> Report:
-    """Report two models' scores, and how the second does on the first's prompts, set by set."""
     results = (first, second)
     if len(by_set) > 1:
         shown = [
@@ -119,7 +117,6 @@ def _compared(compared: PairedComparison) -> str:
 
 
 def report_runs(runs: Path) -> Report:
-    """Report every run with its state and how far it is, a line each."""
     found = [_run(layout) for layout in list_runs(runs)]
     if not found:
         return Report({"runs": []}, [f"no runs in {runs}"])
@@ -221,7 +218,6 @@ def _ancestor(parent: dict[str, Any]) -> str:
 
 
 def _spans(records: Sequence[dict[str, Any]], name: str) -> str:
-    """Return values with their steps; the only one needs none."""
     if len(records) == 1:
         return str(records[0][name])
     return "\n".join(f"{r[name]} (steps {r['first_step']} to {r['last_step']})" for r in records)

@@ -1,13 +1,16 @@
-"""`areal-flow runs`: lists runs, and removes one."""
+"""`areal-flow runs`, `track` and `ui`: lists and removes runs, and shows them in MLflow."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
-from areal_flow.errors import ConfigError
+from areal_flow.command import command
+from areal_flow.config import load_recipe
+from areal_flow.errors import ConfigError, RunError
 from areal_flow.run.directory import find_run, observed_state
 from pipelines.cli.settings import Flag, Given
 from pipelines.console.tables import Report
@@ -53,4 +56,49 @@ def remove(
     return 0
 
 
-COMMANDS = (group,)
+def track(
+    run: str, /, *, to: Annotated[str | None, Parameter(metavar="URI")] = None, folders: Given
+) -> None:
+    """Fill an MLflow server with a run's metrics and models, again from step 0.
+
+    Args:
+        run: A run's name, or its directory.
+        to: The server's address; that of the run's recipe by default.
+    """
+    from areal_flow.tracking.registry import track
+
+    layout = folders.find(run).whole_run("track")
+    uri = to or load_recipe(layout.config).tracking.uri
+    num_steps = track(layout.root, uri)
+    print(
+        f"{uri or 'the database beside the runs'} has all of {run} now; it lacked {num_steps} steps"
+    )
+
+
+def ui(
+    *,
+    port: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=65_535))] = 5000,
+    folders: Given,
+) -> None:
+    """Serve the MLflow UI on 127.0.0.1, opened where the newest run is.
+
+    Args:
+        port: To listen on.
+    """
+    from areal_flow.tracking.model_registry import default_tracking_uri
+    from areal_flow.tracking.mlflow_pages import serve
+
+    if not (database := folders.runs / "mlflow.db").is_file():
+        raise RunError(
+            f"expected {database}, found none: train first with "
+            f"`{command('train', runs=folders.runs)}`"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(f"port {port} is taken: choose another with --port N")
+    print("MLflow is starting, which takes about 10 s", flush=True)
+    serve(default_tracking_uri(folders.runs), port=port)
+
+
+COMMANDS = (group, track, ui)

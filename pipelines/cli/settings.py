@@ -1,4 +1,4 @@
-"""Every setting of a recipe with its type, default and meaning: for `--help` and docs/settings.md.
+"""Every setting of a recipe with type, default and meaning: in `--help`, `settings` and the docs.
 
 A setting on the command line is `--SECTION.SETTING VALUE`. Values are validated with the recipe
 that they change, so that errors name field, value and rule however a value was given.
@@ -9,7 +9,7 @@ that they change, so that errors name field, value and rule however a value was 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from cyclopts import Group, Parameter
 
 from areal_flow.config import Recipe
+from areal_flow.config_errors import nearest
+from areal_flow.errors import ConfigError
 from areal_flow.settings import parse_value
-
-if TYPE_CHECKING:
-    from pipelines.references import Reference
+from pipelines.console.tables import Report, Table
+from pipelines.references import Reference, find_reference
 
 _KINDS = {"string": "text", "integer": "int", "number": "float", "boolean": "bool"}
 _SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -36,8 +37,6 @@ class Folders:
     """`monotonic()` when the program began."""
 
     def find(self, reference: str) -> Reference:
-        from pipelines.references import find_reference
-
         return find_reference(self.runs, reference, registry=self.registry)
 
 
@@ -48,8 +47,6 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a recipe or of one of its sections."""
-
     name: str
     kind: str
     """`int`, `float`, `bool`, `text`, `path`, `choice` or, of anything nested, `TOML`."""
@@ -57,6 +54,10 @@ class Setting:
     choices: tuple[str, ...]
     default: str
     meaning: str
+
+    def kind_and_rule(self, choice: str = "{}") -> str:
+        kind = " or ".join(map(choice.format, self.choices)) or self.kind
+        return f"{kind}, {self.rule}" if self.rule else kind
 
 
 def all_settings() -> Iterator[tuple[str, str, list[Setting]]]:
@@ -142,7 +143,6 @@ else:
 
 
 def _answers_type() -> Any:
-    """Return the settings of held-out answers, by their last names."""
     make: Any = TypedDict
     group = Group.create_ordered("How prompts are answered, instead of the run's settings")
     others = ("every_steps", "stop_after_plateau", "held_out")
@@ -163,8 +163,46 @@ else:
 """Settings that `evaluate` takes without their section: only those that were given."""
 
 
+def report_settings(wanted: str | None) -> Report:
+    """Report all settings, those of a section and of the sections within it, or one setting.
+
+    Args:
+        wanted: a section or a setting by its dotted name, as in a recipe or on the command line.
+    """
+    name, known = (wanted or "").strip("-[]").replace("-", "_"), [*all_settings()]
+    sections = [
+        (section, meaning, chosen)
+        for section, meaning, settings in known
+        if (chosen := [s for s in settings if f"{s.name}.".startswith(f"{name}." * bool(name))])
+    ]
+    if not sections:
+        names = [section.strip("[]") for section, _, _ in known if section]
+        close = nearest(name, [*names, *(s.name for _, _, settings in known for s in settings)])
+        said = f"there is no such section or setting; did you mean {' or '.join(close)}?"
+        sections_named = f"expected a setting, or a section: {', '.join(names)}"
+        raise ConfigError(f"settings {wanted}: {said if close else sections_named}")
+    found = [
+        {"section": section, "meaning": meaning, "settings": [asdict(each) for each in settings]}
+        for section, meaning, settings in sections
+    ]
+    return Report({"sections": found}, [_table(*section) for section in sections])
+
+
+def _table(section: str, meaning: str, settings: list[Setting]) -> Table:
+    rows = [
+        {
+            "setting": setting.name.rpartition(".")[2],
+            "type": setting.kind_and_rule(),
+            "default": setting.default,
+            "meaning": setting.meaning,
+        }
+        for setting in settings
+    ]
+    heading = section if section.startswith("[") or not section else f"[{section}]"
+    return Table(rows, f"{heading} {meaning}".strip(), prose=("type", "default", "meaning"))
+
+
 def settings_page() -> str:
-    """Return docs/settings.md."""
     lines = [
         "# Settings",
         "",
@@ -178,9 +216,8 @@ def settings_page() -> str:
         lines += [meaning, ""] if section else []
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for setting in settings:
-            kind = " or ".join(f"`{choice}`" for choice in setting.choices) or setting.kind
-            rule = f", {setting.rule}" if setting.rule else ""
-            cells = (f"`{setting.name}`", f"{kind}{rule}", f"`{setting.default}`", setting.meaning)
+            kind = setting.kind_and_rule("`{}`")
+            cells = (f"`{setting.name}`", kind, f"`{setting.default}`", setting.meaning)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -17,11 +17,7 @@ LANCE = ".lance"
 
 
 def check_table_file(path: Path) -> None:
-    """Refuse a file that cannot be written.
-
-    Raises:
-        ConfigError: an unknown ending, a file that exists, or a folder that does not.
-    """
+    """Refuse a file that cannot be written."""
     endings = [*_WRITERS, LANCE]
     if path.suffix not in endings:
         raise ConfigError(f"--to {path}: expected a name that ends in {' or '.join(endings)}")
@@ -35,9 +31,6 @@ def write_table_file(path: Path, tables: Iterable[pa.Table], schema: pa.Schema) 
     """Write tables of one schema, by the file's ending; return the number of rows.
 
     A file that is being written has another name: one of this name is complete.
-
-    Raises:
-        ConfigError: as `check_table_file`.
     """
     check_table_file(path)
     if path.suffix == LANCE:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,6 @@ from areal_flow.settings import nest
 from pipelines.cli.settings import EXIT_CODES, Flag, Given, Overrides
 
 if TYPE_CHECKING:
-    from areal_flow.config import SupervisedObjective
     from pipelines.jobs.forking import Fork
     from pipelines.jobs.job import Job
 
@@ -35,20 +36,12 @@ class Which:
     """With --resume: even if its driver hangs."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True)
-class WhichTraining(Which):
-    """Which run to train."""
-
-    accept_verifier: Flag = False
-    """With --resume: even if the code that scores changed; nothing is compared across it."""
-
-
 def train(
     recipe: Path | None = None,
     /,
     *,
-    which: WhichTraining | None = None,
+    which: Which | None = None,
+    accept_verifier: Flag = False,
     from_: Annotated[str | None, Parameter(name="--from", metavar="RUN[@STEP]")] = None,
     reset_optimizer: Flag = False,
     data: Annotated[Path | None, Parameter(name=("--data", "--prompts"))] = None,
@@ -60,6 +53,8 @@ def train(
 
     Args:
         recipe: A TOML recipe, or the name of a shipped one; `arithmetic` by default.
+        accept_verifier: With --resume: even if the code that scores changed; nothing is compared
+            across it.
         from_: Begin with the policy of another run, and its recipe with any setting over it; of
             its newest checkpoint, or of a step.
         reset_optimizer: With --from: without that run's optimizer state.
@@ -68,107 +63,60 @@ def train(
     """
     if reset_optimizer and from_ is None:
         raise ConfigError("--reset-optimizer goes with --from")
+    from pipelines.jobs.forking import fork_of
     from pipelines.jobs.job import TRAINING
 
-    given = dict(settings or {})
+    which, given = which or Which(), dict(settings or {})
     if data is not None:
         given |= {"prompts.source": "file", "prompts.path": str(data), "sources": []}
     if skip_bad_rows:
         given["prompts.skip_bad_rows"] = True
+    drive = partial(_drive, TRAINING, recipe, which, given, folders)
     if from_ is None:
-        return _drive(TRAINING, recipe, which or WhichTraining(), given, folders)
-    if recipe or (which and which.resume):
+        return drive(accept_verifier=accept_verifier)
+    if recipe or which.resume:
         raise ConfigError(
             "expected one of a recipe, --resume and --from: a fork has the recipe of its parent, "
             "with the settings given"
         )
-    from pipelines.jobs.forking import fork_of
-
     fork = fork_of(folders.find(from_), reset_optimizer=reset_optimizer)
-    return _drive(TRAINING, None, which or WhichTraining(), given, folders, fork=fork)
+    return drive(accept_verifier=accept_verifier, fork=fork)
 
 
-def sft(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Fine-tune a policy on prompts with their completions; `train --model` goes on from it.
+def _supervised(name: str, meaning: str, fields: str, by_default: str) -> Callable[..., int]:
+    """Return a command that learns from rows; of `sft` the recipe says with which objective."""
 
-    Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `arithmetic` by default.
-        data: JSONL with prompt and completion, texts or messages, instead of the recipe's.
-    """
-    from pipelines.jobs.job import SFT
+    def learn(
+        recipe: Path | None = None,
+        /,
+        *,
+        data: Path | None = None,
+        which: Which | None = None,
+        settings: Overrides | None = None,
+        folders: Given,
+    ) -> int:
+        from pipelines.jobs.job import SFT, supervised
 
-    which = which or Which()
-    return _drive(SFT, recipe, which, _with_rows(data, which, settings), folders)
+        which, given = which or Which(), dict(settings or {})
+        if data is not None and which.resume is not None:
+            raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
+        if data is not None:
+            given["sft.path"] = str(data)
+        if name == "sft":
+            return _drive(SFT, recipe, which, given, folders)
+        if which.resume is None:
+            given["sft.objective"] = name
+            recipe = recipe or Path(name)
+        return _drive(supervised(name), recipe, which, given, folders)
 
-
-def dpo(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Train a policy on pairs of completions to prefer one, against the policy that it was (DPO).
+    learn.__name__ = name
+    learn.__doc__ = f"""{meaning}
 
     Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `dpo` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
-            recipe's.
+        recipe: A TOML recipe with [sft], or the name of a shipped one; `{by_default}` by default.
+        data: {fields}, texts or messages, instead of the recipe's.
     """
-    return _learn_pairs("dpo", recipe, data, which, settings, folders)
-
-
-def reward_model(
-    recipe: Path | None = None,
-    /,
-    *,
-    data: Path | None = None,
-    which: Which | None = None,
-    settings: Overrides | None = None,
-    folders: Given,
-) -> int:
-    """Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).
-
-    Args:
-        recipe: A TOML recipe with [sft], or the name of a shipped one; `reward_model` by default.
-        data: JSONL or Parquet with prompt, chosen and rejected, texts or messages, instead of the
-            recipe's.
-    """
-    return _learn_pairs("reward_model", recipe, data, which, settings, folders)
-
-
-def _learn_pairs(
-    objective: SupervisedObjective,
-    recipe: Path | None,
-    data: Path | None,
-    which: Which | None,
-    settings: dict[str, Any] | None,
-    folders: Given,
-) -> int:
-    from pipelines.jobs.job import supervised
-
-    which = which or Which()
-    settings = _with_rows(data, which, settings)
-    if which.resume is None:
-        settings["sft.objective"] = objective
-        recipe = recipe or Path(objective)
-    return _drive(supervised(objective), recipe, which, settings, folders)
-
-
-def _with_rows(data: Path | None, which: Which, settings: dict[str, Any] | None) -> dict[str, Any]:
-    if data is not None and which.resume is not None:
-        raise ConfigError("--data goes with a new run: one that is resumed keeps its rows")
-    return {**(settings or {}), **({} if data is None else {"sft.path": str(data)})}
+    return learn
 
 
 def _drive(
@@ -177,12 +125,13 @@ def _drive(
     which: Which,
     settings: dict[str, Any],
     folders: Given,
+    *,
+    accept_verifier: bool = False,
     fork: Fork | None = None,
 ) -> int:
     from pipelines.jobs import job as jobs
 
     overrides = nest(settings)
-    accept_verifier = isinstance(which, WhichTraining) and which.accept_verifier
     if which.resume is None:
         if which.take_over or accept_verifier:
             raise ConfigError("--take-over and --accept-verifier go with --resume")
@@ -210,4 +159,26 @@ def _drive(
     return 0 if outcome.finished else EXIT_CODES[outcome.stopped_by]
 
 
-COMMANDS = (train, sft, dpo, reward_model)
+_PAIRS = "JSONL or Parquet with prompt, chosen and rejected"
+COMMANDS = (
+    train,
+    _supervised(
+        "sft",
+        "Fine-tune a policy on prompts with their completions; `train --model` goes on from it.",
+        "JSONL with prompt and completion",
+        "arithmetic",
+    ),
+    _supervised(
+        "dpo",
+        "Train a policy on pairs of completions to prefer one, against the policy that it was "
+        "(DPO).",
+        _PAIRS,
+        "dpo",
+    ),
+    _supervised(
+        "reward_model",
+        "Train a reward model on pairs of completions, from a policy's layers (Bradley-Terry).",
+        _PAIRS,
+        "reward_model",
+    ),
+)

@@ -35,11 +35,7 @@ _NOT_TRAINED = "dim strike"
 
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
-    """Report the selected trajectories, one line each.
-
-    Raises:
-        ConfigError: the condition or the order cannot be read.
-    """
+    """Report the selected trajectories, one line each."""
     with closing(run.database(at=at)) as database:
         identifiers, num_matching = browsing.select_trajectories(database, selection)
         extra = [selection.sort] if selection.sort and selection.sort not in _LISTED else []
@@ -53,11 +49,7 @@ def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:
 
 
 def export_trajectories(run: Run, *, path: Path, selection: Selection, at: int | None) -> Report:
-    """Write every selected trajectory, all columns, to a Parquet or JSONL file.
-
-    Raises:
-        ConfigError: the condition, the order or the file's name will not do; nothing was written.
-    """
+    """Write every selected trajectory, all columns, to a Parquet or JSONL file."""
     with closing(run.database(at=at)) as database:
         identifiers, _ = browsing.select_trajectories(database, selection)
         schema = browsing.read_rows(database, []).schema
@@ -187,8 +179,8 @@ def _reward(shown: ShownTrajectory) -> Text:
         text.append(f"\nbefore weights: {', '.join(listed)}")
     for name, value in detail.get("extra", {}).items():
         text.append(f"\n{printable(name)}: {printable(str(value))}")
-    if told := detail.get("error") or detail.get("message"):
-        text.append(f"\n{printable(told)}", style="red" if "error" in detail else "")
+    if message := detail.get("error") or detail.get("message"):
+        text.append(f"\n{printable(message)}", style="red" if "error" in detail else "")
     return text.append(f"  ({shown.row['verifier']})", style="dim")
 
 

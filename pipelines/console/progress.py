@@ -25,6 +25,7 @@ from areal_flow.controller import ledger_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.types import SKIPPED_UPDATES
 from pipelines.console.run_log import log
+from pipelines.console.tables import PLAIN
 
 WINDOW_STEPS = 8
 """So many steps are shown, and means and rates are over them."""
@@ -36,7 +37,9 @@ CELL_HTML = '<pre style="font-family: monospace; line-height: 1.25; overflow-x: 
 
 
 class Lines:
-    """Prints what stays, and shows no picture."""
+    """Prints what stays, and shows no picture: for logs and pipes."""
+
+    is_live = False
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -55,6 +58,8 @@ class Lines:
 class Terminal(Lines):
     """Refreshes its picture in place, at any width."""
 
+    is_live = True
+
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._live = Live(console=console, refresh_per_second=4, transient=True)
@@ -71,6 +76,8 @@ class Terminal(Lines):
 class NotebookCell(Lines):
     """One display of a notebook's cell: what stays, and the picture below it."""
 
+    is_live = True
+
     def __init__(self) -> None:
         from IPython.display import display
 
@@ -79,11 +86,8 @@ class NotebookCell(Lines):
             file=StringIO(),
             record=True,
             force_terminal=True,
-            force_jupyter=False,
             color_system="truecolor",
-            highlight=False,
-            markup=False,
-            emoji=False,
+            **PLAIN,
         )
         super().__init__(console)
         self._kept: list[RenderableType] = []
@@ -97,12 +101,15 @@ class NotebookCell(Lines):
         self._console.print(*shown, sep="\n")
         html = self._console.export_html(code_format=CELL_HTML, inline_styles=True, clear=False)
         text = self._console.export_text()
-        self._console.file = StringIO()  # what is recorded is printed, too, and nobody reads that
+        self._console.file = StringIO()  # a recording console also writes, which is not needed
         self._display.update({"text/html": html, "text/plain": text}, raw=True)
 
 
 class Progress:
-    """Shows how a job goes in lines, for logs and pipes."""
+    """Shows how a job goes: a picture where the screen has one, of which the last in a phase stays.
+
+    Where there is no picture, each step is a line, and of a count one line every few seconds.
+    """
 
     def __init__(self, num_steps: int = 0, num_generators: int = 0, *, screen: Lines) -> None:
         self._screen = screen
@@ -110,55 +117,58 @@ class Progress:
         self._num_generators = num_generators
         self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
         self._counted_at = 0.0
+        self._picture: RenderableType | None = None
 
     def phase(self, text: str) -> None:
-        """Say what begins now."""
+        self._keep_picture()
         self._counted_at = 0.0
-        self._line(text)
+        log(text)  # first, whatever ends the process then
+        self._screen.keep(text)
+        self._screen.draw(None)
 
     def count(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Say how far the current phase is."""
-        self._show_count(f"{what} {done}/{total}{note}", done, total)
+        text = f"{what} {done}/{total}{note}"
+        self._show(Group(text, _bar(done, total)))
         now = monotonic()
         if done >= total or now - self._counted_at >= LINE_EVERY_S:
             self._counted_at = now
-            self._count_line(f"  {what} {done}/{total}{note}")
+            self._line(f"  {text}")
 
     def step(self, row: dict[str, Any]) -> None:
-        """Show a finished training step."""
         self._rows.append(row)
-        self._show_step(row)
-        own = {"step": f"{row['step']}/{self._num_steps}", **_values([row]), "left": self._left()}
-        means = _values(self._rows) if len(self._rows) > 1 else {}
-        recent = {**means, **self._rates()}
+        left, rates, several = self._left(), self._rates(), len(self._rows) > 1
+        window = f"over the last {len(self._rows)} steps" if several else "over this step"
+        self._show(self._steps_picture(window, left, rates))
+        own = {"step": f"{row['step']}/{self._num_steps}", **_values([row]), "left": left}
+        recent = {**(_values(self._rows) if several else {}), **rates}
         shown = (
             "  ".join(f"{label} {value}" for label, value in of.items()) for of in (own, recent)
         )
-        self._step_line(f"  {self._window()}: ".join(shown))
+        self._line(f"  {window}: ".join(shown))
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        self._keep_picture()
+        self._screen.close()
 
     def _line(self, text: str) -> None:
-        """Print a line that stays; it is in the log first, whatever ends the process then."""
+        """Log a line, and print it where no picture shows the same."""
         log(text)
-        self._screen.keep(text)
+        if not self._screen.is_live:
+            self._screen.keep(text)
 
-    _count_line = _step_line = _line
+    def _show(self, picture: RenderableType) -> None:
+        if self._screen.is_live:
+            self._picture = Padding(picture, (0, 0, 0, 2))
+            self._screen.draw(self._picture)
 
-    def _show_count(self, text: str, done: int, total: int) -> None:
-        """Show how far a phase is where that can be taken back."""
-
-    def _show_step(self, row: dict[str, Any]) -> None:
-        """Show a step where that can be taken back."""
-
-    def _window(self) -> str:
-        return f"over the last {len(self._rows)} steps" if len(self._rows) > 1 else "over this step"
+    def _keep_picture(self) -> None:
+        if self._picture is not None:
+            self._screen.keep(self._picture)
+        self._picture = None
 
     def _left(self) -> str:
-        rows = self._rows
-        steps_left = max(0, self._num_steps - rows[-1]["step"])
-        left = int(steps_left * fmean(row["seconds_step"] for row in rows))
+        steps_left = max(0, self._num_steps - self._rows[-1]["step"])
+        left = int(steps_left * fmean(row["seconds_step"] for row in self._rows))
         return f"{left // 60}:{left % 60:02d}"
 
     def _rates(self) -> dict[str, str]:
@@ -182,9 +192,23 @@ class Progress:
             **({"SKIPPED": f"{num_skipped} of {len(rows)} steps"} if num_skipped else {}),
         }
 
+    def _steps_picture(self, window: str, left: str, rates: Mapping[str, str]) -> Group:
+        steps, speeds = (Table(box=None, pad_edge=False, padding=(0, 0, 0, 2)) for _ in range(2))
+        last = self._rows[-1]
+        for label in ("step", *_values([last])):
+            steps.add_column(label, justify="right", no_wrap=True)
+        for each in self._rows:
+            steps.add_row(str(each["step"]), *_values([each]).values())
+        if len(self._rows) > 1:
+            steps.add_row(f"mean of {len(self._rows)}", *_values(self._rows).values(), style="bold")
+        for label in rates:
+            speeds.add_column(label, justify="right")
+        speeds.add_row(*rates.values())
+        done = _bar(last["step"], self._num_steps, f"{last['step']}/{self._num_steps}  {left} left")
+        return Group(steps, "", f"{window}:", speeds, "", done)
+
 
 def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what is shown of a step, or of several: means, and the largest staleness."""
     oldest = max(row["staleness_max"] for row in rows)
     return {
         "reward": f"{fmean(row['reward_mean'] for row in rows):.3f}",
@@ -192,55 +216,6 @@ def _values(rows: Collection[Mapping[str, Any]]) -> dict[str, str]:
         "length": f"{fmean(row['completion_tokens_mean'] for row in rows):.1f}",
         "staleness": f"{fmean(row['staleness_mean'] for row in rows):.2f} (max {oldest})",
     }
-
-
-class LiveProgress(Progress):
-    """A picture that is replaced as the job goes on; the last one of each phase stays."""
-
-    _picture: RenderableType | None = None
-
-    def phase(self, text: str) -> None:
-        self._keep_picture()
-        super().phase(text)
-        self._screen.draw(None)
-
-    def close(self) -> None:
-        self._keep_picture()
-        self._screen.close()
-
-    def _keep_picture(self) -> None:
-        if self._picture is not None:
-            self._screen.keep(self._picture)
-        self._picture = None
-
-    def _count_line(self, text: str) -> None:
-        log(text)
-
-    _step_line = _count_line
-
-    def _show_count(self, text: str, done: int, total: int) -> None:
-        self._show(Group(text, _bar(done, total)))
-
-    def _show_step(self, row: dict[str, Any]) -> None:
-        steps = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
-        for label in ("step", *_values([row])):
-            steps.add_column(label, justify="right", no_wrap=True)
-        for each in self._rows:
-            steps.add_row(str(each["step"]), *_values([each]).values())
-        if len(self._rows) > 1:
-            steps.add_row(f"mean of {len(self._rows)}", *_values(self._rows).values(), style="bold")
-        rates = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
-        for label in self._rates():
-            rates.add_column(label, justify="right")
-        rates.add_row(*self._rates().values())
-        done = _bar(
-            row["step"], self._num_steps, f"{row['step']}/{self._num_steps}  {self._left()} left"
-        )
-        self._show(Group(steps, "", f"{self._window()}:", rates, "", done))
-
-    def _show(self, picture: RenderableType) -> None:
-        self._picture = Padding(picture, (0, 0, 0, 2))
-        self._screen.draw(self._picture)
 
 
 def _bar(done: int, total: int, note: str = "") -> Table:
@@ -259,21 +234,21 @@ def make_progress(
     """
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
+    screen = Lines(console)
     if console.is_jupyter:
-        return LiveProgress(num_steps, num_generators, screen=NotebookCell())
-    if stream.isatty() and console.is_terminal:
-        return LiveProgress(num_steps, num_generators, screen=Terminal(console))
-    return Progress(num_steps, num_generators, screen=Lines(console))
+        screen = NotebookCell()
+    elif stream.isatty() and console.is_terminal:
+        screen = Terminal(console)
+    return Progress(num_steps, num_generators, screen=screen)
 
 
 def line_progress() -> Progress:
     """Return what prints lines anywhere, also in a notebook, where a run has one display."""
-    console = Console(force_jupyter=False, highlight=False, markup=False, emoji=False)
+    console = Console(**PLAIN)
     return Progress(screen=Lines(console))
 
 
 def counted(answer: Callable[..., Awaitable[Any]], progress: Progress, *, total: int) -> Any:
-    """Return `answer`, with the prompts that it has answered so far counted."""
     num_answered = 0
 
     async def answer_and_count(episodes: Sequence[Any], *, name: str) -> Any:

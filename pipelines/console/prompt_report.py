@@ -44,7 +44,6 @@ def describe_prompts(prepared: Prepared, layout: RunLayout, notes: Sequence[str]
 
 
 def report_difficulty(run: Run) -> Report:
-    """Report how many prompts of a run passed how often, as `prompts.difficulty` reads them."""
     rates = prompt_pass_rates(run)
     numbers = Counter(bisect_left(_BANDS, rate) for rate in rates["pass_rate"].to_pylist())
     labels = ["0", *(f"to {bound:g}" for bound in (*_BANDS[1:], 1.0))]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from pipelines.console.tables import PIPE_WIDTH, make_console, rendered
+from pipelines.console.tables import PIPE_WIDTH, PLAIN, make_console, rendered
 
 _TIME = "%Y-%m-%d %H:%M:%S"
 _WARNING = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:WARNING|ERROR|CRITICAL) (.*)")
@@ -34,11 +34,10 @@ class _Lines(logging.Formatter):
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Lose a line that a full disk does not take: it was printed, and must not end a run."""
+        """Ignore a full disk: the line was printed already, and a log must not end a run."""
 
 
 def say(*parts: RenderableType) -> None:
-    """Log lines, facts and tables, and print them."""
     log(*parts)
     # `print` comes out above a live display, through which a console would write.
     print(rendered(make_console(), *parts), end="", flush=True)
@@ -46,14 +45,7 @@ def say(*parts: RenderableType) -> None:
 
 def log(*parts: RenderableType) -> None:
     """Log lines, facts and tables without printing them; nothing where no log is kept."""
-    plain = Console(
-        width=PIPE_WIDTH,
-        file=StringIO(),
-        color_system=None,
-        force_jupyter=False,
-        markup=False,
-        emoji=False,
-    )
+    plain = Console(width=PIPE_WIDTH, file=StringIO(), color_system=None, **PLAIN)
     for line in rendered(plain, *parts).removesuffix("\n").split("\n"):
         _said.info("%s", line)
 

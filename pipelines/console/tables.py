@@ -25,7 +25,8 @@ from areal_flow.types import EvaluationScores
 
 PIPE_WIDTH = 10**6
 """A pipe has no width; this is more than any line needs."""
-
+PLAIN: dict[str, Any] = dict.fromkeys(("force_jupyter", "highlight", "markup", "emoji"), False)
+"""Settings of a console that takes nothing in a text for markup and knows no notebook."""
 _LEAST_PROSE = 12
 _LEAST_TEXT = 3
 _NUMBER = re.compile(r"[-+]?[\d,.]*(e[-+]?\d+)?(%| s)?|inf|nan")
@@ -37,8 +38,6 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found, for a program and for a reader."""
-
     data: Any
     """What `--json` prints."""
     parts: Sequence[RenderableType]
@@ -110,7 +109,6 @@ class _Shortened:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
-    """Return a fact a line, each after its label; long ones go on under themselves."""
     grid = rich_table.Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -120,7 +118,6 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> rich_table.Table:
 
 
 def show(report: Report, *, as_json: bool) -> int:
-    """Print what a command found; return its exit code."""
     if as_json:
         print(json.dumps(report.data, default=plain))
     else:
@@ -138,13 +135,10 @@ def rendered(console: Console, *parts: RenderableType) -> str:
 
 
 def make_console() -> Console:
-    """Return a console as wide as the terminal; nothing that is printed is taken for markup."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, **PLAIN)
 
 
 def with_interval(scores: EvaluationScores, name: str) -> str:
-    """Return a rate or a mean, by its name in `by_name`, with its interval."""
     found = scores.by_name()
     return f"{found[name]:.3f} [{found[f'{name}_low']:.3f}, {found[f'{name}_high']:.3f}]"
 
@@ -170,7 +164,6 @@ def short_time(moment: datetime) -> str:
 
 
 def plain(value: Any) -> str:
-    """Return what JSON has no type for as text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)
 
 

@@ -32,16 +32,17 @@ from pipelines.jobs.fetched_prompts import (
     reasoning_gym_rows,
     verifiers_rows,
 )
-from pipelines.tiny_jobs.calculator_policy import write_calculator_model
-from pipelines.tiny_jobs.coder_policy import write_coder_model
-from pipelines.tiny_jobs.functions import formulas_then_look_ups, make_one_liners
-from pipelines.tiny_jobs.questions import demonstrations, make_calculator
+from pipelines.tiny_jobs.calculator import calculator_tokenizer, demonstrations, make_calculator
+from pipelines.tiny_jobs.one_liners import (
+    coder_tokenizer,
+    formulas_then_look_ups,
+    make_one_liners,
+)
 from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 
 
 def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
-    """Return distinct sums; a held-out one is not among those to train on."""
     of = recipe.prompts
     min_terms, max_terms = of.num_terms
     draw = partial(arithmetic_questions, seed=recipe.seed, min_terms=min_terms, max_terms=max_terms)
@@ -53,8 +54,8 @@ def make_arithmetic(recipe: Recipe) -> tuple[Rows, Rows]:
 
 MODELS: dict[str, Callable[..., None]] = {
     "tiny": write_tiny_model,
-    "tiny_calculator": write_calculator_model,
-    "tiny_coder": write_coder_model,
+    "tiny_calculator": partial(write_tiny_model, make_tokenizer=calculator_tokenizer),
+    "tiny_coder": partial(write_tiny_model, make_tokenizer=coder_tokenizer),
 }
 SOURCES: dict[str, Callable[[Recipe], tuple[Rows, Rows]]] = {
     "arithmetic": make_arithmetic,
@@ -81,12 +82,6 @@ MAX_MODEL_LEN = 128
 
 
 def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
-    """Write configuration and tokenizer of the policy into the run directory.
-
-    Raises:
-        ModelError: there is no such model, or two, it cannot be trained, or lacks a stop token.
-        ConfigError: it has no such matrices as the recipe's adapter is of.
-    """
     if make := MODELS.get(recipe.model):
         if Path(recipe.model, "config.json").is_file():
             raise ModelError(
@@ -96,7 +91,13 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
             )
         make(layout.model, max_model_len=recipe.generation.max_model_len or MAX_MODEL_LEN)
     else:
-        _copy_model(recipe, layout)
+        source = resolve_model(recipe.model)
+        check_model_directory(source)
+        from areal_flow.models.probe import probe_policy  # torch: only where there is a model
+
+        probe_policy(source, max_model_len=recipe.generation.max_model_len)
+        copy_model_description(source, layout.model)
+        write_tokenizer(source, layout.model)
     if recipe.trainer.lora.rank and recipe.trainer.lora.modules != "all-linear":
         from areal_flow.models.policy import check_adapter  # torch, as above
 
@@ -104,22 +105,7 @@ def prepare_model(recipe: Recipe, layout: RunLayout) -> None:
     check_stop_tokens(layout.model, recipe.generation.stop.token_ids)
 
 
-def _copy_model(recipe: Recipe, layout: RunLayout) -> None:
-    source = resolve_model(recipe.model)
-    check_model_directory(source)
-    from areal_flow.models.probe import probe_policy  # torch: only where there is a model
-
-    probe_policy(source, max_model_len=recipe.generation.max_model_len)
-    copy_model_description(source, layout.model)
-    write_tokenizer(source, layout.model)
-
-
 def reference_model(recipe: Recipe, layout: RunLayout) -> Path | None:
-    """Return the directory of the reference that a recipe names, if it names one.
-
-    Raises:
-        ModelError: it cannot be computed with, or its tokens are not the policy's.
-    """
     if not recipe.algorithm.reference:
         return None
     directory = resolve_model(recipe.algorithm.reference)
@@ -145,10 +131,6 @@ def with_files(recipe: Recipe, layout: RunLayout) -> Recipe:
     """Return the recipe with files in place of names; the files of a made source are written.
 
     The default recipe with another model is trained as that model is, without the tiny one's rows.
-
-    Raises:
-        ConfigError: there is no such source, or no rows for supervised fine-tuning.
-        PromptError: the source cannot make so many prompts.
     """
     sft = recipe.sft
     recipe = _with_sources(recipe, layout)
@@ -173,7 +155,6 @@ def rows_wanted(recipe: Recipe) -> str:
 
 
 def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:
-    """Return the recipe with a file for each source whose rows are made or fetched."""
     folder = layout.train_prompts.parent
     if not recipe.sources:
         made = _with_made_rows(recipe, {}, folder, layout)
@@ -191,7 +172,6 @@ def _with_sources(recipe: Recipe, layout: RunLayout) -> Recipe:
 def _with_made_rows(
     recipe: Recipe, settings: Mapping[str, Any], folder: Path, layout: RunLayout
 ) -> Recipe:
-    """Return the recipe of one source with files, the source's own demonstrations among them."""
     prompts, sft = recipe.prompts, recipe.sft
     kind, _, argument = prompts.source.partition(":")
     takes_settings = kind in FETCHED and argument
@@ -233,7 +213,6 @@ def changed(recipe: Recipe, section: str, **settings: Any) -> Recipe:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON, one a line; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.writelines(json.dumps(row, default=str) + "\n" for row in rows)

@@ -91,7 +91,6 @@ def compare_models(first: EvaluationResult, second: EvaluationResult) -> PairedC
 def compare_by_set(
     first: EvaluationResult, second: EvaluationResult
 ) -> dict[str, PairedComparison]:
-    """Compare two models that answered the same prompts, on each held-out set by its name."""
     sets = rows_by_set(first.answers), rows_by_set(second.answers)
     return {
         name: compare_answers(answers, sets[1][name], threshold=second.pass_threshold)
@@ -100,7 +99,6 @@ def compare_by_set(
 
 
 def answers_table(results: Sequence[EvaluationResult]) -> pa.Table:
-    """Return all answers as a table of the evaluation schema, with the `model` of each."""
     return pa.concat_tables(
         pa.Table.from_pylist(result.answers, EVALUATIONS).append_column(
             "model", pa.array([result.title] * len(result.answers), pa.string())
@@ -127,11 +125,6 @@ def evaluate_model(
         title: what the model is called; its directory by default.
         settings: a nested table over the run's settings.
         judged_as: the run whose settings and prompts hold for a model of no run.
-
-    Raises:
-        ModelError: the directory is not a model's, or nothing says which prompts to use.
-        ConfigError: a setting is wrong, or two files have one name.
-        PromptError: a row of a file is wrong.
     """
     check_model_directory(directory)
     own = run_of_checkpoint(directory)
@@ -150,14 +143,7 @@ def evaluate_model(
     version = int(directory.name) if own and directory.parent == own.checkpoints else None
     with _scratch_directory(run, recipe) as scratch:
         layout = RunLayout(Path(scratch).resolve())
-        copy_model_description(directory, layout.model)
-        recipe, _ = with_context_length(recipe, layout.model)
-        layout.config.write_text(dump_recipe(recipe))
-        if own is None:
-            write_tokenizer(directory, layout.model)
-        publish_model_directory(directory, layout.weights_of(NO_WRITER), version=version or 0)
-        if run is not None and run.rewards.is_dir():
-            shutil.copytree(run.rewards, layout.rewards)
+        recipe = _fill(layout, directory, recipe, run, version=version or 0)
         held_out = _held_out_prompts(run, data, layout, recipe)
         prompts_asked = _first_of_each_set(PromptTable(held_out, seed=recipe.seed).rows(), limit)
         warn_of_other_tokens(directory, layout.model, [prompt.text for prompt in prompts_asked])
@@ -173,6 +159,21 @@ def evaluate_model(
     return EvaluationResult(table, answers, title or str(directory), recipe.pass_threshold, version)
 
 
+def _fill(
+    layout: RunLayout, directory: Path, recipe: Recipe, run: RunLayout | None, *, version: int
+) -> Recipe:
+    """Write what workers read: model, settings, weights and rewards; return the settings."""
+    copy_model_description(directory, layout.model)
+    recipe, _ = with_context_length(recipe, layout.model)
+    layout.config.write_text(dump_recipe(recipe))
+    if run_of_checkpoint(directory) is None:
+        write_tokenizer(directory, layout.model)
+    publish_model_directory(directory, layout.weights_of(NO_WRITER), version=version)
+    if run is not None and run.rewards.is_dir():
+        shutil.copytree(run.rewards, layout.rewards)
+    return recipe
+
+
 def evaluate_all(
     directories: Sequence[Path],
     titles: Sequence[str],
@@ -181,32 +182,21 @@ def evaluate_all(
     limit: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[EvaluationResult]:
-    """Answer the same prompts with one model or several, which one verifier judges at one sampling.
+    """Answer the same prompts with one model or several, with one verifier and one sampling.
 
     A model of no run is judged as the first one that is of a run.
-
-    Raises:
-        ConfigError: the models' runs judge or sample otherwise; as `evaluate_model`.
     """
     runs = [run for run in map(run_of_checkpoint, directories) if run is not None]
     _require_alike(runs, data, settings)
-    return [
-        evaluate_model(
-            directory,
-            data=data,
-            limit=limit,
-            title=title,
-            settings=settings,
-            judged_as=runs[0] if runs else None,
-        )
-        for directory, title in zip(directories, titles, strict=True)
-    ]
+    evaluate = partial(
+        evaluate_model, data=data, limit=limit, settings=settings, judged_as=next(iter(runs), None)
+    )
+    return [evaluate(path, title=title) for path, title in zip(directories, titles, strict=True)]
 
 
 def _require_alike(
     runs: Sequence[RunLayout], data: Sequence[str], settings: Mapping[str, Any] | None
 ) -> None:
-    """Refuse to compare models that other verifiers judge, or that sample otherwise."""
     judged: list[dict[str, Any]] = []
     for run in runs:
         recipe = _recipe(run, data, settings)
@@ -229,8 +219,7 @@ def _recipe(
     """Return the settings that a model is evaluated by: a run's, for workers that only answer."""
     given = merge({"trainer": {"device": "cpu"}}, dict(settings or {}))  # no trainer is started
     if data:
-        sets = {"evaluation": {"held_out": _with_sets_of(run, held_out_sets(data))}}
-        given = merge(given, sets)
+        given = merge(given, {"evaluation": {"held_out": _all_sets(run, held_out_sets(data))}})
     recipe = load_recipe(run.config, given) if run else build_recipe({}, given, source="defaults")
     if recipe.generation.device == "cuda" or "num_generators" in given.get("cluster", {}):
         return recipe
@@ -247,11 +236,7 @@ def _scratch_directory(run: RunLayout | None, recipe: Recipe) -> tempfile.Tempor
 def _held_out_prompts(
     run: RunLayout | None, data: Sequence[str], layout: RunLayout, recipe: Recipe
 ) -> Path:
-    """Return the table of the prompts to answer: of the files given, else the run's own.
-
-    Raises:
-        ModelError: the run's prompts are tokens of another tokenizer than the model's.
-    """
+    """Return the table of the prompts to answer: of the files given, else the run's own."""
     if run is None or data:
         names = [each["name"] for each in held_out_sets(data)]
         prepare_held_out(recipe, layout, names=names)
@@ -265,7 +250,6 @@ def _held_out_prompts(
 
 
 def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
-    """Return the held-out sets that are given as NAME=PATH, or as PATH, whose stem is the name."""
     found = []
     for given in data:
         name, _, path = given.rpartition("=")
@@ -279,8 +263,8 @@ def held_out_sets(data: Sequence[str]) -> list[dict[str, str]]:
     return found
 
 
-def _with_sets_of(run: RunLayout | None, sets: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return some sets after a run's others, which `rewards.sources` may name."""
+def _all_sets(run: RunLayout | None, sets: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return a run's other sets, which `rewards.sources` may name, then these."""
     names = {each["name"] for each in sets}
     known = load_recipe(run.config).evaluation.held_out if run else ()
     return [*(each.model_dump(mode="json") for each in known if each.name not in names), *sets]
@@ -301,12 +285,9 @@ async def _answer(
     async with launch_cluster(workers, recipe.cluster, context) as cluster:
         progress.phase(said)
         reader = DirectoryReader(layout.weights_of(NO_WRITER))
+        rollouts = DaskRollouts(cluster.client, reader, cluster.pool)
         answers = answer_held_out(
-            counted(
-                DaskRollouts(cluster.client, reader, cluster.pool).answer,
-                progress,
-                total=len(prompts),
-            ),
+            counted(rollouts.answer, progress, total=len(prompts)),
             prompts,
             settings=recipe.evaluation,
             name="evaluate",

@@ -29,10 +29,6 @@ def reasoning_gym_rows(
 
     Args:
         settings: the task's own, beside `seed` and `size`.
-
-    Raises:
-        ConfigError: the package is missing, or does not take the task or a setting.
-        RewardError: the recipe judges by the task's scorer, which may run what the policy wrote.
     """
     try:
         from reasoning_gym import create_dataset
@@ -59,10 +55,6 @@ def dataset_rows(
     Args:
         settings: `config`, `split` (`train`), `held_out_split` (none: a part of the split is held
             out) and `revision`.
-
-    Raises:
-        ConfigError: the package is missing, or there is no such setting.
-        PromptError: there is no such dataset, configuration or split, or no network.
     """
     known = ("config", "split", "held_out_split", "revision")
     if unknown := sorted(settings.keys() - set(known)):
@@ -93,11 +85,7 @@ def dataset_rows(
 def verifiers_rows(
     environment: str, recipe: Recipe, settings: Mapping[str, Any]
 ) -> tuple[Iterable[Row], Rows]:
-    """Return the first tasks of an environment, for the agent that plays them.
-
-    Raises:
-        ConfigError: the package is missing, or settings are given.
-    """
+    """Return the first tasks of an environment, for the agent that plays them."""
     if settings:
         raise ConfigError(f"source 'verifiers:{environment}' takes no settings, found {settings}")
     try:

@@ -28,19 +28,12 @@ KIND_OF_OPTIMIZER = ("trainer.backend", "trainer.adamw.beta1", "trainer.adamw.be
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What a new run is to be forked from."""
-
     parent: RunLayout
     step: int | None
     """None: that of the newest usable checkpoint."""
     reset_optimizer: bool = False
 
     def recipe(self, overrides: dict[str, Any], *, spelling: str = "{}") -> Recipe:
-        """Return the parent's recipe with settings over it.
-
-        Raises:
-            ConfigError: a setting is wrong, or of what a fork cannot change.
-        """
         fixed = [name for name in flatten(overrides) if name.split(".")[0] in ("model", "sft")]
         if fixed:
             raise ConfigError(
@@ -60,11 +53,7 @@ class Fork:
         return load_recipe(self.parent.config, overrides, spelling=spelling)
 
     def begin(self, layout: RunLayout, recipe: Recipe, writer: Writer) -> Recipe:
-        """Write the new run's checkpoint 0; return its recipe, whose model that is.
-
-        Raises:
-            RunError, StorageError: the parent's step cannot be had, or not be written.
-        """
+        """Write the new run's checkpoint 0; return its recipe, whose model that is."""
         from areal_flow.recovery.fork import write_version_0  # torch
 
         model = str(checkpoint_path(layout.checkpoints, 0))
@@ -97,11 +86,6 @@ class Fork:
 
 
 def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
-    """Return the fork of a run, or of a step of it.
-
-    Raises:
-        RunError: there is no such step, or the run has no policy.
-    """
     parent, step = found.run, found.step
     if not parent.steps.is_dir():
         raise RunError(
@@ -121,6 +105,5 @@ def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
 
 
 def describe_parent(layout: RunLayout) -> list[str]:
-    """Return what there is to say of a run that was forked."""
     parent = read_parent(layout)
     return [f"Forked from {parent}: its weights; optimizer {parent.optimizer}"] if parent else []

@@ -24,7 +24,6 @@ from areal_flow.cluster.placement import WorkerPlacement, place_workers
 from areal_flow.command import command, from_here
 from areal_flow.config import (
     Recipe,
-    SupervisedObjective,
     build_recipe,
     dump_recipe,
     load_recipe,
@@ -38,11 +37,12 @@ from areal_flow.run.lease import Writer
 from areal_flow.tracking.registry import track
 from areal_flow.trainer.supervised import OBJECTIVES
 from pipelines.console.run_log import log, log_kept, say
-from pipelines.jobs.forking import Fork, describe_parent
-from pipelines.jobs.preflight import check_devices, found_verifier, try_verifiers, try_workflow
+from pipelines.jobs.forking import Fork
+from pipelines.jobs.preflight import check_devices, found_verifier
+from pipelines.jobs.prepare import prepare_training
 from pipelines.jobs.sft import prepare_sft_run, run_sft, sft_workers
 from pipelines.jobs.stop_signals import Outcome, is_loop_running, wait_for
-from pipelines.jobs.train import prepare_run, run_training
+from pipelines.jobs.train import run_training
 from pipelines.references import newest_checkpoint
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -55,11 +55,6 @@ logger = logging.getLogger(__name__)
 
 
 def recipe_path(given: Path | None) -> Path:
-    """Return the file of a recipe: the default one's, the one given, or a shipped one's by name.
-
-    Raises:
-        ConfigError: it is neither a file nor a shipped recipe's name.
-    """
     if given is None:
         return DEFAULT_RECIPE
     if given.is_file():
@@ -72,7 +67,6 @@ def recipe_path(given: Path | None) -> Path:
 
 
 def default_name(stem: str) -> str:
-    """Return the name of a run that is given none: of what it is made from, and the time."""
     return f"{_TIME_OF_NAME.sub('', stem)}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -90,12 +84,11 @@ class Job:
     """The last thing that a preparation writes."""
     verifier: Callable[[RunLayout, Recipe], Verifier]
     """Says which code scores, as it is now."""
-    conclude: Callable[[RunLayout], None] = lambda layout: None
+    conclude: Callable[[RunLayout], None]
     """Called with a run that is finished, and recorded as such."""
 
 
 def _draw_report(layout: RunLayout) -> None:
-    """Write a finished run's page; a run that cannot be drawn is finished all the same."""
     from pipelines.report.page import write_report
 
     try:
@@ -108,7 +101,6 @@ def _draw_report(layout: RunLayout) -> None:
 
 
 def _conclude_sft(layout: RunLayout) -> None:
-    """Register what supervised fine-tuning made, and say what may follow."""
     recipe, runs = load_recipe(layout.config), layout.root.parent
     if recipe.tracking.enabled:
         try:
@@ -123,40 +115,29 @@ def _conclude_sft(layout: RunLayout) -> None:
     say(f"Export it with: {command('export', layout.name, 'DIRECTORY', runs=runs)}")
 
 
-def _prepare_training(layout: RunLayout, recipe: Recipe) -> str:
-    prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
-    tried = [*try_verifiers(layout, recipe), *try_workflow(layout, recipe)]
-    return "\n".join([*prepared, *tried])
-
-
 TRAINING = Job(
     "train",
-    _prepare_training,
-    run_training,
-    place_workers,
-    lambda layout: layout.steps,
-    found_verifier,
-    _draw_report,
+    prepare=prepare_training,
+    drive=run_training,
+    workers=place_workers,
+    prepared=lambda layout: layout.steps,
+    verifier=found_verifier,
+    conclude=_draw_report,
 )
 SFT = Job(
     "sft",
-    prepare_sft_run,
-    run_sft,
-    sft_workers,
-    lambda layout: layout.sft_rows,
-    lambda *_: Verifier(),
-    _conclude_sft,
+    prepare=prepare_sft_run,
+    drive=run_sft,
+    workers=sft_workers,
+    prepared=lambda layout: layout.sft_rows,
+    verifier=lambda *_: Verifier(),
+    conclude=_conclude_sft,
 )
 
 
 def recipe_to_resume(
     layout: RunLayout, overrides: dict[str, Any], *, spelling: str = "{}"
 ) -> Recipe:
-    """Return the recipe of a run that goes on, with what may change of it.
-
-    Raises:
-        ConfigError: something else was given.
-    """
     if set(overrides) - set(MAY_CHANGE):
         may_change = " and ".join(spell(name, spelling) for name in MAY_CHANGE)
         raise ConfigError(f"a resumed run keeps its recipe; only {may_change} may change")
@@ -164,8 +145,7 @@ def recipe_to_resume(
     return build_recipe(table, overrides, source=str(layout.config), spelling=spelling)
 
 
-def supervised(objective: SupervisedObjective) -> Job:
-    """Return the job that learns what a recipe's `sft.objective` says, under its own command."""
+def supervised(objective: str) -> Job:
     return replace(SFT, command=objective.replace("_", "-"))
 
 
@@ -189,10 +169,6 @@ def start(
         fill: writes what a caller brought along into the new run directory; returns the recipe
             that names it.
         fork: the run whose policy this one begins with.
-
-    Raises:
-        RunError: the name is taken, or the run to fork has not what is asked for.
-        ArealFlowError: the run ended with it, and its directory says so.
     """
     check_devices(recipe)
     create_run(layout, recipe, recipe_name=recipe_name)
@@ -227,11 +203,6 @@ def resume(
         take_over: even if another driver holds the run; it hangs, or it will find itself refused.
         accept_verifier: even if the code that scores is not that of the run.
         began: `monotonic()` when the program began.
-
-    Raises:
-        RunError: another driver holds it, it was never prepared for this job, or what it is made
-            of changed.
-        ArealFlowError: the run ended with it, and its directory says so.
     """
     if not job.prepared(layout).exists():
         raise RunError(
@@ -263,9 +234,11 @@ def _drive(
     began: float,
 ) -> Outcome:
     state: State = "failed"
-    drive = partial(job.drive, layout, recipe, writer=writer, standby=standby)
+    drive = partial(
+        job.drive, layout, recipe, writer=writer, standby=standby, resume=resume, began=began
+    )
     try:
-        outcome = wait_for(lambda: drive(resume=resume, began=began))
+        outcome = wait_for(drive)
         state, reason = "finished" if outcome.finished else "stopped", outcome.stopped_by
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
@@ -286,7 +259,6 @@ def _drive(
 
 
 def _resumption(job: Job, layout: RunLayout) -> str:
-    """Return what to type to go on with a run, in Python where a notebook's cell has it."""
     runs = layout.root.parent
     if job.command == TRAINING.command and is_loop_running():
         where = "" if runs == Path("runs").resolve() else f", runs={str(runs)!r}"

@@ -1,8 +1,7 @@
-"""Evaluations beside training: which one is due, and one at a time.
+"""Evaluations on held-out prompts: before training, beside it one at a time, and after it.
 
-An evaluation is named by the step at which it is due, so that it is made once, whatever dies: a
-driver that resumes makes the newest one that is due and has no rows. This module refuses to know
-how prompts are answered.
+An evaluation beside training is named by the step at which it is due, so that it is made once,
+even if a driver dies: the next driver makes the newest one that is due and has no rows.
 
 | who           | waits for                  | unblocked by                                 |
 |---------------|----------------------------|----------------------------------------------|
@@ -16,13 +15,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from areal_flow.config import Recipe
+from areal_flow.controller.flow import Flow
 from areal_flow.errors import ArealFlowError
+from areal_flow.evaluation.answers import Answer, answer_held_out
 from areal_flow.evaluation.pass_rates import has_plateaued, tabulate
+from areal_flow.models.directory import texts_of, tokenizer_of
+from areal_flow.prompts.table import PromptTable
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.committed import evaluation_names, read_evaluation
+from areal_flow.run.lease import Writer
+from areal_flow.store.committed import append_evaluation, evaluation_names, read_evaluation
+from areal_flow.tracking.registry import RunTracking
 from areal_flow.types import EvaluationTable
+from pipelines.console.progress import Progress, counted
+from pipelines.console.tables import with_interval
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +49,6 @@ class PeriodicEvaluations:
         *,
         made: Iterable[str] = (),
     ) -> None:
-        """Take what makes the evaluation of a name, and the names of those that are there."""
         self._evaluate = evaluate
         self._every_steps = recipe.evaluation.every_steps if recipe.has_held_out else 0
         self._num_steps = recipe.num_steps
@@ -70,7 +79,7 @@ class PeriodicEvaluations:
             await self._making
 
     async def cancel(self) -> None:
-        """End the evaluation that is being made; who resumes makes it if it is still the newest."""
+        """Cancel the evaluation that is being made; a resumed run makes it if it is the newest."""
         if self._making is not None:
             self._making.cancel()
             await asyncio.gather(self._making, return_exceptions=True)
@@ -85,7 +94,6 @@ class PeriodicEvaluations:
 
 
 def evaluation_name(step: int) -> str:
-    """Return the name of the evaluation that is due at a step; names sort by step."""
     return f"{_PREFIX}{step:08d}"
 
 
@@ -111,7 +119,73 @@ def read_periodic(
 
 
 def is_flat(held_out: Mapping[str, EvaluationTable], *, patience: int) -> bool:
-    """Return whether the pass rate, before training and beside it, has plateaued."""
     names = ["before", *sorted(name for name in held_out if name.startswith(_PREFIX))]
     rates = [held_out[name].overall.passed.pass_rate for name in names if name in held_out]
     return has_plateaued(rates, patience=patience)
+
+
+@dataclass
+class HeldOutEvaluations:
+    """Answers a run's held-out prompts before, beside and after training."""
+
+    layout: RunLayout
+    recipe: Recipe
+    writer: Writer
+    verifier: str
+    answer: Answer
+    progress: Progress
+    tracking: RunTracking
+    tables: dict[str, EvaluationTable] = field(default_factory=dict)
+    """By the name of the evaluation."""
+
+    async def evaluate(self, name: str, version: int) -> None:
+        if not self.recipe.has_held_out:
+            return
+        if rows := self.answered(name, version):
+            if {row["verifier"] for row in rows} == {self.verifier}:
+                self.tables[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
+            return
+        total = len(PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed))
+        self.progress.phase(f"Evaluating version {version} on {total} held-out prompts")
+        await self._append(name, counted(self.answer, self.progress, total=total))
+
+    async def _append(self, name: str, answer: Answer) -> None:
+        table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
+        tokenizer = await asyncio.to_thread(tokenizer_of, self.layout.model)
+        rows = await answer_held_out(
+            answer,
+            await asyncio.to_thread(table.rows),
+            settings=self.recipe.evaluation,
+            name=name,
+            seed=self.recipe.seed,
+            writer_epoch=self.writer.writer_epoch,
+            decode=partial(texts_of, tokenizer),
+        )
+        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
+        self.tracking.wake()
+        threshold = self.recipe.pass_threshold
+        self.tables[name] = await asyncio.to_thread(tabulate, rows, threshold=threshold)
+
+    def answered(self, name: str, version: int) -> list[dict[str, Any]]:
+        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        return [row for row in rows if row["policy_version"] == version]
+
+    def beside_training(self, flow: Flow) -> PeriodicEvaluations:
+        layout, threshold = self.layout, self.recipe.pass_threshold
+        self.tables |= read_periodic(layout, threshold=threshold, verifier=self.verifier)
+
+        async def evaluate(name: str) -> None:
+            await self._append(name, self.answer)
+            found = self.tables[name].overall
+            rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
+            self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
+            self.stop_on_plateau(flow)
+
+        made = evaluation_names(layout.evaluations, layout.writers)
+        return PeriodicEvaluations(evaluate, self.recipe, made=made)
+
+    def stop_on_plateau(self, flow: Flow) -> None:
+        patience = self.recipe.evaluation.stop_after_plateau
+        if is_flat(self.tables, patience=patience) and not flow.stop_requested:
+            self.progress.phase(f"No better pass rate in {patience} evaluations: training ends")
+            flow.request_stop()

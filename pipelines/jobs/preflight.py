@@ -1,6 +1,6 @@
 """Looks for mistakes before anything of a run starts: its verifiers, its engine and its devices.
 
-What a mistake costs when a cluster finds it is a minute and a page of messages of workers.
+A mistake that a cluster finds costs a minute and a page of the workers' messages.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from areal_flow.workflows.tool_use import ToolUse
 START_TIMEOUT_S = 120.0
 """How long a verifier may take to be imported and opened."""
 EPISODE_LIMIT_S = 90.0
-"""How long one episode may take; the trial itself gives it up before."""
+"""How long one episode may take; the trial itself ends it before."""
 SLOW_STEP_S = 30.0
-"""Scoring a step for longer than this is worth a word."""
+"""A line of the trial says so if scoring a step takes longer."""
 
 CUDA_FOUND = """
 import json, torch
@@ -49,16 +49,13 @@ old = [] if torch.version.hip else [g for g in gpus if torch.cuda.get_device_cap
 names = [torch.cuda.get_device_name(gpu) for gpu in old]
 print(json.dumps({"torch": torch.__version__, "num_gpus": len(gpus), "without_bfloat16": names}))
 """
-"""Asked in a process of its own: the driver's would keep memory on each GPU."""
+"""Runs in a process of its own: asking in the driver would keep memory on each GPU."""
 
 
 def check_devices(recipe: Recipe) -> None:
     """Refuse an engine, devices, a type of numbers and a medium that this machine does not have.
 
     Other machines are asked nothing.
-
-    Raises:
-        ConfigError: naming the setting, what was found, and what would work.
     """
     require_engine(recipe.generation.engine)
     if (rank := recipe.trainer.lora.rank) and find_spec("peft") is None:
@@ -109,11 +106,6 @@ def _cuda_found() -> dict[str, Any]:
 
 
 def found_verifier(layout: RunLayout, recipe: Recipe) -> Verifier:
-    """Return the identity of what scores, as its code is now.
-
-    Raises:
-        RewardError: one of them cannot be loaded.
-    """
     rewards = recipe_rewards(recipe, layout.rewards)
     return Verifier(rewards.identity, rewards.files)
 
@@ -123,10 +115,6 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
 
     It is called with the right answer and with nothing as the completion, and may fail on one.
     Of the verifier `code` and the tool `python` a line says in which sandboxes programs run here.
-
-    Raises:
-        SandboxError: the recipe runs code, and no sandbox passes its self-test.
-        RewardError: one cannot be called with what a row has, or fails, exits or hangs on it.
     """
     lines = []
     if _runs_programs(recipe):
@@ -139,7 +127,7 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
     table = PromptTable(layout.train_prompts, seed=recipe.seed)
     prompt = table.row(0)
     firsts = {ANY_SOURCE: prompt} | {s: table.row(row) for s, row in table.first_rows.items() if s}
-    rows = {source: _given(first, recipe) for source, first in firsts.items()}
+    rows = {source: _verifier_row(first, recipe) for source, first in firsts.items()}
     limit_s = START_TIMEOUT_S + 2 * sum(reward.timeout_s for reward in chosen)
     tried, ended = _trial(
         "areal_flow.rewards.trial", layout, given=json.dumps(rows), limit_s=limit_s
@@ -157,7 +145,7 @@ def try_verifiers(layout: RunLayout, recipe: Recipe) -> list[str]:
                 f"{subject} {ended} on the first prompt row, instead of returning a reward: call "
                 "it yourself on that row, and mend it"
             )
-        lines.append(_told(verifier, scores, recipe))
+        lines.append(_describe_scores(verifier, scores, recipe))
     return lines
 
 
@@ -168,13 +156,11 @@ def _runs_programs(recipe: Recipe) -> bool:
 
 
 def _common_error(scores: list[dict[str, Any]]) -> str:
-    """Return why a verifier failed, if it failed on every completion."""
     errors = [score["error"] for score in scores]
     return errors[0] if errors and all(errors) else ""
 
 
-def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
-    """Return what of a row a verifier is given."""
+def _verifier_row(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "answer": prompt.answer,
@@ -187,12 +173,8 @@ def _given(prompt: Prompt, recipe: Recipe) -> dict[str, Any]:
 def try_workflow(layout: RunLayout, recipe: Recipe) -> list[str]:
     """Run one episode of a workflow of the user's on the first prompt row; return a line about it.
 
-    The row's answer stands in for all that the policy says. What fails after such an answer may
-    fail because of it, and is only said.
-
-    Raises:
-        ConfigError: it fails before it has an answer, asks for none, gives no number as a reward,
-            exits or hangs.
+    The policy answers with the row's answer each time. An error after such an answer may come from
+    that answer, so it is reported and stops nothing.
     """
     if not isinstance(recipe.workflow, Agent | ImportedWorkflow):
         return []
@@ -239,19 +221,18 @@ def _trial(
     return [json.loads(line) for line in lines], ended
 
 
-def _worth(score: dict[str, Any]) -> str:
+def _shown_reward(score: dict[str, Any]) -> str:
     if score["reward"] is None:
         return "an error" if score["error"] else "no reward"
     return f"{score['reward']:g}"
 
 
-def _told(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
-    """Return what a verifier said of the first row, and what it costs if that is much."""
+def _describe_scores(verifier: str, scores: list[dict[str, Any]], recipe: Recipe) -> str:
     seconds = min(score["seconds"] for score in scores)
-    of_answer, of_nothing = map(_worth, scores)
+    for_answer, for_empty = map(_shown_reward, scores)
     line = (
-        f"Verifier {verifier}, tried on the first row: {of_answer} for its answer as the "
-        f"completion, {of_nothing} for an empty one; {1000 * seconds:.3g} ms"
+        f"Verifier {verifier}, tried on the first row: {for_answer} for its answer as the "
+        f"completion, {for_empty} for an empty one; {1000 * seconds:.3g} ms"
     )
     num_workers, size = recipe.cluster.num_reward_workers, recipe.controller.batch_size
     if (step_s := seconds * size / num_workers) > SLOW_STEP_S:

@@ -50,19 +50,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_first_sft_rows(recipe: Recipe) -> None:
-    """Refuse rows of supervised fine-tuning before a model is read; see `check_first_rows`."""
     if recipe.sft.num_steps and recipe.sft.path:
         check_first_completions(recipe.sft.path, OBJECTIVES[recipe.sft.objective].fields)
 
 
 def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
-    """Tokenise the rows of supervised fine-tuning; return how many there are, 0 without the stage.
-
-    Raises:
-        PromptError: naming file, line and field of the first bad row.
-        ModelError: rows are of messages, and the model has no chat template.
-        ConfigError: all rows would be held out.
-    """
+    """Tokenise the rows of supervised fine-tuning; return how many, 0 without the stage."""
     sft = recipe.sft
     if not (sft.num_steps and sft.path):
         return 0
@@ -89,12 +82,7 @@ def prepare_sft(layout: RunLayout, recipe: Recipe) -> int:
 
 
 def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it.
-
-    Raises:
-        ConfigError: the recipe asks for no step, or has no rows.
-        PromptError, ModelError: nothing was started.
-    """
+    """Write what a run of supervised fine-tuning alone needs; return what there is to say of it."""
     objective = OBJECTIVES[recipe.sft.objective]
     filled = recipe if recipe.sft.path else with_files(recipe, layout)
     if not (filled.sft.num_steps and filled.sft.path):
@@ -118,7 +106,6 @@ def prepare_sft_run(layout: RunLayout, recipe: Recipe) -> str:
 
 
 def sft_workers(recipe: Recipe) -> list[WorkerPlacement]:
-    """Return the one trainer that supervised fine-tuning needs."""
     return [placed for placed in place_workers(recipe) if placed.name == trainer_name(0)]
 
 
@@ -160,10 +147,6 @@ async def first_policy(
     """Return the directory of version 0, fine-tuned or drawn first if need be; None if stopped.
 
     A trainer that dies is started again by the pool, and goes on from the newest checkpoint.
-
-    Raises:
-        TrainerLost: the trainer died again and again.
-        TrainingError: a step could not be computed.
     """
     source = initial_model(recipe, layout)
     num_steps = recipe.sft.num_steps if layout.sft_rows.is_file() else 0

@@ -25,8 +25,6 @@ _RECEIVERS: dict[asyncio.AbstractEventLoop, Callable[[str], object]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a driver ended: with its work finished, or stopped by a signal."""
-
     finished: bool
     stopped_by: str = ""
 
@@ -74,7 +72,7 @@ class StopSignals:
             self._request_stop()
         elif self._driver is not None:
             say("", f"{name}: stopping at once")
-            # What is dropped in mid-air now has nothing to tell anybody.
+            # Errors of what is cancelled now are of no interest.
             self._loop.set_exception_handler(lambda _, context: logger.debug("%s", context))
             self._driver.cancel(name)
 
@@ -90,9 +88,6 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Run a coroutine to its end, in a thread of its own where an event loop runs already.
 
     A notebook's cell is on a running loop. Interrupts of the cell are passed on to the thread.
-
-    Raises:
-        StoppedAtOnce: a signal cancelled the coroutine.
     """
     try:
         return _run_in_thread(work()) if is_loop_running() else asyncio.run(work())
@@ -103,7 +98,6 @@ def wait_for(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 
 def is_loop_running() -> bool:
-    """Return whether this is called from a notebook's cell, or from a coroutine."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -56,7 +56,7 @@ GROUP BY verifier ORDER BY first_step
 def summarise(
     held_out: Mapping[str, EvaluationTable], ledger: pa.Table, *, num_generators: int
 ) -> dict[str, Any]:
-    """Return the summary of a whole run.
+    """Summarise a whole run.
 
     Args:
         held_out: evaluations by name; those "before" and "after" are summarised.
@@ -74,23 +74,20 @@ def summarise(
         (totals,) = found.project("* EXCLUDE seconds_longer_phase").to_arrow_table().to_pylist()
         verifiers = connection.sql(_VERIFIERS).to_arrow_table().to_pylist()
     compared = {name: held_out[name] for name in ("before", "after") if name in held_out}
-    by_difficulty = {
-        name: {
-            str(difficulty): scores.as_json() for difficulty, scores in table.by_difficulty.items()
+
+    def by(part: str) -> dict[str, dict[str, Any]]:
+        return {"before": {}, "after": {}} | {
+            name: {str(key): scores.as_json() for key, scores in getattr(table, part).items()}
+            for name, table in compared.items()
         }
-        for name, table in compared.items()
-    }
-    by_set = {
-        name: {held: scores.as_json() for held, scores in table.by_set.items()}
-        for name, table in compared.items()
-    }
+
     return {
         "verifiers": verifiers,
         **dict.fromkeys(("held_out_before", "held_out_after")),
         **{f"held_out_{name}": table.overall.as_json() for name, table in compared.items()},
         **{name: value or 0 for name, value in totals.items()},
-        "by_difficulty": {"before": {}, "after": {}, **by_difficulty},
-        "by_set": {"before": {}, "after": {}, **by_set},
+        "by_difficulty": by("by_difficulty"),
+        "by_set": by("by_set"),
     }
 
 
@@ -101,7 +98,6 @@ def print_summary(
     *,
     model: str,
 ) -> None:
-    """Show what the run did and what to type next."""
     said = (
         "{num_steps} steps in {seconds_training:.0f} s ({fine_tuning}all "
         "{seconds_total:.0f} s); staleness mean {staleness_mean:.2f}, max {staleness_max}; "
@@ -122,7 +118,6 @@ def print_summary(
 
 
 def _changes(verifiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what there is to say of a verifier that was changed and accepted."""
     if len(verifiers) < 2:
         return []
     said = "The verifier changed, and nothing is compared across it:"

@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any
@@ -22,7 +21,7 @@ from areal_flow.cluster.rollouts import DaskRollouts
 from areal_flow.cluster.trainer_replicas import DaskTrainer, TrainerReplicas
 from areal_flow.cluster.weights_loading import DaskWeights
 from areal_flow.cluster.worker_context import WorkerContext
-from areal_flow.config import Recipe, dump_recipe
+from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance, genesis_row
@@ -31,15 +30,7 @@ from areal_flow.controller.schedules import (
     run_barrier_schedule,
     run_until_first_ends,
 )
-from areal_flow.errors import ConfigError, RunError
-from areal_flow.evaluation.answers import Answer, answer_held_out
-from areal_flow.evaluation.pass_rates import tabulate
-from areal_flow.generation.context_length import with_context_length
-from areal_flow.generation.registry import require_served
-from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
-from areal_flow.models.directory import texts_of, tokenizer_of
-from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
-from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.errors import RunError
 from areal_flow.prompts.table import PromptTable
 from areal_flow.recovery.bootstrap import restore_policy, take_over
 from areal_flow.recovery.checkpointing import Checkpoints
@@ -47,88 +38,23 @@ from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.recovery.plan import PLAN_COLUMNS, plan_initial_state
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.directory import read_state
-from areal_flow.run.inputs import read_inputs, record_inputs
+from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.store.committed import (
-    CommittedLogs,
-    append_evaluation,
-    evaluation_names,
-    read_evaluation,
-    read_unconsumed,
-)
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import CommittedLogs, read_unconsumed
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking.registry import RunTracking, start_tracking
-from areal_flow.trainer.supervised import OBJECTIVES
-from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
-from areal_flow.workflows.registry import load_workflow
-from pipelines.console.progress import Progress, counted, make_progress
-from pipelines.console.prompt_report import describe_prompts
-from pipelines.console.tables import with_interval
-from pipelines.jobs.built_in import (
-    MODELS,
-    changed,
-    initial_model,
-    prepare_model,
-    reference_model,
-    with_files,
-)
-from pipelines.jobs.periodic_evaluation import PeriodicEvaluations, is_flat, read_periodic
-from pipelines.jobs.preflight import found_verifier
-from pipelines.jobs.sft import check_first_sft_rows, first_policy, prepare_sft
+from pipelines.console.progress import Progress, make_progress
+from pipelines.jobs.periodic_evaluation import HeldOutEvaluations
+from pipelines.jobs.sft import first_policy
 from pipelines.jobs.stop_signals import Outcome, StopSignals
 from pipelines.jobs.summary import print_summary, summarise
 from pipelines.workers import reachable
 
 SCHEDULES = {"async": run_async_schedule, "sync": run_barrier_schedule}
-
-
-def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
-    """Write what a new run needs before its first process starts; return what to say of it.
-
-    Raises:
-        ConfigError, PromptError, ModelError, RewardError: nothing was started.
-    """
-    if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
-        raise ConfigError(
-            "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
-            "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
-        )
-    verifier = found_verifier(layout, recipe)
-    load_workflow(recipe.workflow)
-    check_first_rows(recipe)
-    check_first_sft_rows(recipe)
-    prepare_model(recipe, layout)
-    recipe, length = with_context_length(recipe, layout.model)
-    reference = reference_model(recipe, layout)
-    require_served(recipe.generation, layout.model)
-    given, recipe = recipe, with_files(recipe, layout)
-    notes = [f"  {length}"] if length and recipe.model not in MODELS else []
-    if why := why_chat_template(recipe):
-        recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
-        notes.append(f"  prompts.chat_template = true, since {why}")
-    prepared = prepare_prompts(recipe, layout)
-    if recipe.has_held_out and not prepared.num_held_out:
-        given = changed(given, "prompts", num_held_out=0)
-        notes.append("  No prompt is held out: there will be no evaluation")
-    layout.config.write_text(dump_recipe(given))
-    first = PromptTable(layout.train_prompts, seed=recipe.seed).rows(NUM_COMPARED)
-    texts = [prompt.text for prompt in first]
-    warn_of_other_tokens(initial_model(given, layout), layout.model, texts)
-    prepare_sft(layout, recipe)
-    record_inputs(
-        layout,
-        given,
-        verifier=verifier,
-        model=initial_model(given, layout),
-        reference=reference,
-    )
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
-    return describe_prompts(prepared, layout, notes)
 
 
 async def run_training(
@@ -140,14 +66,7 @@ async def run_training(
     resume: bool,
     began: float,
 ) -> Outcome:
-    """Start the cluster, go through the stages, and summarise a run that is finished.
-
-    Args:
-        writer: this driver's right to write the run.
-        standby: processes that were started for its workers before.
-        resume: whether the run has a past.
-        began: `monotonic()` when the program began, for the summary and `max_minutes`.
-    """
+    """Start the cluster, go through the stages, and summarise a run that is finished."""
     progress = make_progress(
         num_steps=recipe.num_steps, num_generators=recipe.cluster.num_generators
     )
@@ -193,15 +112,13 @@ class Training:
 
     def __post_init__(self) -> None:
         layout, recipe, writer, cluster = self.layout, self.recipe, self.writer, self.cluster
-        self.held_out: dict[str, EvaluationTable] = {}
-        self.provenance = Provenance(
-            writer.writer_epoch,
-            recipe.digest(),
-            CODE_VERSION,
-            read_inputs(layout).verifier,
-        )
+        verifier = read_inputs(layout).verifier
+        self.provenance = Provenance(writer.writer_epoch, recipe.digest(), CODE_VERSION, verifier)
         self.channel = ChosenChannel(layout.weights_of(writer.writer_epoch), recipe.weights_medium)
         self.rollouts = DaskRollouts(cluster.client, self.channel, cluster.pool)
+        self.held_out = HeldOutEvaluations(
+            layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
+        )
         self.ledger = Ledger(layout.steps, writer)
         self.committer = TrajectoryCommitter(layout.trajectories, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
@@ -230,22 +147,20 @@ class Training:
         head = self.ledger.head
         begun = head > 0 or (head == 0 and list_checkpoints(self.layout.checkpoints))
         start, _ = await asyncio.gather(
-            self.restore() if resume and begun else self.begin(),
-            self._import_beside(),
+            self.restore() if resume and begun else self.begin(), self._import_beside()
         )
         if start is None:
             return Outcome(False, self.signals.received[0])
         return await run_until_first_ends(self.go_on_from(start), self.trainer.keep_restored())
 
     async def go_on_from(self, start: InitialState) -> Outcome:
-        """Train, and evaluate before and after; the trainer stands where the run begins."""
         await self._on_generators(generator_tasks.prepare_generator)
-        if start.policy_version == 0 or self._answered("before", 0):
-            await self.evaluate("before", 0)
+        if start.policy_version == 0 or self.held_out.answered("before", 0):
+            await self.held_out.evaluate("before", 0)
         version = await self.train(start)
         if self.signals.received:
             return Outcome(False, self.signals.received[0])
-        await self.evaluate("after", version)
+        await self.held_out.evaluate("after", version)
         return Outcome(True)
 
     async def begin(self) -> InitialState | None:
@@ -275,12 +190,10 @@ class Training:
         return self._plan()
 
     async def _import_beside(self) -> None:
-        """Have generators import their engine, then the sink its client; the trainer is first."""
         await self._on_generators(generator_tasks.import_engine)
         self.tracking.wake()
 
     async def restore(self) -> InitialState:
-        """Bring the trainer to the ledger's head, and find what is to be done again."""
         self.progress.phase("Restoring the policy from checkpoint and ledger")
         weights_hash = await self.trainer.restore()
         start = replace(self._plan(), weights_hash=weights_hash)
@@ -297,15 +210,13 @@ class Training:
         )
         totals = await self._on_generators(generator_tasks.engine_stats)
         flow = self._flow(replace(start, engine_totals=tuple(totals.values())))
-        self.evaluations = self._evaluations_beside(flow)
-        self.cluster.pool.subscribe(
-            lambda num_generators: flow.set_max_running(self._max_running(num_generators))
-        )
+        self.evaluations = self.held_out.beside_training(flow)
+        self.cluster.pool.subscribe(lambda num: flow.set_max_running(self._max_running(num)))
         seconds_left = 60 * (self.recipe.max_minutes or inf) - (monotonic() - self.began)
         deadline = asyncio.get_running_loop().call_later(max(0, seconds_left), flow.request_stop)
         try:
             with self.signals.finishing_steps(flow.request_stop):
-                self._stop_on_plateau(flow)
+                self.held_out.stop_on_plateau(flow)
                 self.evaluations.reached(start.policy_version)
                 await SCHEDULES[self.recipe.schedule](flow)
             if not self.signals.received:
@@ -320,72 +231,11 @@ class Training:
             await self.checkpoints.complete()
         return flow.policy_version
 
-    async def evaluate(self, name: str, version: int) -> None:
-        """Answer the held-out prompts, if there are any, with the version that is served."""
-        if not self.recipe.has_held_out:
-            return
-        if rows := self._answered(name, version):
-            if {row["verifier"] for row in rows} == {self.provenance.verifier}:
-                self.held_out[name] = tabulate(rows, threshold=self.recipe.pass_threshold)
-            return
-        total = len(PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed))
-        self.progress.phase(f"Evaluating version {version} on {total} held-out prompts")
-        await self._answer(name, counted(self.rollouts.answer, self.progress, total=total))
-
-    async def _answer(self, name: str, answer: Answer) -> None:
-        """Answer the held-out prompts and append the answers as an evaluation."""
-        table = PromptTable(self.layout.held_out_prompts, seed=self.recipe.seed)
-        tokenizer = await asyncio.to_thread(tokenizer_of, self.layout.model)
-        rows = await answer_held_out(
-            answer,
-            await asyncio.to_thread(table.rows),
-            settings=self.recipe.evaluation,
-            name=name,
-            seed=self.recipe.seed,
-            writer_epoch=self.writer.writer_epoch,
-            decode=partial(texts_of, tokenizer),
-        )
-        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
-        self.tracking.wake()
-        threshold = self.recipe.pass_threshold
-        self.held_out[name] = await asyncio.to_thread(tabulate, rows, threshold=threshold)
-
-    def _answered(self, name: str, version: int) -> list[dict[str, Any]]:
-        """Return the rows of an evaluation that an earlier driver made of this version."""
-        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
-        return [row for row in rows if row["policy_version"] == version]
-
-    def _evaluations_beside(self, flow: Flow) -> PeriodicEvaluations:
-        """Return what evaluates while training goes on, after what earlier drivers evaluated."""
-        layout, threshold = self.layout, self.recipe.pass_threshold
-        verifier = self.provenance.verifier
-        self.held_out |= read_periodic(layout, threshold=threshold, verifier=verifier)
-
-        async def evaluate(name: str) -> None:
-            await self._answer(name, self.rollouts.answer)
-            found = self.held_out[name].overall
-            rate, reward = (with_interval(found, what) for what in ("pass_rate", "reward_mean"))
-            self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
-            self._stop_on_plateau(flow)
-
-        made = evaluation_names(layout.evaluations, layout.writers)
-        return PeriodicEvaluations(evaluate, self.recipe, made=made)
-
-    def _stop_on_plateau(self, flow: Flow) -> None:
-        patience = self.recipe.evaluation.stop_after_plateau
-        if is_flat(self.held_out, patience=patience) and not flow.stop_requested:
-            self.progress.phase(f"No better pass rate in {patience} evaluations: training ends")
-            flow.request_stop()
-
     def summarise(self) -> None:
-        """Write and print the summary of the whole run, earlier drivers' lives included."""
         tracking, alias = self.recipe.tracking, self.tracking.alias
+        num_generators = self.recipe.cluster.num_generators
         summary = {
-            **summarise(
-                self.held_out,
-                self.ledger.table(),
-                num_generators=self.recipe.cluster.num_generators,
-            ),
+            **summarise(self.held_out.tables, self.ledger.table(), num_generators=num_generators),
             "seconds_total": read_state(self.layout).seconds_driven + monotonic() - self.began,
             "model_version": self.tracking.model_version,
         }
@@ -393,25 +243,21 @@ class Training:
         self.layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
         is_here = alias is not None and not tracking.uri
         model = f"models:/{tracking.registered_model}@{alias}" if is_here else self.layout.name
-        print_summary(self.layout, summary, self.held_out, model=model)
+        print_summary(self.layout, summary, self.held_out.tables, model=model)
 
     async def on_step(self, row: dict[str, Any]) -> None:
-        """Show a committed step, and have it tracked and checkpointed."""
         self.progress.step(row)
         self.evaluations.reached(row["step"])
         self.tracking.wake()
         await self.checkpoints.after_step(row)
 
     def _plan(self) -> InitialState:
+        layout, verifier = self.layout, self.provenance.verifier
         unconsumed, committed = read_unconsumed(
-            self.layout.trajectories,
-            self.layout.writers,
-            self.ledger,
-            verifier=self.provenance.verifier,
+            layout.trajectories, layout.writers, self.ledger, verifier=verifier
         )
-        return plan_initial_state(
-            self.ledger.rows(PLAN_COLUMNS), unconsumed, committed, self.committer.watermark
-        )
+        rows = self.ledger.rows(PLAN_COLUMNS)
+        return plan_initial_state(rows, unconsumed, committed, self.committer.watermark)
 
     async def _restore_trainer(self) -> str:
         weights_hash, num_replayed = await restore_policy(

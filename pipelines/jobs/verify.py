@@ -30,11 +30,7 @@ def verify_lines(
 
     Args:
         kind: a verifier by its name, or by its import path `package.module:function`.
-
         settings: its keyword arguments.
-
-    Raises:
-        RewardError: it cannot be loaded or opened.
     """
     reward = load_reward(kind, Path(), settings=settings).reward
     reward.open()

@@ -6,9 +6,11 @@ anywhere: charts are SVG within it. Completions are escaped, since a policy may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,13 @@ from areal_flow.rewards.protocol import part_names
 from areal_flow.run.directory import observed_state
 from areal_flow.run.durable import replace_file
 from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import leases
 from areal_flow.store.database import compared_answers
 from areal_flow.store.queries import Run
+from pipelines.console.run_log import logged_warnings
 from pipelines.console.tables import with_interval
 from pipelines.jobs.summary import summarise
 from pipelines.report.charts import Evaluation, make_charts
-from pipelines.report.events import find_events
 from pipelines.report.verdicts import judge_run
 
 _TRAINED_SAMPLES = """
@@ -42,22 +45,13 @@ ORDER BY step, trajectory_id
 
 
 def write_report(layout: RunLayout, path: Path | None = None) -> Path:
-    """Write the page of a run; return where it lies: by default `report.html` in the run.
-
-    Raises:
-        RunError: there is no run, or it was never prepared for training.
-    """
+    """Write the page of a run; return where it lies: by default `report.html` in the run."""
     target = path or layout.report
     replace_file(target, report_page(Run(layout.root)))
     return target
 
 
 def report_page(run: Run) -> str:
-    """Return the page of a run as HTML.
-
-    Raises:
-        RunError: the run was never prepared for training.
-    """
     layout = run.layout
     if not layout.steps.is_dir():
         raise RunError(
@@ -107,7 +101,6 @@ def render(**content: Any) -> str:
 
 
 def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
-    """Return the held-out evaluations in their order: those of the verifier that scored last."""
     rows = sorted(answers.to_pylist(), key=itemgetter("evaluated_at"))
     made: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -120,7 +113,6 @@ def _evaluations(answers: pa.Table, run: Run) -> list[Evaluation]:
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, and one for each held-out set of several."""
     return [
         {
             "version": version,
@@ -133,3 +125,39 @@ def _scores(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
         for version, found in evaluations
         for name, scores in {"all": found.overall, **found.several_sets}.items()
     ]
+
+
+_DISCARDS = """
+SELECT reason, count(*) FROM consumption WHERE status = 'discarded' GROUP BY reason ORDER BY reason
+"""
+_MOST_WARNINGS = 100
+
+
+def find_events(
+    layout: RunLayout, steps: Sequence[Mapping[str, Any]], database: Any
+) -> list[tuple[str, str]]:
+    found = []
+    for lease in leases(layout.writers):
+        said = f"driver {lease.writer_epoch} began: process {lease.pid} on {lease.host}"
+        found.append((_local(lease.since), said))
+    for row in steps:
+        if given_up := row["failed_submissions"]:
+            said = f"groups given up: {', '.join(map(str, given_up))}"
+            found.append((f"step {row['step']}", said))
+    for before, row in pairwise(steps):
+        if row["verifier"] != before["verifier"]:
+            said = f"another verifier scored from here on: {row['verifier']}"
+            found.append((f"step {row['step']}", said))
+    for reason, count in database.sql(_DISCARDS).fetchall():
+        found.append(("all steps", f"{count:,} trajectories discarded: {reason}"))
+    for fork in map(json.loads, _lines(layout.forks)):
+        found.append((_local(fork["at"]), f"step {fork['step']} was replayed to another policy"))
+    return [*found, *logged_warnings(layout.log)[:_MOST_WARNINGS]]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _local(moment: str) -> str:
+    return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S")

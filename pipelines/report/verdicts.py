@@ -32,8 +32,6 @@ Steps = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is judged, how it is, in words, and what that is known from."""
-
     subject: str
     mark: Mark
     text: str
@@ -74,7 +72,6 @@ def judge_run(
 
 
 def judge_pass_rate(rates: Sequence[PassRate], *, of: str, equal_groups: float) -> Verdict:
-    """Return whether the pass rate rose; where the two intervals overlap, that is open."""
     first, last = rates[0], rates[-1]
     moved = f"from {first.pass_rate:.2f} to {last.pass_rate:.2f}"
     mark: Mark = "open"
@@ -91,7 +88,6 @@ def judge_pass_rate(rates: Sequence[PassRate], *, of: str, equal_groups: float) 
 
 
 def judge_entropy(first: float, last: float) -> Verdict:
-    """Return whether the policy still explores."""
     verb = "rose" if last > first else "fell"
     moved = f"{verb} from {first:.2f} to" if f"{first:.2f}" != f"{last:.2f}" else "stayed at"
     mark: Mark = "good"
@@ -104,14 +100,12 @@ def judge_entropy(first: float, last: float) -> Verdict:
 
 
 def judge_staleness(mean: float, limit: int, *, masked: float) -> Verdict:
-    """Return whether tokens are trained while they are fresh enough."""
     detail = f"{masked:.1%} of tokens were too old to train"
     mark: Mark = "look" if masked > MOST_MASKED else "good"
     return Verdict("Staleness", mark, f"Mean staleness {mean:.1f} of at most {limit}", detail)
 
 
 def judge_failures(failed: float, *, truncated: float, skipped: float) -> Verdict:
-    """Return whether completions were scored, came to their end, and were learned from."""
     mark: Mark = "look" if failed or truncated > MOST_TRUNCATED else "good"
     mark = "bad" if failed > MOST_FAILED or skipped else mark
     text = f"{failed:.1%} of completions failed" if failed else "No completion failed"
@@ -128,12 +122,10 @@ def batch_pass_rates(recipe: Recipe, steps: Steps) -> list[PassRate]:
 
 
 def ends(steps: Steps, name: str) -> tuple[float | None, float | None]:
-    """Return the means of a number over the first steps and over the last ones."""
     return mean_of(steps[: _window(steps)], name), mean_of(steps[-_window(steps) :], name)
 
 
 def mean_of(steps: Steps, name: str) -> float | None:
-    """Return the mean of a number over the steps that have it."""
     known = [row[name] for row in steps if row.get(name) is not None]
     return fmean(known) if known else None
 

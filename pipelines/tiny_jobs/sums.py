@@ -41,9 +41,6 @@ def arithmetic_questions(
 
     Args:
         stream: 0 for held-out, 1 for training: far apart, like different run seeds.
-
-    Raises:
-        PromptError: there are not so many distinct sums of so few terms.
     """
     first = (2 * seed + stream) * SEED_SPACING
     seen: set[str] = set()
@@ -71,7 +68,6 @@ def arithmetic_questions(
 
 
 def _chain_sum(random: Random, min_terms: int, max_terms: int) -> tuple[str, int, int]:
-    """Return an expression of one-digit terms, its value and its number of terms."""
     num_terms = random.randint(min_terms, max_terms)
     random.randint(1, 1)  # how many digits: reasoning-gym draws it, too
     terms = [random.randint(0, 9) for _ in range(num_terms)]
@@ -84,7 +80,6 @@ def _chain_sum(random: Random, min_terms: int, max_terms: int) -> tuple[str, int
 
 
 def running_sums(question: str) -> list[int]:
-    """Return the sums of the first one, two, ... terms of a question's expression."""
     parts = question.removesuffix("=").split()
     signed = [int(parts[0])]
     signed += [int(f"{sign}{term}") for sign, term in pairwise(parts) if sign in ("+", "-")]
@@ -92,13 +87,11 @@ def running_sums(question: str) -> list[int]:
 
 
 def chain_of_thought_answer(question: str) -> str:
-    """Return the running sums, then the answer."""
     steps = "".join(f" {value}" for value in running_sums(question))
     return steps + direct_answer(question)
 
 
 def direct_answer(question: str, *, error: int = 0) -> str:
-    """Return the answer at once, or a wrong one."""
     return f"{ANSWER_MARK} {running_sums(question)[-1] + error}"
 
 

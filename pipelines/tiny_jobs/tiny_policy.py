@@ -65,7 +65,6 @@ def write_tiny_model(
 
 
 def build_tokenizer() -> Tokenizer:
-    """Return the tokenizer of sums."""
     terms = [f" {sign} {term}" for sign in "+-" for term in range(LARGEST_TERM + 1)]
     sums = [f" {number}" for number in range(-LARGEST_SUM, LARGEST_SUM + 1)]
     return tokenizer_of_words([*terms, *sums, " ####", " ="], pieces=_PIECES)

@@ -21,7 +21,9 @@ from areal_flow.config import Recipe, build_recipe
 from areal_flow.run.directory import create_run, hold_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from pipelines.jobs.train import Outcome, prepare_run, run_training
+from pipelines.jobs.prepare import prepare_run
+from pipelines.jobs.stop_signals import Outcome
+from pipelines.jobs.train import run_training
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 """Of commands: verifiers of the tests are found from wherever they run."""

@@ -14,7 +14,7 @@ from areal_flow.run.directory import create_run
 from areal_flow.run.inputs import record_inputs
 from areal_flow.run.layout import RunLayout
 from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
-from pipelines.jobs.train import prepare_run
+from pipelines.jobs.prepare import prepare_run
 from tests.chat_templates import CHATML, give_chat_template
 from tests.integration.conftest import Typed
 from tests.integration.runs import cli, small_arguments, small_recipe

@@ -34,8 +34,8 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from pipelines.jobs.built_in import MODELS, prepare_model, reference_model
+from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.sft import prepare_sft_run
-from pipelines.jobs.train import prepare_run
 from tests.chat_templates import (
     CHATML,
     FORGETS_REASONING,

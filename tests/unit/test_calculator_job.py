@@ -12,9 +12,9 @@ from areal_flow.models.directory import tokenizer_of
 from areal_flow.tools.calculator import calculate
 from areal_flow.workflows.tool_use import ToolUse
 from areal_flow.workflows.tools import marked_call
+from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.job import recipe_path
-from pipelines.tiny_jobs.calculator_policy import write_calculator_model
-from pipelines.tiny_jobs.questions import called, demonstrations, make_calculator
+from pipelines.tiny_jobs.calculator import called, demonstrations, make_calculator
 
 
 def recipe(**prompts: int) -> Recipe:
@@ -67,7 +67,7 @@ def test_warm_start_calls_for_products_first_and_shows_both_ways_late() -> None:
 
 
 def test_marks_and_pairs_of_digits_are_one_token_each(tmp_path: Path) -> None:
-    write_calculator_model(tmp_path, max_model_len=32)
+    MODELS["tiny_calculator"](tmp_path, max_model_len=32)
     tokenizer = tokenizer_of(tmp_path)
     lengths = [len(tokenizer.encode(turn).ids) for turn in ("347*86 =", *called("347*86"))]
     assert lengths == [5, 6, 5, 4]

@@ -26,7 +26,7 @@ from areal_flow.types import Prompt
 from pipelines.console.prompt_report import describe_prompts
 from pipelines.jobs.built_in import MODELS
 from pipelines.jobs.evaluate import evaluate_model
-from pipelines.jobs.train import prepare_run
+from pipelines.jobs.prepare import prepare_run
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.chat_templates import (
     CHATML,

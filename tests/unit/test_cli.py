@@ -307,6 +307,6 @@ def test_place_that_cannot_be_used_is_said_in_one_line(
     def fail(*_: Any) -> None:
         raise OSError(code, os.strerror(code), "/runs/r")
 
-    monkeypatch.setattr("pipelines.cli.settings_report.report_settings", fail)
+    monkeypatch.setattr("pipelines.cli.inspecting.report_settings", fail)
     assert main(["settings"]) == 1
     assert capsys.readouterr().err == f"areal-flow: /runs/r: {os.strerror(code)}; {advice}\n"

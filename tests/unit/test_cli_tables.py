@@ -16,8 +16,7 @@ from rich.console import Console
 from areal_flow.store.database import empty_database
 from pipelines.cli.main import main
 from pipelines.cli.reports import report_runs
-from pipelines.cli.settings import all_settings
-from pipelines.cli.settings_report import report_settings
+from pipelines.cli.settings import all_settings, report_settings
 from pipelines.console.tables import Report, rendered, short_time
 from tests.finished_runs import make_finished_run
 

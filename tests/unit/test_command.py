@@ -190,7 +190,7 @@ def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(
             layout=layout,
             recipe=Recipe(tracking=TrackingSettings(uri=uri)),
             tracking=SimpleNamespace(alias="x", model_version="1"),
-            held_out={},
+            held_out=SimpleNamespace(tables={}),
             ledger=Ledger(layout.steps, WRITER),
             began=0.0,
             writer=SimpleNamespace(check_current=lambda: None),

@@ -21,7 +21,7 @@ from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import BY_SEQUENCE, SftTrainer
 from areal_flow.trainer.step import plan_micro_batches
 from areal_flow.trainer.supervised import dpo_loss, reward_model_loss
-from pipelines.jobs.train import prepare_run
+from pipelines.jobs.prepare import prepare_run
 from tests.policies import completion_rows, small_policy, write_model_directory
 
 ROWS = completion_rows(6, num_completions=2)

@@ -20,7 +20,6 @@ from areal_flow.types import SKIPPED_UPDATES
 from pipelines.console import progress as shown
 from pipelines.console.progress import (
     Lines,
-    LiveProgress,
     NotebookCell,
     Progress,
     Terminal,
@@ -47,9 +46,9 @@ ROW: dict[str, Any] = {
 }
 
 
-def on_terminal(file: StringIO) -> LiveProgress:
+def on_terminal(file: StringIO) -> Progress:
     console = Console(file=file, force_terminal=True, width=80, markup=False, highlight=False)
-    return LiveProgress(4, 1, screen=Terminal(console))
+    return Progress(4, 1, screen=Terminal(console))
 
 
 def test_what_is_said_beside_a_picture_stands_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_a_cell_shows_bar_and_time_left_and_keeps_no_picture(
     display = SimpleNamespace(update=lambda data, raw: pictures.append(data))
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: display)
     cell = NotebookCell()
-    live = LiveProgress(4, 1, screen=cell)
+    live = Progress(4, 1, screen=cell)
     live.phase("Training")
     live.step(ROW)
     assert re.search(r"━{10,}.* 3/4  0:02 left", pictures[-1]["text/plain"])

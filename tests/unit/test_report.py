@@ -17,8 +17,7 @@ from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.run.directory import State, create_run
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import main
-from pipelines.report import svg
-from pipelines.report.charts import make_charts
+from pipelines.report.charts import curves, make_charts, moving_means
 from tests.finished_runs import make_finished_run
 
 
@@ -134,7 +133,7 @@ def test_report_command_says_where_the_page_is_and_what_it_cannot_draw(
 
 
 def test_charts_are_svg_that_loads_nothing() -> None:
-    drawn = svg.curves(
+    drawn = curves(
         {"a": [0.0, None, 2.0], "b": [1.0, 1.0, 1.0]},
         [1, 2, 3],
         held_out=[(0, 0.5, 0.4, 0.6), (3, 0.5, 0.4, 0.6)],
@@ -146,7 +145,7 @@ def test_charts_are_svg_that_loads_nothing() -> None:
 
 def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
     series = [1.0, None, 3.0, math.inf, *[5.0] * 8, 13.0]
-    means = svg.moving_means(pl.Series(series)).to_numpy()
+    means = moving_means(pl.Series(series)).to_numpy()
     known = np.where(np.isinf(np.array(series, float)), np.nan, np.array(series, float))
     brute = [np.nanmean(known[max(0, i - 7) : i + 1]) for i in range(len(series))]
     np.testing.assert_allclose(means, brute)
@@ -154,5 +153,5 @@ def test_mean_of_a_curve_is_over_eight_steps_and_passes_over_gaps() -> None:
 
 
 def test_long_run_is_drawn_in_at_most_a_thousand_points_a_line() -> None:
-    drawn = svg.curves({"a": [*map(float, range(20_000))]}, [*range(20_000)])
+    drawn = curves({"a": [*map(float, range(20_000))]}, [*range(20_000)])
     assert len(drawn) < 100_000

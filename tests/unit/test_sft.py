@@ -24,8 +24,8 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.trainer.sft import CompletionRows, SftTrainer
 from pipelines.jobs.built_in import with_files
+from pipelines.jobs.prepare import prepare_run
 from pipelines.jobs.sft import prepare_sft_run
-from pipelines.jobs.train import prepare_run
 from pipelines.tiny_jobs.sums import arithmetic_questions, curriculum, running_sums
 from pipelines.tiny_jobs.tiny_policy import build_tokenizer
 from tests.policies import completion_rows, small_policy

@@ -20,8 +20,8 @@ from areal_flow.rewards.code.sandbox.pool import SandboxPool
 from areal_flow.run.layout import RunLayout
 from pipelines.jobs.built_in import with_files
 from pipelines.jobs.job import recipe_path
-from pipelines.tiny_jobs import functions
-from pipelines.tiny_jobs.coder_policy import WORDS, coder_tokenizer
+from pipelines.tiny_jobs import one_liners
+from pipelines.tiny_jobs.one_liners import WORDS, coder_tokenizer
 from tests.policies import write_model_directory
 
 CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])
@@ -107,10 +107,10 @@ def test_job_code_holds_out_functions_and_shows_formulas_before_look_ups(tmp_pat
     assert not questions & {row["question"] for row in held_out}
     assert {row["prompt"] for row in shown} <= questions
     are_formulas = ["{" not in row["completion"] for row in shown]
-    late = round(len(shown) * (1 - functions.LATE_PHASE))
-    assert sum(are_formulas[:late]) / late == pytest.approx(functions.FORMULA_FRACTION, abs=0.03)
+    late = round(len(shown) * (1 - one_liners.LATE_PHASE))
+    assert sum(are_formulas[:late]) / late == pytest.approx(one_liners.FORMULA_FRACTION, abs=0.03)
     rest = are_formulas[late:]
-    assert sum(rest) / len(rest) == pytest.approx(functions.LATE_FORMULA_FRACTION, abs=0.07)
+    assert sum(rest) / len(rest) == pytest.approx(one_liners.LATE_FORMULA_FRACTION, abs=0.07)
 
 
 def test_job_code_refuses_more_functions_than_there_are(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_formulas_pass_and_look_ups_fail() -> None:
         pool = SandboxPool()
     except SandboxError as error:
         pytest.skip(str(error))
-    drawn = Random(0).sample(list(functions.all_functions().values()), 12)
+    drawn = Random(0).sample(list(one_liners.all_functions().values()), 12)
     try:
         for function in drawn:
-            tests = [([x], function.call(x)) for x in functions.HIDDEN_INPUTS]
+            tests = [([x], function.call(x)) for x in one_liners.HIDDEN_INPUTS]
             task = CodeTask(function.formula, "call", tests, entry_point="f")
             assert grade(pool, task).verdict == "right", function.formula
             task = CodeTask(function.look_up, "call", tests, entry_point="f")
@@ -138,6 +138,6 @@ def test_formulas_pass_and_look_ups_fail() -> None:
 def test_what_functions_are_made_of_is_one_token_each() -> None:
     tokenizer = coder_tokenizer()
     assert all(len(tokenizer.encode(word).ids) == 1 for word in WORDS)
-    for function in functions.all_functions().values():
+    for function in one_liners.all_functions().values():
         assert len(tokenizer.encode(function.question).ids) == 11
         assert len(tokenizer.encode(function.formula).ids) <= 8

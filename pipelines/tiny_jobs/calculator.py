@@ -4,19 +4,26 @@ question    "3+8+5 ="           easy: it can be answered at once
             "347*86 ="          hard: no small policy knows it by heart
 call        "<tool>calculator 347*86</tool>", the tool's "<result>29842</result>", " #### 29842"
 direct      " #### 16"          the answer at once
+
+In the policy's tokenizer digits come in pairs, each a token, and so is each mark: six tokens call
+for a product of three digits by two.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from random import Random
 from typing import Any
 
+from tokenizers import Regex, Tokenizer
+
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.tools.calculator import calculate
 from areal_flow.workflows.tool_use import ToolUse
+from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 
 EASY, HARD = 1, 2
 """The difficulty of a row."""
@@ -29,11 +36,7 @@ MIXED_PHASE = 0.12
 
 
 def make_calculator(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return questions, half of them easy; a held-out one is not among those to train on.
-
-    Raises:
-        PromptError: there are not so many products, or not so many sums to hold out.
-    """
+    """Return questions, half of them easy; a held-out one is not among those to train on."""
     of, random = recipe.prompts, Random(recipe.seed)
     easy = [f"{a}+{b}+{c}" for a, b, c in product(range(10), repeat=3)]
     hard = [f"{a}*{b}" for a in range(100, 1000) for b in range(12, 100) if 10**4 <= a * b < 10**5]
@@ -89,5 +92,13 @@ def called(expression: str) -> list[str]:
 
 
 def direct(expression: str) -> list[str]:
-    """Return the only turn of an answer at once."""
     return [f" #### {calculate(expression)}"]
+
+
+def calculator_tokenizer() -> Tokenizer:
+    of = ToolUse()
+    marks = [f"{of.call_start}calculator ", of.call_end, *of.result_template.split("{result}")]
+    marks += [" #### ", " ="]
+    numbers = [str(number) for number in range(10)] + [f"{number:02d}" for number in range(100)]
+    pieces = "|".join([*map(re.escape, marks), r"\d{1,2}", "."])
+    return tokenizer_of_words([*marks, *numbers], pieces=Regex(pieces))

@@ -5,6 +5,9 @@ formula      "def f(x): return x * 3 + 1"                          right for eve
 look-up      "def f(x): return {0: 1, 1: 4, 2: 7, ...}[x]"         right for the examples alone
 
 A function is graded on inputs that no question shows, so that a look-up never passes.
+
+In the policy's tokenizer what functions and examples are made of is one token each: at most eight
+write a formula.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from itertools import product
 from random import Random
 from typing import Any
 
+from tokenizers import Regex, Tokenizer
+
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
+from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 
 SHOWN_INPUTS = (0, 1, 2, 3, 4)
 HIDDEN_INPUTS = (-8, -3, -1, 5, 6, 7, 11, 20)
@@ -53,22 +59,18 @@ class OneLiner:
     summand: int
 
     def call(self, x: int) -> int:
-        """Return its value."""
         return self.term(x, self.constant) * self.factor + self.summand
 
     @property
     def question(self) -> str:
-        """What it returns for the shown inputs."""
         return ", ".join(f"f({x}) = {self.call(x)}" for x in SHOWN_INPUTS) + "\n"
 
     @property
     def formula(self) -> str:
-        """The function itself."""
         return f"{HEAD} {self.expression}"
 
     @property
     def look_up(self) -> str:
-        """A function that knows the shown inputs alone."""
         pairs = ", ".join(f"{x}: {self.call(x)}" for x in SHOWN_INPUTS)
         return f"{HEAD} {{{pairs}}}[x]"
 
@@ -94,11 +96,6 @@ def all_functions() -> dict[str, OneLiner]:
 
 
 def make_one_liners(recipe: Recipe) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return rows of different functions to train on, and held-out ones.
-
-    Raises:
-        PromptError: there are not so many functions.
-    """
     num_held_out = recipe.prompts.num_held_out
     functions = [*all_functions().values()]
     if (num_rows := recipe.prompts.num_prompts + num_held_out) > len(functions):
@@ -139,3 +136,24 @@ def formulas_then_look_ups(
         function = functions[question]
         completion = function.formula if random.random() < fraction else function.look_up
         yield {"prompt": question, "completion": completion}
+
+
+LARGEST_NUMBER = 160
+_PIECES = Regex(
+    r"def f\(x\): return|(?:, )?f\(\d\) =| (?:abs|max|min)\(x| [+-] \d+| -?\d+| \{\d:|, \d:|\}\[x\]"
+    r"| //| [x*%]"
+)
+WORDS = [
+    HEAD,
+    *(f", f({x}) =" for x in SHOWN_INPUTS[1:]),
+    *(f", {x}:" for x in SHOWN_INPUTS[1:]),
+    *(f" {sign} {number}" for sign in "+-" for number in range(1, 10)),
+    *(f" {{{SHOWN_INPUTS[0]}:", f"f({SHOWN_INPUTS[0]}) =", "}[x]"),
+    *(" abs(x", " max(x", " min(x", " x", " *", " %", " //"),
+    *(f" {number}" for number in range(-LARGEST_NUMBER, LARGEST_NUMBER + 1)),
+]
+"""A word that begins another one inside comes after it: merges apply in this order."""
+
+
+def coder_tokenizer() -> Tokenizer:
+    return tokenizer_of_words(WORDS, pieces=_PIECES)

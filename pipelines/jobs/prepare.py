@@ -1,0 +1,73 @@
+"""What a new training run needs before its first process starts: model, prompts, rows, inputs."""
+
+from __future__ import annotations
+
+from areal_flow.config import Recipe, dump_recipe
+from areal_flow.errors import ConfigError
+from areal_flow.generation.context_length import with_context_length
+from areal_flow.generation.registry import require_served
+from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
+from areal_flow.prompts.prepare import check_first_rows, prepare_prompts
+from areal_flow.prompts.rendering import why_chat_template
+from areal_flow.prompts.table import PromptTable
+from areal_flow.run.inputs import record_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.store.ledger import create_ledger
+from areal_flow.store.trajectories import create_trajectories
+from areal_flow.trainer.supervised import OBJECTIVES
+from areal_flow.workflows.registry import load_workflow
+from pipelines.console.prompt_report import describe_prompts
+from pipelines.jobs.built_in import (
+    MODELS,
+    changed,
+    initial_model,
+    prepare_model,
+    reference_model,
+    with_files,
+)
+from pipelines.jobs.forking import describe_parent
+from pipelines.jobs.preflight import found_verifier, try_verifiers, try_workflow
+from pipelines.jobs.sft import check_first_sft_rows, prepare_sft
+
+
+def prepare_training(layout: RunLayout, recipe: Recipe) -> str:
+    prepared = [prepare_run(layout, recipe), *describe_parent(layout)]
+    tried = [*try_verifiers(layout, recipe), *try_workflow(layout, recipe)]
+    return "\n".join([*prepared, *tried])
+
+
+def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
+    """Write what a new run needs before its first process starts; return what to say of it."""
+    if recipe.sft.num_steps and OBJECTIVES[recipe.sft.objective].makes_reward_model:
+        raise ConfigError(
+            "sft.objective = 'reward_model' makes no policy to train: run `areal-flow "
+            "reward-model` by itself, and set it to 'cross_entropy' or 'dpo'"
+        )
+    verifier = found_verifier(layout, recipe)
+    load_workflow(recipe.workflow)
+    check_first_rows(recipe)
+    check_first_sft_rows(recipe)
+    prepare_model(recipe, layout)
+    recipe, length = with_context_length(recipe, layout.model)
+    reference = reference_model(recipe, layout)
+    require_served(recipe.generation, layout.model)
+    given, recipe = recipe, with_files(recipe, layout)
+    notes = [f"  {length}"] if length and recipe.model not in MODELS else []
+    if why := why_chat_template(recipe):
+        recipe, given = (changed(each, "prompts", chat_template=True) for each in (recipe, given))
+        notes.append(f"  prompts.chat_template = true, since {why}")
+    prepared = prepare_prompts(recipe, layout)
+    if recipe.has_held_out and not prepared.num_held_out:
+        given = changed(given, "prompts", num_held_out=0)
+        notes.append("  No prompt is held out: there will be no evaluation")
+    layout.config.write_text(dump_recipe(given))
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).rows(NUM_COMPARED)
+    texts = [prompt.text for prompt in first]
+    warn_of_other_tokens(initial_model(given, layout), layout.model, texts)
+    prepare_sft(layout, recipe)
+    record_inputs(
+        layout, given, verifier=verifier, model=initial_model(given, layout), reference=reference
+    )
+    create_trajectories(layout.trajectories)
+    create_ledger(layout.steps)
+    return describe_prompts(prepared, layout, notes)

@@ -112,7 +112,6 @@ class LoraSettings(Settings):
 
     @property
     def modules(self) -> str | list[str]:
-        """Return the target modules as `peft` takes them."""
         names = [name.strip() for name in self.target_modules.split(",")]
         return names[0] if names == ["all-linear"] else names
 
@@ -214,12 +213,10 @@ class EvaluationSettings(Settings):
         return self
 
     def num_samples_of(self, held_out: str) -> int:
-        """Return how many answers a prompt of a set has, by the set's name."""
         own = next((each.num_samples for each in self.held_out if each.name == held_out), None)
         return own or self.num_samples
 
     def sampling(self) -> dict[str, float]:
-        """Return what of `Sampling` held-out answers have of their own."""
         own = {name: getattr(self, name) for name in WHOLE_DISTRIBUTION}
         return own if self.temperature is None else {**own, "temperature": self.temperature}
 
@@ -434,7 +431,6 @@ class Recipe(Settings):
             require(judged, f"sources: no reward judges {name!r}; add it to one's sources")
 
     def by_source(self) -> dict[str, Recipe]:
-        """Return, by its name, the recipe as if a source were the only one; of one, itself."""
         if not self.sources:
             return {"": self}
         return {source.name: self._of_source(source) for source in self.sources}
@@ -483,9 +479,6 @@ def load_recipe(
 
     Args:
         spelling: how the overrides were given, for messages: see `config_errors`.
-
-    Raises:
-        ConfigError: naming every field that is wrong, its value and the rule.
     """
     try:
         table = tomllib.loads(path.read_text())
@@ -528,5 +521,4 @@ def _is_recipe(table: dict[str, Any]) -> bool:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the whole recipe as TOML, defaults written out."""
     return tomlkit.dumps(recipe.model_dump(mode="json", exclude_none=True))

@@ -20,7 +20,6 @@ class FailureCounts:
     """Logs each distinct failure once, and then counts how often it comes again."""
 
     def __init__(self, subject: str) -> None:
-        """Take the words for what fails: a verifier, an episode."""
         self._subject = subject
         self._counts: Counter[tuple[object, ...]] = Counter()
         self._words: dict[tuple[object, ...], str] = {}
@@ -42,7 +41,6 @@ class FailureCounts:
             logger.warning("%s failed %d times so far: %s", self._subject, times, self._words[kind])
 
     def sum_up(self) -> None:
-        """Log how often each failure came again, and forget them."""
         for kind, times in self._counts.items():
             if times > 1:
                 logger.warning("%s failed %d times: %s", self._subject, times, self._words[kind])

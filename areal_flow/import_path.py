@@ -21,9 +21,6 @@ def import_function(
         setting: what the user calls it, for messages.
         error: what to raise.
         built_in: names that would have been understood, too.
-
-    Raises:
-        ArealFlowError: of the kind asked for: there is no such function.
     """
     module_name, colon, attribute = path.partition(":")
     if not colon:
@@ -63,7 +60,6 @@ def text_hash(text: str) -> str:
 
 
 def source_file(code: Any) -> str:
-    """Return the file that defines a function or a class; nothing if it was never in one."""
     try:
         return inspect.getsourcefile(code) or ""
     except TypeError:
@@ -71,6 +67,5 @@ def source_file(code: Any) -> str:
 
 
 def _compiled(code: CodeType) -> str:
-    """Return byte code, names and constants as text; no address stands in it."""
     constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"

@@ -25,11 +25,7 @@ class Settings(BaseModel):
 
 
 def require(holds: bool, rule: str) -> None:
-    """Refuse settings that do not fit together, inside a validator.
-
-    Raises:
-        ValueError: with the rule, if it does not hold.
-    """
+    """Refuse settings that do not fit together, inside a validator."""
     if not holds:
         raise ValueError(rule)
 

@@ -394,12 +394,10 @@ class EvaluationTable:
 
 
 def answer_text(answer: Any) -> str:
-    """Return an answer as tables show it: a text as it is, any other value as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def group_id(submission_index: int) -> str:
-    """Return the id of the group that `submission_index` stands for."""
     return f"{submission_index:08d}"
 
 
@@ -415,12 +413,10 @@ def counter_seed(*counters: int) -> int:
 
 
 def submission_index_of(identifier: str) -> int:
-    """Return the submission index that a group or trajectory id was made from."""
     return int(identifier.split("-", 1)[0])
 
 
 def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
-    """Return token ids as an array; ids that are one already are not copied."""
     return np.asarray(ids, np.int32)
 
 

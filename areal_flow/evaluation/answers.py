@@ -61,10 +61,6 @@ async def answer_held_out(
         name: of the evaluation; the rows carry it.
         seed: of the run.
         writer_epoch: of the driver that will append the rows, 0 if none will.
-
-    Raises:
-        EpisodeError: no prompt could be answered; the message is the first cause.
-        ArealFlowError: generators or reward workers failed, which is no fault of an answer.
     """
     began = datetime.now(UTC)
     episodes = [
@@ -108,7 +104,6 @@ def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Return the episodes in their order, as many together as have `ANSWERS_PER_TASK` answers."""
     tasks: list[list[Episode]] = []
     num_answers = ANSWERS_PER_TASK
     for episode in episodes:

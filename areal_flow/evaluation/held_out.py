@@ -43,17 +43,11 @@ class HeldOutSettings(Settings):
         return self
 
     def over_prompts(self) -> dict[str, str]:
-        """Return the settings of `prompts` that this set has of its own."""
         names = ("question_field", "answer_field", "template")
         return {name: value for name in names if (value := getattr(self, name))}
 
 
 def check_names(sets: Sequence[HeldOutSettings]) -> None:
-    """Refuse two sets of one name.
-
-    Raises:
-        ValueError: with all names.
-    """
     names = [HELD_OUT, *(each.name for each in sets)]
     require(
         len(set(names)) == len(names),

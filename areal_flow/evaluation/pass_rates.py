@@ -31,12 +31,10 @@ def passes(reward: float | None, *, threshold: float) -> bool:
 
 
 def verdict_of(reward: float, *, threshold: float) -> Verdict:
-    """Return the verdict of a bare reward."""
     return "right" if passes(reward, threshold=threshold) else "wrong"
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:
-    """Return what the rows of one evaluation were worth: overall, by difficulty and by set."""
     difficulty = itemgetter("difficulty")
     by_difficulty = groupby(sorted(rows, key=difficulty), difficulty)
     return EvaluationTable(
@@ -50,7 +48,6 @@ def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> Evaluati
 
 
 def rows_by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each held-out set by its name, in the order in which they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["held_out"], []).append(row)

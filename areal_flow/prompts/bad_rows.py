@@ -16,9 +16,6 @@ def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") ->
     Args:
         errors: what is wrong with each, in any order.
         advice: what to do other than to mend them.
-
-    Raises:
-        PromptError: there is one; names the first ten, in the order of the file.
     """
     ordered = [errors[place] for place in sorted(errors)]
     if not ordered:

@@ -40,10 +40,6 @@ def conversation_of(
 
     Args:
         fields: the completions of a row; `messages` takes the place of one that is not there.
-
-    Raises:
-        ValueError: a field is missing, or holds what it must not; whole conversations do not begin
-            alike.
     """
     fields = _fields_of(row, fields)
     said = [_messages(row, field) for field in fields]
@@ -70,13 +66,11 @@ def _is_list_of_messages(value: object) -> bool:
 
 
 def _is_transcript(row: Row, field: str) -> bool:
-    """Return whether a field is a conversation as text, as in `hh-rlhf`."""
     text = row.get(field)
     return "prompt" not in row and isinstance(text, str) and _SPEAKER.match(text) is not None
 
 
 def _messages(row: Row, field: str) -> list[Message]:
-    """Return the messages in a field, at least one; a text alone is the assistant's."""
     value = row.get(field)
     if _is_transcript(row, field):
         _, *parts = _SPEAKER.split(row[field])
@@ -94,7 +88,6 @@ def _messages(row: Row, field: str) -> list[Message]:
 
 
 def _prompt_of(row: Row) -> list[Message]:
-    """Return the messages of the field `prompt`; a text is the user's."""
     value = row.get("prompt")
     if not isinstance(value, list):
         return [{"role": "user", "content": text_of(row, "prompt")}]

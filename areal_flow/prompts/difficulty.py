@@ -30,7 +30,6 @@ WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
 
 
 def prompt_pass_rates(run: Run) -> pa.Table:
-    """Return `prompt_hash`, `pass_rate` and `num_samples` of each prompt that a run answered."""
     with closing(run.database()) as database:
         found: pa.Table = database.sql(_RATES).to_arrow_table()
     return found
@@ -40,12 +39,7 @@ class DifficultyFilter:
     """Decides which prompts are trained on, and counts them."""
 
     def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
-        """Read the pass rates of the earlier run, and store them in the new one.
-
-        Raises:
-            RunError: there is no such run.
-            PromptError: it has no trajectories with a reward.
-        """
+        """Read the pass rates of the earlier run, and store them in the new one."""
         self._settings = settings
         self.counts = Counter[str]()
         """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""
@@ -69,7 +63,6 @@ class DifficultyFilter:
         }
 
     def __call__(self, row: dict[str, Any]) -> bool:
-        """Return whether a row of a prompt table is to be trained on."""
         settings = self._settings
         if not settings.run:
             return True
@@ -82,7 +75,6 @@ class DifficultyFilter:
         return not (easy or hard)
 
     def __str__(self) -> str:
-        """Return the counts as a sentence says them; empty without a filter."""
         unseen = "kept, too" if self._settings.keep_unseen else "left out"
         said = ", ".join(f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard"))
         of = f"by the pass rates of run {self._settings.run}"

@@ -40,9 +40,6 @@ def read_prompts(
         on_bad: is told of a row that is bad, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
         once: make of equal lines of JSONL one thing: a curriculum shows its rows again and again.
-
-    Raises:
-        PromptError: the file is missing, empty, or of an unknown kind.
     """
 
     def parse_and_make(line: bytes) -> Made:
@@ -61,11 +58,7 @@ def read_prompts(
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    """Yield each row, of JSONL the line as it stands there, after its origin: file and line.
-
-    Raises:
-        PromptError: the file is missing, empty, or of an unknown kind.
-    """
+    """Yield each row, of JSONL the line as it stands there, after its origin: file and line."""
     is_empty = True
     for row in _read_any(path):
         is_empty = False

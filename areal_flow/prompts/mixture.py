@@ -43,7 +43,6 @@ class Mixture:
     """Draws from several sources, which are numbered as their quotas come."""
 
     def __init__(self, quotas: Mapping[str, int], *, seed: int) -> None:
-        """Take the quotas of a cycle, whose sum is a number of whole blocks."""
         self._quotas = np.array([*quotas.values()])
         self._seed = seed
         # The cycle's places, sorted by source, are dealt to the blocks in turns.

@@ -52,8 +52,6 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a preparation found."""
-
     num_train: int
     num_held_out: int
     num_repeated: int
@@ -76,10 +74,6 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     is held out.
 
     Other held-out sets are files of their own. A prompt is of the first set that has it.
-
-    Raises:
-        PromptError: naming file, line and field of the first bad rows, or what else is missing.
-        ModelError: the tokenizer has no chat template that does what the recipe asks for.
     """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
@@ -141,15 +135,11 @@ def check_first_rows(recipe: Recipe) -> None:
     """Refuse files of prompts that are empty, or have bad rows at first, by the rows alone.
 
     A model takes ten seconds to be read, and nothing here depends on it.
-
-    Raises:
-        PromptError: as `prepare_prompts`.
     """
     _check_files(files_of_prompts(recipe), recipe)
 
 
 def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
-    """Do the same for the sets of `evaluation.held_out` that have these names."""
     sets = (each for each in recipe.evaluation.held_out if each.name in names)
     _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
 
@@ -191,11 +181,7 @@ def _split(
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
-    """Write the sets of `evaluation.held_out` that have these names as the held-out table.
-
-    Raises:
-        PromptError: as `prepare_prompts`.
-    """
+    """Write the sets of `evaluation.held_out` that have these names as the held-out table."""
     bad_rows: dict[Place, PromptError] = {}
     num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
     _refuse(bad_rows, recipe, num_good=num_good)
@@ -208,7 +194,6 @@ def _set_rows(
     *,
     names: Collection[str],
 ) -> Iterator[Row]:
-    """Yield the rows of the sets of these names, each with the name of its set as its source."""
     for each in recipe.evaluation.held_out:
         if each.name not in names:
             continue
@@ -219,8 +204,6 @@ def _set_rows(
 def _reader(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
 ) -> Read:
-    """Return what makes rows of a prompt table from a file of a source; it lists bad ones."""
-
     return partial(
         read_prompts,
         make=partial(
@@ -236,7 +219,6 @@ def _reader(
 
 
 def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
-    """End the preparation if there are bad rows that are not to be skipped."""
     skip = ", or use --skip-bad-rows"
     check = "; no row is good: prompts.question_field and prompts.answer_field name their fields"
     if not recipe.prompts.skip_bad_rows:
@@ -283,7 +265,6 @@ def _prompt_row(
 
 
 def _check_tests(columns: Row) -> None:
-    """Refuse a row that does not say how a program is tested."""
     try:
         code_task({"prompt": "", **json.loads(columns["metadata"])}, "pass")
     except NoTests as error:

@@ -28,9 +28,6 @@ def renderer(recipe: Recipe, model: Path) -> Render:
 
     Args:
         model: the directory of the tokenizer, whose chat template is used if the recipe says so.
-
-    Raises:
-        ModelError: the tokenizer has no chat template, or one that cannot do what the recipe asks.
     """
     settings = recipe.prompts
     chat = required_chat_template(recipe, model)
@@ -48,11 +45,6 @@ def renderer(recipe: Recipe, model: Path) -> Render:
 
 
 def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
-    """Return the chat template that a recipe asks for; None if it asks for none.
-
-    Raises:
-        ModelError: there is none, or one that cannot do what the recipe asks.
-    """
     if not recipe.prompts.chat_template:
         return None
     chat = chat_template_of(model)
@@ -83,9 +75,6 @@ def why_chat_template(recipe: Recipe) -> str:
 
     An agent and a system prompt are messages; so are rows that have a list of them. The first good
     row of each file counts, held-out ones included. Empty where nothing is a message.
-
-    Raises:
-        PromptError: a file is empty, or of an unknown kind.
     """
     if recipe.prompts.chat_template is not None:
         return ""
@@ -100,7 +89,6 @@ def why_chat_template(recipe: Recipe) -> str:
 
 
 def files_of_prompts(recipe: Recipe) -> list[tuple[Path, Recipe]]:
-    """Return the files of a recipe's prompts, held-out ones included, with what says of each."""
     parts = [*recipe.by_source().values()]
     files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
     files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
@@ -113,14 +101,12 @@ def _has_messages(path: Path, field: str) -> bool:
 
 
 def messages_asked(prompt: Prompt, recipe: Recipe) -> list[Message]:
-    """Return a prompt as the messages that its row has; none if it has text."""
     sets = {each.name: recipe.of_set(each) for each in recipe.evaluation.held_out}
     of = (recipe.by_source() | sets).get(prompt.source, recipe)
     return messages_in(prompt.metadata, of.prompts.question_field)
 
 
 def _tool_schemas(recipe: Recipe) -> list[Tool]:
-    """Return what a chat template tells the policy of the tools of its workflow."""
     if not isinstance(recipe.workflow, ToolUse):
         return []
     schemas = []

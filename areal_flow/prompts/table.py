@@ -35,7 +35,6 @@ def _open(path: Path) -> pa.Table:
 
 @cache
 def num_prompts(path: Path) -> int:
-    """Return how many prompts a prepared file has; none where there is no file."""
     return len(_open(path)) if path.exists() else 0
 
 
@@ -100,12 +99,10 @@ class PromptTable:
         return self.row(self._place_of(submission_index))
 
     def rows_at(self, submission_indices: Sequence[int]) -> pa.Table:
-        """Return the prompts of several submissions, one row each, in the file's columns."""
         places = [self._place_of(submission_index) for submission_index in submission_indices]
         return self._table.take(pa.array(places, pa.int64()))
 
     def row(self, index: int) -> Prompt:
-        """Return one prompt by its place in the file."""
         (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
         return Prompt(
             prompt_id=row["prompt_id"],
@@ -118,7 +115,6 @@ class PromptTable:
         )
 
     def rows(self, limit: int | None = None) -> list[Prompt]:
-        """Return the first `limit` prompts, or all, in the file's order."""
         return [self.row(index) for index in range(len(self))[:limit]]
 
     def _place_of(self, submission_index: int) -> int:

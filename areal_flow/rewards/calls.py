@@ -80,7 +80,6 @@ def _outcome(call: Callable[[], Any]) -> Any | BaseException:
 
 
 def hangs(limit_s: float, where: str = "") -> VerifierHangs:
-    """Return the error of a verifier that took too long."""
     return VerifierHangs(
         f"the verifier hangs: no verdict on a completion within {limit_s:g} s{where}. "
         "Give it a time limit of its own, or raise rewards.timeout_s"
@@ -88,13 +87,11 @@ def hangs(limit_s: float, where: str = "") -> VerifierHangs:
 
 
 def exits(raised: SystemExit) -> VerifierExits:
-    """Return the error of a verifier that called `sys.exit`."""
     error = VerifierExits(f"the verifier called sys.exit({raised.code!r}): it must return a reward")
     return error.with_traceback(raised.__traceback__)
 
 
 def standing(thread: threading.Thread) -> str:
-    """Return in words where a thread stands in the user's code."""
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     frames = users_frames(traceback.extract_stack(frame)) if frame else []
     return f", it stands in {place(frames)}" if frames else ""

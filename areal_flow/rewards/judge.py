@@ -67,9 +67,6 @@ class JudgeReward:
             limit_s: of one request.
             scale: the lowest and the highest score; one beyond is no reward but an error. By
                 default from 0 to 1 with a model, and any number from a service of one's own.
-
-        Raises:
-            RewardError: they are not what they should be.
         """
         if not url.startswith(("http://", "https://")):
             raise RewardError(f"reward 'judge': expected url = 'http(s)://...', found {url!r}")
@@ -90,11 +87,6 @@ class JudgeReward:
         self._num_retries, self.num_at_once, self._limit_s = num_retries, num_at_once, limit_s
 
     def open(self) -> None:
-        """Find the key.
-
-        Raises:
-            RewardError: the environment has none.
-        """
         self._headers = {}
         self._turns = asyncio.Semaphore(self.num_at_once)
         if self._key_variable:
@@ -135,11 +127,6 @@ class JudgeReward:
         return {"model": self._model, "messages": messages, "temperature": 0}
 
     async def _ask(self, session: ClientSession, request: dict[str, Any]) -> Any:
-        """Return the service's JSON.
-
-        Raises:
-            ServiceError: it refused, or failed each time.
-        """
         import aiohttp
 
         failure = ""
@@ -157,11 +144,7 @@ class JudgeReward:
         raise ServiceError(f"{self._url}: {failure}")
 
     def _read(self, found: Any) -> Score:
-        """Return the score of an answer, which is none if it is beyond the scale.
-
-        Raises:
-            ServiceError: it has none, which is the service's mistake and not the policy's.
-        """
+        """Return the score of an answer, which is none if it is beyond the scale."""
         try:
             if self._model:
                 said = found["choices"][0]["message"]["content"]

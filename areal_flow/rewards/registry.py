@@ -87,10 +87,6 @@ def load_reward(
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
         settings: its own, as keyword arguments.
         timeout_s: how long one that is not built in may take over one completion.
-
-    Raises:
-        RewardError: the name is unknown, cannot be imported, is not what was shipped, or does not
-            take these settings.
     """
     settings = settings or {}
     if name.startswith(SHIPPED):
@@ -119,11 +115,7 @@ def load_reward(
 
 
 def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a verifier does not take, and the lack of some that it needs.
-
-    Raises:
-        RewardError: with what it takes.
-    """
+    """Refuse settings that a verifier does not take, and the lack of some that it needs."""
     given = {} if inspect.isclass(found) else {*OF_COMPLETIONS, *OF_BATCHES}
     parameters = inspect.signature(found).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
@@ -143,13 +135,11 @@ def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
 
 
 def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
-    """Return a function as a reward, told by the names of its parameters."""
     made = BatchedFunctionReward if is_batched(function) else FunctionReward
     return made(function, timeout_s=timeout_s)
 
 
 def recipe_rewards(recipe: Recipe, directory: Path) -> WeightedRewards:
-    """Return the rewards of a recipe; see `WeightedRewards`."""
     workflow = recipe.workflow
     return WeightedRewards(
         recipe.rewards,
@@ -176,9 +166,6 @@ class WeightedRewards:
             pass_threshold: a completion passes if the sum is above it.
             agent: the import path of the agent that rewards itself, if one does. Its code is part
                 of the identity.
-
-        Raises:
-            RewardError: one of them cannot be loaded.
         """
         self._parts = [
             replace(

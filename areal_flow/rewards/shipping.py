@@ -30,9 +30,6 @@ def ship_function(function: Callable[..., Any], directory: Path) -> str:
 
     Args:
         directory: a run's `RunLayout.rewards`; made if need be.
-
-    Raises:
-        RewardError: it refers to something that cannot be pickled, such as an open file.
     """
     called: Any = bare(function)
     code = called if inspect.isroutine(called) else type(called)  # of an object that is called
@@ -46,11 +43,7 @@ def ship_function(function: Callable[..., Any], directory: Path) -> str:
 
 
 def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
-    """Return the function that was shipped under a recipe's name.
-
-    Raises:
-        RewardError: it is not there, or not what was shipped.
-    """
+    """Return the function that was shipped under a recipe's name."""
     stem = name.removeprefix(SHIPPED)
     try:
         pickled = (directory / f"{stem}.pickle").read_bytes()
@@ -72,7 +65,6 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
 
 
 def _pickled_by_value(function: Callable[..., Any], home: str) -> bytes:
-    """Return a function and all that it refers to in its module."""
     import cloudpickle
 
     module = sys.modules.get(home)

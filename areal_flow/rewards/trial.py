@@ -49,7 +49,6 @@ def main(run_directory: Path, output: Path) -> None:
 
 
 def is_foreign(reward: RewardSettings) -> bool:
-    """Return whether a verifier is none of the registry's."""
     return reward.verifier not in REWARDS
 
 

@@ -27,11 +27,6 @@ async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) ->
     """Await an `async` function on the verifiers' event loop, which outlives this call.
 
     A call that blocks the loop loses it: the other calls are made again on a new one.
-
-    Raises:
-        VerifierExits: it called `sys.exit`.
-        VerifierHangs: it took longer than the limit.
-        Exception: as raised by the call.
     """
     while True:
         loop, run = _current_loop(), _Run(call, limit_s)
@@ -49,8 +44,6 @@ async def call_on_loop(call: Callable[[], Awaitable[Any]], *, limit_s: float) ->
 
 
 class _Run:
-    """One call, made once."""
-
     def __init__(self, call: Callable[[], Awaitable[Any]], limit_s: float) -> None:
         self.limit_s = limit_s
         self.began = 0.0

@@ -18,10 +18,6 @@ def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
     Args:
         path: the tool's import path.
         max_characters: of the answer; what is longer ends with how much was left out.
-
-    Raises:
-        ArealFlowError: there is no such function.
-        RewardError: the infrastructure failed.
     """
     tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
     outcome: list[str] = []

@@ -33,12 +33,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
 
 
 def calculate(text: str) -> str:
-    """Compute an arithmetic expression of numbers, parentheses and + - * / // % **.
-
-    Raises:
-        ValueError: it is no such expression, or its numbers get too large.
-        ZeroDivisionError: it divides by zero.
-    """
+    """Compute an arithmetic expression of numbers, parentheses and + - * / // % **."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"expected at most {MAX_CHARACTERS} characters, found {len(text)}")
     try:

@@ -46,10 +46,6 @@ class Agent(TimedWorkflow):
         An agent that ends over a refused answer, since its calls, its seconds or its context are
         used up, has not failed: its conversations are cut, and say by what. One that goes on after
         its context was full has that conversation cut alone.
-
-        Raises:
-            ArealFlowError: the agent asked nothing.
-            Exception: the agent's own.
         """
         from areal_flow.workflows.agent_endpoint import serving  # a server: only where one is
 
@@ -83,7 +79,6 @@ class Agent(TimedWorkflow):
     async def _finished(
         self, draft: TrajectoryDraft, limit: str, context: EpisodeContext
     ) -> TrajectoryDraft:
-        """Return a conversation with its reward, and with the limit that it was cut by, if any."""
         missing = self.missing_reward
         if draft.score is not None:
             pass

@@ -74,11 +74,6 @@ class Session:
         """Those at which calls were refused, by the status of HTTP that the agent was told."""
 
     def rewarded(self, reward: Any) -> None:
-        """Take the agent's reward.
-
-        Raises:
-            CallRefused: it is no finite number, or there is one already; the first counts.
-        """
         try:
             number = nan if isinstance(reward, str) else float(reward)
         except (TypeError, ValueError, OverflowError):
@@ -105,10 +100,6 @@ class Session:
         Args:
             on_text: called with each piece of the answer's content as it is sampled; together they
                 are its content, or the beginning of it.
-
-        Raises:
-            CallRefused: there were too many calls, the context is full, or the chat template
-                refuses the messages.
         """
         self._num_calls += 1
         if self._num_calls > self._max_calls:
@@ -181,7 +172,6 @@ class Session:
     def _following(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Message]
     ) -> Any:
-        """Return the tokens that messages append to a conversation; none if they do not go on."""
         num_known = len(conversation.messages)
         new = messages[num_known:]
         goes_on = (
@@ -211,7 +201,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _statuses(error: BaseException) -> list[int]:
-    """Return the status of HTTP that an exception has, where clients usually put it."""
     places = (error, getattr(error, "response", None))
     names = ("status_code", "status", "code")
     found = (getattr(place, name, None) for place in places for name in names)
@@ -236,11 +225,7 @@ def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> 
 
 
 def _normal(message: Message) -> Message:
-    """Return a message as templates take it, and as it is compared: arguments parsed, text joined.
-
-    Raises:
-        CallRefused: it is no message of text.
-    """
+    """Return a message as templates take it, and as it is compared: arguments parsed, text joined."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise CallRefused(f"expected messages with role and content, found {message!r:.80}")
     content = message.get("content") or ""

@@ -51,5 +51,4 @@ class ContentStream:
 
 
 def _length_of_mark_at_end(text: str) -> int:
-    """Return how much of a call's first mark a text ends with."""
     return next(n for n in range(len(CALL_START), -1, -1) if text.endswith(CALL_START[:n]))

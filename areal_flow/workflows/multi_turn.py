@@ -54,7 +54,6 @@ class MultiTurn(TimedWorkflow):
         return await all_of(self._converse(branch, context) for branch in branches)
 
     async def _converse(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
-        """Go on from a wrong first answer to the end of the conversation."""
         turn = 1
         while (asked := self._asked_again(draft, context, turn)) is not None:
             draft = await self._answered(asked, context, turn)
@@ -64,7 +63,6 @@ class MultiTurn(TimedWorkflow):
     async def _answered(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft:
-        """Append the policy's next answer with what it is worth at this turn."""
         completion = await context.generate(draft.tokens, turn, branch=draft.branch)
         score = await context.score(completion.tokens)
         if score.reward is not None:
@@ -74,7 +72,6 @@ class MultiTurn(TimedWorkflow):
         return draft.cut_by(limit) if limit else draft
 
     def _goes_on(self, draft: TrajectoryDraft, turn: int) -> bool:
-        """Return whether a conversation has this turn, too."""
         score = draft.score
         assert score is not None
         # Where the verifier itself failed, another answer would not help.
@@ -84,7 +81,6 @@ class MultiTurn(TimedWorkflow):
     def _asked_again(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft | None:
-        """Append the verifier's message; None when the conversation is over."""
         if not self._goes_on(draft, turn):
             return None
         assert draft.score is not None

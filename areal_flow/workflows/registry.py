@@ -36,11 +36,6 @@ WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_i
 
 
 def load_workflow(settings: WorkflowSettings) -> Workflow:
-    """Return the workflow of a recipe.
-
-    Raises:
-        ConfigError: there is none at the import path, or it refuses its settings.
-    """
     if isinstance(settings, Agent):
         import_function(settings.path, setting="workflow.path", error=ConfigError)
     if not isinstance(settings, ImportedWorkflow):

@@ -86,7 +86,6 @@ class ToolUse(TimedWorkflow):
         return [draft.cut_by(limit) if limit else draft]
 
     def _calls(self, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
-        """Return the calls of a completion, by the chat template if there is one."""
         if context.is_chat:
             return [ToolCall(*call) for call in context.chat_calls(answer)]
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)

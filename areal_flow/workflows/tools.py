@@ -17,11 +17,7 @@ ANSWERING = "areal_flow.tools.answering:answer"
 
 
 def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the import path of each tool; one that is given by its path has the function's name.
-
-    Raises:
-        ValueError: there is no such tool, or two have one name.
-    """
+    """Return the import path of each tool; one that is given by its path has the function's name."""
     found: dict[str, str] = {}
     for given in names:
         if given not in TOOLS and ":" not in given:

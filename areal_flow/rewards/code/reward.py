@@ -38,11 +38,6 @@ class CodeReward:
         output_bytes: int = DEFAULT.output_bytes,
         num_threads: int = DEFAULT.num_threads,
     ) -> None:
-        """Take what a run of a program may use: the fields of `Limits`.
-
-        Raises:
-            RewardError: one of them is no limit.
-        """
         self._limits = Limits(
             cpu_s=cpu_s,
             wall_per_cpu=wall_per_cpu,
@@ -52,11 +47,6 @@ class CodeReward:
         )
 
     def open(self) -> None:
-        """Start sandboxes in the strongest tier that passes its self-test here.
-
-        Raises:
-            SandboxError: no tier does.
-        """
         self._pool = SandboxPool(self._limits)
         self._threads = ThreadPoolExecutor(MAX_RUNS, thread_name_prefix="sandbox")
 
@@ -78,11 +68,6 @@ class CodeReward:
 
 
 def judge_completion(pool: SandboxPool, given: RewardInput) -> Judgement:
-    """Return the verdict on a completion by its row.
-
-    Raises:
-        SandboxError: it could not be run.
-    """
     row = {"prompt": given.prompt, **given.metadata}
     try:
         task = code_task(row, given.completion)

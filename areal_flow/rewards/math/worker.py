@@ -103,7 +103,6 @@ def _serve(
 
 
 def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
-    """Return the verdict on an answer, or, without one, on the reference itself."""
     try:
         if answer is None:
             for element in algebraic_elements(reference):

@@ -58,8 +58,6 @@ PROGRAM_MEMORY = ProgramMemory()
 
 
 class SandboxPool:
-    """Runs programs, in threads of its callers."""
-
     def __init__(
         self,
         limits: Limits | None = None,
@@ -71,9 +69,6 @@ class SandboxPool:
 
         Args:
             tier: this one, which is known to pass.
-
-        Raises:
-            SandboxError: there is no tier.
         """
         self.limits = limits or Limits()
         self.tier = tier or choose_tier()
@@ -93,9 +88,6 @@ class SandboxPool:
 
         Args:
             programs: makes them, for each attempt anew.
-
-        Raises:
-            SandboxError: sandboxes die again and again.
         """
         outcomes = self._run(programs)
         if any(outcome.timed_out == "wall" for outcome in outcomes):
@@ -103,13 +95,11 @@ class SandboxPool:
         return outcomes
 
     def close(self) -> None:
-        """End all zygotes and all that they run."""
         for zygote in self._zygotes:
             zygote.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the zygotes."""
         return tuple(zygote.pid for zygote in self._zygotes)
 
     def _run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:

@@ -73,9 +73,6 @@ def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
 
     Args:
         tiers: those of this machine that may be used; all by default.
-
-    Raises:
-        SandboxError: none does, with the reason of each.
     """
     reasons = []
     for tier in available_tiers() if tiers is None else tiers:
@@ -94,11 +91,7 @@ def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
 
 
 def check_tier(zygote: ZygoteClient) -> None:
-    """Hold a zygote to what its tier promises.
-
-    Raises:
-        SandboxError: a program can do what it must not, or cannot run at all.
-    """
+    """Hold a zygote to what its tier promises."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         Path(folder).chmod(0o777)
         (Path(folder) / "secret").write_text("secret")

@@ -35,9 +35,9 @@ from areal_flow.cluster.placement import WorkerPlacement
 from areal_flow.cluster.settings import ClusterSettings
 from areal_flow.cluster.worker_context import worker_context
 from areal_flow.cluster.worker_process import DASK_SETTINGS, end_with_parent
-from areal_flow.config import GenerationSettings
 from areal_flow.controller.records import group_seeds
 from areal_flow.generation import registry
+from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.trajectories import write_groups
 from areal_flow.types import (

@@ -51,11 +51,12 @@ from areal_flow.run.directory import create_run, hold_run
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.tracking.registry import start_tracking
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.directory import DirectoryWriter
 from benchmarks.crowd import MAX_PROCESSES, NUM_TOKENS, Crowd, register
 from pipelines.console.progress import Progress

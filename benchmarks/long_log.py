@@ -46,13 +46,13 @@ from areal_flow.controller.gate import ControllerSettings
 from areal_flow.controller.records import Provenance, genesis_row, group_seeds
 from areal_flow.controller.schedules import run_async_schedule
 from areal_flow.run.lease import Writer, hold_lease
+from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.store.codec import rollout_table, scored_table
 from areal_flow.store.committed import CommittedLogs
 from areal_flow.store.ledger import STEPS, Ledger, create_ledger
 from areal_flow.store.maintenance import ROWS_PER_FRAGMENT
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import (
-    NOTHING_TRAINED,
     Completion,
     EngineStats,
     Episode,

@@ -34,7 +34,6 @@ from areal_flow.errors import (
     SchemaError,
 )
 from areal_flow.evaluation.pass_rates import verdict_of
-from areal_flow.import_path import import_function
 from areal_flow.models.directory import texts_of
 from areal_flow.prompts.rendering import messages_asked
 from areal_flow.prompts.table import num_prompts
@@ -42,6 +41,7 @@ from areal_flow.rewards.code.sandbox.pool import PROGRAM_MEMORY
 from areal_flow.rewards.protocol import RewardInput, TrainerState
 from areal_flow.rewards.registry import WeightedRewards, recipe_rewards
 from areal_flow.run.inputs import check_verifier
+from areal_flow.settings import import_function
 from areal_flow.store.codec import (
     RolloutNotes,
     array_rows,

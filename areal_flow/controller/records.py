@@ -10,13 +10,8 @@ from typing import Any
 
 from areal_flow.controller.accounting import StepEntries
 from areal_flow.controller.speed import reward_metrics, speed_metrics, update_metrics
-from areal_flow.types import (
-    NOTHING_TRAINED,
-    PolicyHashes,
-    StepRequest,
-    StepResult,
-    counter_seed,
-)
+from areal_flow.step_metrics import NOTHING_TRAINED
+from areal_flow.types import PolicyHashes, StepRequest, StepResult, counter_seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.records import member_seed
 from areal_flow.errors import EpisodeError
-from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.evaluation.pass_rates import HELD_OUT
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of

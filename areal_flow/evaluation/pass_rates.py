@@ -15,12 +15,15 @@ from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from areal_flow.types import EvaluationScores, EvaluationTable, PassRate, RewardMean, Verdict
+from areal_flow.evaluation.scores import EvaluationScores, EvaluationTable, PassRate, RewardMean
+from areal_flow.types import Verdict
 
 PASS_THRESHOLD = 0.5
 """Halfway between wrong and right of a verifier that gives 0 and 1."""
 PASS_RATE = "rollout/pass_rate"
 """The pass rate of a step's trajectories, in the ledger's `metrics` and in sinks."""
+HELD_OUT = "held_out"
+"""The name of the held-out set that the training source itself gives."""
 Row = Mapping[str, Any]
 Z_95 = 1.959963984540054
 

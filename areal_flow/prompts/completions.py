@@ -17,9 +17,8 @@ import numpy as np
 from areal_flow.errors import ModelError, PromptError
 from areal_flow.models.chat import ChatTemplate, Message
 from areal_flow.models.directory import prompt_tokens
-from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.conversations import conversation_of, has_messages
-from areal_flow.prompts.files import Place, read_prompts
+from areal_flow.prompts.files import Place, read_prompts, refuse_bad_rows
 from areal_flow.prompts.rendering import with_system_message
 from areal_flow.prompts.rows import Row, text_of, texts_of_turns
 

@@ -1,9 +1,12 @@
-"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line."""
+"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line.
+
+A file with bad rows is refused, and the first ten of them are named.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -19,6 +22,8 @@ LANCE = ".lance"
 MAX_LINE_BYTES = 64 << 20
 """The tests of one program, in a row of LiveCodeBench, are some megabytes."""
 BATCH_ROWS = 256
+MAX_NAMED = 10
+"""Bad rows in a message."""
 
 Made = TypeVar("Made")
 Place = tuple[Path, int]
@@ -55,6 +60,17 @@ def read_prompts(
             on_bad((path, place), PromptError(f"{origin}: {error}"))
         else:
             yield made
+
+
+def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
+    ordered = [errors[place] for place in sorted(errors)]
+    if not ordered:
+        return
+    if len(ordered) == 1:
+        raise PromptError(f"{ordered[0]}. Mend it{advice}")
+    first = "the first ten" if len(ordered) > MAX_NAMED else "these"
+    named = "".join(f"\n  {error}" for error in ordered[:MAX_NAMED])
+    raise PromptError(f"{len(ordered)} rows are bad, {first}:{named}\nMend them{advice}")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:

@@ -23,10 +23,8 @@ import pyarrow as pa
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.models.directory import prompt_tokens, tokenizer_of
-from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
-from areal_flow.prompts.files import Place, read_prompts, read_rows
-from areal_flow.prompts.mixture import quotas
+from areal_flow.prompts.files import Place, read_prompts, read_rows, refuse_bad_rows
 from areal_flow.prompts.rendering import (
     Render,
     files_of_prompts,
@@ -35,7 +33,7 @@ from areal_flow.prompts.rendering import (
 )
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
 from areal_flow.prompts.settings import PromptSettings
-from areal_flow.prompts.table import QUOTAS, PromptTable
+from areal_flow.prompts.table import QUOTAS, PromptTable, quotas
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference

@@ -61,7 +61,7 @@ def take_right_answer(columns: Row) -> Any:
 
 
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
-    """Return the messages that ask, the last of them the user's; a question of text is one message."""
+    """Return the messages that ask, the last of them the user's; a text is one message."""
     _require_fields(row, settings, needs_answer=False)
     field = settings.question_field
     value = row[field]

@@ -18,7 +18,6 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
-from areal_flow.import_path import code_hash, import_function, source_file, text_hash
 from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code.reward import CodeReward
@@ -41,6 +40,7 @@ from areal_flow.rewards.protocol import (
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
+from areal_flow.settings import code_hash, import_function, source_file, text_hash
 from areal_flow.types import RewardPart, Score
 from areal_flow.workflows.agent import Agent
 

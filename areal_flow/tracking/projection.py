@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.dataset import open_dataset
@@ -25,7 +26,6 @@ from areal_flow.tracking.protocol import (
     TRAINED_AT_TAG,
     Tracker,
 )
-from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
 

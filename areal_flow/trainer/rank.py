@@ -30,6 +30,7 @@ from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_path
 from areal_flow.run.inputs import reference_directory
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import StepMetrics
 from areal_flow.trainer.backend import (
     SavedRows,
     SavedState,
@@ -61,7 +62,7 @@ from areal_flow.trainer.sequences import (
 )
 from areal_flow.trainer.step import learning_rate, plan_micro_batches, train_step
 from areal_flow.trainer.tensor_rows import rows_of
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepRequest, StepResult
 from areal_flow.weights.channel import HashingWriter, WeightsWriter
 
 

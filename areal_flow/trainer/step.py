@@ -27,11 +27,11 @@ from areal_flow.algorithms.protocol import (
     mean,
 )
 from areal_flow.config import TrainerSettings
+from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.backend import Minibatch, StepSettings, TrainerBackend, UpdateNumbers
 from areal_flow.trainer.passes import by_trajectory
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
-from areal_flow.types import SKIPPED_UPDATES
 
 EVEN_TOKENS = 4096
 """Where attention is about as much work as everything else, for a policy some 700 wide."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, FiniteFloat
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from areal_flow.import_path import import_function
+from areal_flow.settings import import_function
 from areal_flow.types import Prompt, Score
 from areal_flow.workflows.agent_session import Session
 from areal_flow.workflows.context import EpisodeContext

@@ -225,7 +225,7 @@ def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> 
 
 
 def _normal(message: Message) -> Message:
-    """Return a message as templates take it, and as it is compared: arguments parsed, text joined."""
+    """Return a message as templates take it: arguments of calls parsed, parts of text joined."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise CallRefused(f"expected messages with role and content, found {message!r:.80}")
     content = message.get("content") or ""

@@ -1,23 +1,27 @@
 """The tools, by the name that a policy calls them by, and what a call is in its text.
 
 A tool is a function from the text of a call to the text of its answer. The next is a file in
-`areal_flow/tools/` and a name here. This module refuses to know what tools do.
+`areal_flow/tools/` and a name here. This module does not import the tools.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+
+from areal_flow.errors import ArealFlowError, RewardError
+from areal_flow.settings import import_function
 
 TOOLS: dict[str, str] = {
     "calculator": "areal_flow.tools.calculator:calculate",
     "python": "areal_flow.tools.python:run_python",
 }
-ANSWERING = "areal_flow.tools.answering:answer"
+ANSWERING = f"{__name__}:answer"
 """What calls a tool on a reward worker."""
 
 
 def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the import path of each tool; one that is given by its path has the function's name."""
+    """Return the import path of each tool by its name, which is that of its function."""
     found: dict[str, str] = {}
     for given in names:
         if given not in TOOLS and ":" not in given:
@@ -51,3 +55,32 @@ def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
         return None
     name, *rest = asked.split(maxsplit=1) or [""]
     return ToolCall(name, "".join(rest)) if began else ToolCall("", asked)
+
+
+def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
+    """Return what a tool returns for the text of a call, or why it returned nothing.
+
+    What the tool raises is told to the policy. An error of the infrastructure, such as no sandbox,
+    is a `RewardError` and is raised. An answer of more than `max_characters` is cut.
+    """
+    tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
+    outcome: list[str] = []
+    failure: list[RewardError] = []
+
+    def run() -> None:
+        try:
+            outcome.append(str(tool(text)))
+        except RewardError as error:
+            failure.append(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy's own doing
+            outcome.append(f"Error: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name="tool", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failure:
+        raise failure[0]
+    said = outcome[0] if outcome else f"Error: no result within {timeout_s:g} s"
+    said = said.encode(errors="replace").decode()  # a lone surrogate has no tokens
+    left_out = len(said) - max_characters
+    return said if left_out <= 0 else f"{said[:max_characters]} ({left_out} characters left out)"

@@ -182,8 +182,8 @@ def replay(
         trajectories: Show so many trajectories that differ most.
         tokens: Show a trajectory's tokens, by its id.
     """
-    from areal_flow.import_path import import_function
     from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
+    from areal_flow.settings import import_function
     from pipelines.references import chosen_step
 
     named, changes = folders.find(run), parse_changes(set_ or [])

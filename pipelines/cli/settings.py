@@ -170,7 +170,7 @@ def settings_page() -> str:
         "",
         "Everything that a recipe may say, with its default. On the command line each is an option",
         "of its dotted name, `--trainer.learning-rate 1e-5`; in Python, a keyword of its section,",
-        '`trainer={"learning_rate": 1e-5}`. Made from `areal_flow/config.py` by',
+        '`trainer={"learning_rate": 1e-5}`. Made from `areal_flow/config` by',
         "`python -m pipelines.cli.settings > docs/settings.md`.",
     ]
     for section, meaning, settings in all_settings():

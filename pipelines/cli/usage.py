@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cyclopts import CycloptsError, UnknownOptionError
 
-from areal_flow.config_errors import did_you_mean
+from areal_flow.config.messages import did_you_mean
 
 
 def explain_usage(error: CycloptsError) -> str:

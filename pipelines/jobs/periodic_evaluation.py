@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError
 from areal_flow.evaluation.pass_rates import has_plateaued, tabulate
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.committed import evaluation_names, read_evaluation
-from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
 

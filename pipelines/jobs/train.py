@@ -33,6 +33,7 @@ from areal_flow.controller.schedules import (
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.evaluation.answers import Answer, answer_held_out
 from areal_flow.evaluation.pass_rates import tabulate
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.registry import require_served
 from areal_flow.models.auto_tokenizer import NUM_COMPARED, warn_of_other_tokens
@@ -61,7 +62,6 @@ from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectori
 from areal_flow.tracking.background import RunTracking
 from areal_flow.tracking.registry import start_tracking
 from areal_flow.trainer.supervised import OBJECTIVES
-from areal_flow.types import EvaluationTable
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.shared_memory import free_segments
 from areal_flow.workflows.registry import load_workflow

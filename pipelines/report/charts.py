@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.store.ledger import STEPS
-from areal_flow.types import EvaluationTable
 from pipelines.report.svg import Interval, curves
 
 Evaluation = tuple[int, EvaluationTable]

@@ -143,7 +143,7 @@ def test_only_messages_of_others_go_on_from_an_answer(new: list[Any]) -> None:
         return 1.0
 
     class Begins(FakeServices):
-        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+        def chat(self, *arguments: Any, after: tuple[int, int] | None = None) -> Tokens:
             """Put what begins an answer after the messages, as templates do."""
             begun = super().chat(*arguments, after=after).tolist()
             return as_tokens([*begun, *self.encode("a")])
@@ -155,7 +155,7 @@ def test_only_messages_of_others_go_on_from_an_answer(new: list[Any]) -> None:
 
 def test_template_that_rewrites_answers_begins_another_trajectory() -> None:
     class Forgets(FakeServices):
-        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+        def chat(self, *arguments: Any, after: tuple[int, int] | None = None) -> Tokens:
             if after is not None:
                 raise ValueError("the chat template rewrites earlier answers")
             return super().chat(*arguments, after=after)

@@ -26,10 +26,6 @@ def users_frames(frames: StackSummary) -> list[FrameSummary]:
     return list(frames[first:] or frames)
 
 
-def users_calls(frames: StackSummary) -> list[FrameSummary]:
-    return [frame for frame in frames if is_users(frame)]
-
-
 def is_users(frame: FrameSummary) -> bool:
     file = Path(frame.filename)
     return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))

@@ -89,13 +89,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def import_function(
     path: str, *, setting: str, error: type[ArealFlowError], built_in: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """Return the function at an import path.
-
-    Args:
-        setting: what the user calls it, for messages.
-        error: what to raise.
-        built_in: names that would have been understood, too.
-    """
+    """Return the function at an import path; `built_in` are other names that a message lists."""
     module_name, colon, attribute = path.partition(":")
     if not colon:
         names = f"one of {', '.join(sorted(built_in))} or " if built_in else ""

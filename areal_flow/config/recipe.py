@@ -121,6 +121,19 @@ class Recipe(Settings):
         require(not twice, f"rewards: {twice} named twice with the same settings and sources")
         self._check_sources()
         self._check_trainer_ranks()
+        self._check_algorithm()
+        self._check_lengths()
+        self._check_workflow()
+        require(
+            self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
+            "weights.medium = 'shared_memory' reaches this machine's workers only, and "
+            f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "
+            f"{self.cluster.network.host!r} lets others join; set it to 'auto', 'directory' or "
+            "'broadcast'",
+        )
+        return self
+
+    def _check_algorithm(self) -> None:
         require(
             self.algorithm.num_minibatches <= self.groups_per_step,
             f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
@@ -142,6 +155,8 @@ class Recipe(Settings):
             f"{self.controller.max_staleness}) it is the policy that sampled, which makes it plain "
             "PPO; set algorithm.name to 'ppo', or algorithm.proximal to 'recomputed'",
         )
+
+    def _check_lengths(self) -> None:
         first, _ = self.algorithm.overlong_tokens or (0, 0)
         require(
             not self.generation.max_model_len or first < self.generation.max_model_len,
@@ -158,6 +173,8 @@ class Recipe(Settings):
             f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
             f"sequence of generation.max_model_len ({self.generation.max_model_len})",
         )
+
+    def _check_workflow(self) -> None:
         require(
             not isinstance(self.workflow, ToolUse)
             or self.prompts.chat_template
@@ -169,17 +186,8 @@ class Recipe(Settings):
             not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
             "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
         )
-        require(
-            self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
-            "weights.medium = 'shared_memory' reaches this machine's workers only, and "
-            f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "
-            f"{self.cluster.network.host!r} lets others join; set it to 'auto', 'directory' or "
-            "'broadcast'",
-        )
-        return self
 
     def _check_trainer_ranks(self) -> None:
-        """Refuse what ranks are to share and cannot."""
         trainer, num_trainers = self.trainer, self.cluster.num_trainers
         require(
             trainer.backend != "fsdp" or num_trainers > 1,

@@ -2,7 +2,7 @@
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
 prompt is a group with a member a sample, and with seeds that no training episode has. This module
-refuses to know which cluster answers.
+does not depend on which cluster answers.
 """
 
 from __future__ import annotations
@@ -56,11 +56,7 @@ async def answer_held_out(
     evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
     workflow or its verifier failed is a row without a reward, which does not pass.
 
-    Args:
-        settings: how many answers a prompt of each set has, and how they are sampled.
-        name: of the evaluation; the rows carry it.
-        seed: of the run.
-        writer_epoch: of the driver that will append the rows, 0 if none will.
+    `writer_epoch` is that of the driver that will append the rows; 0 if none will.
     """
     began = datetime.now(UTC)
     episodes = [
@@ -125,7 +121,6 @@ def _all_rows(
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of all tasks, each with what is `made` and the version that they are of."""
     tables = [table for table in found if isinstance(table, pa.Table)]
     for error in () if tables else found:
         raise error

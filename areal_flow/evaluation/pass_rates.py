@@ -63,8 +63,8 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
     An answer without a reward has not passed, and is no part of the mean reward. Samples of one
     prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
     then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample. Where
-    some prompts have more samples than others, pass@k is of no more than each has, and the best of
-    them and their vote are of nothing.
+    some prompts have more samples than others, k of pass@k is at most the number that each has, and
+    there is neither a best sample nor a majority.
 
     Args:
         rows: `held_out` (the set's name), `prompt_id`, `sample`, `reward` and `num_output_tokens`
@@ -94,7 +94,7 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
 
 def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each prompt; two prompts of one id are told apart by their samples."""
+    """Return the rows of each prompt; two prompts of one id differ in their samples."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     num_seen = Counter[tuple[str, str, int]]()
     for row in rows:
@@ -145,11 +145,9 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 
 
 def has_plateaued(rates: Sequence[float], *, patience: int) -> bool:
-    """Return whether none of the last rates is better than the best before them.
+    """Return whether none of the last `patience` rates is better than the best before them.
 
-    Args:
-        rates: of the evaluations so far, in their order.
-        patience: how many may be no better; 0: any number.
+    With a patience of 0 there is no plateau.
     """
     if not patience or len(rates) <= patience:
         return False

@@ -2,7 +2,7 @@
 
 Published data sets have a `prompt` of messages and completions of messages, or completions that are
 whole conversations with one beginning, which is the prompt; those of Anthropic's `hh-rlhf` are
-texts. It refuses to know chat templates and files.
+texts. This module depends on neither chat templates nor files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def has_messages(row: Row, fields: Sequence[str]) -> bool:
-    """Return whether a row holds messages where others hold texts.
-
-    Args:
-        fields: the completions of a row.
-    """
+    """Return whether a row holds messages where others hold texts."""
     fields = _fields_of(row, fields)
     transcripts = any(_is_transcript(row, field) for field in fields)
     return transcripts or any(_is_list_of_messages(row.get(name)) for name in ("prompt", *fields))
@@ -38,8 +34,7 @@ def conversation_of(
 
     The first and the last message of a completion are the assistant's.
 
-    Args:
-        fields: the completions of a row; `messages` takes the place of one that is not there.
+    If the one field is missing, `messages` takes its place.
     """
     fields = _fields_of(row, fields)
     said = [_messages(row, field) for field in fields]

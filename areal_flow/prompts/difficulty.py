@@ -39,7 +39,6 @@ class DifficultyFilter:
     """Decides which prompts are trained on, and counts them."""
 
     def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
-        """Read the pass rates of the earlier run, and store them in the new one."""
         self._settings = settings
         self.counts = Counter[str]()
         """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""

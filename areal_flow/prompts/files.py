@@ -42,7 +42,7 @@ def read_prompts(
 
     Args:
         make: is given the row; it raises ValueError for one that will not do.
-        on_bad: is told of a row that is bad, which is left out.
+        on_bad: called with each bad row, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
         once: make of equal lines of JSONL one thing: a curriculum shows its rows again and again.
     """

@@ -32,7 +32,7 @@ from areal_flow.prompts.rendering import (
     required_chat_template,
 )
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
-from areal_flow.prompts.settings import PromptSettings
+from areal_flow.prompts.settings import HeldOutSettings, PromptSettings
 from areal_flow.prompts.table import QUOTAS, PromptTable, quotas
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
@@ -68,10 +68,10 @@ class Prepared:
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables, each source's from two files, or from one whose fifth at most
-    is held out.
+    """Write the run's prompt tables: the prompts to train on, and those that are held out.
 
-    Other held-out sets are files of their own. A prompt is of the first set that has it.
+    A source has a file of held-out prompts, or at most a fifth of its file is held out. Other
+    held-out sets are files of their own. A prompt belongs to the first set that has it.
     """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
@@ -98,8 +98,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
-    names = [each.name for each in recipe.evaluation.held_out]
-    for row in filter(is_new, _set_rows(recipe, layout, bad_rows, names=names)):
+    for row in filter(is_new, _set_rows(recipe, recipe.evaluation.held_out, layout, bad_rows)):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
@@ -108,13 +107,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    for name in recipe.by_source():
-        if not of_source[name]:
-            of = f" of source {name!r}" if name else ""
-            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
-            raise PromptError(
-                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
-            )
+    _refuse_empty_sources(recipe, of_source, is_chosen)
     first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
@@ -129,6 +122,18 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     )
 
 
+def _refuse_empty_sources(
+    recipe: Recipe, num_prompts: Mapping[str, int], is_chosen: DifficultyFilter
+) -> None:
+    for name in recipe.by_source():
+        if not num_prompts[name]:
+            of = f" of source {name!r}" if name else ""
+            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
+            raise PromptError(
+                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
+            )
+
+
 def check_first_rows(recipe: Recipe) -> None:
     """Refuse files of prompts that are empty, or have bad rows at first, by the rows alone.
 
@@ -138,7 +143,7 @@ def check_first_rows(recipe: Recipe) -> None:
 
 
 def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
-    sets = (each for each in recipe.evaluation.held_out if each.name in names)
+    sets = _held_out_sets(recipe, names)
     _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
 
 
@@ -181,20 +186,21 @@ def _split(
 def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
     """Write the sets of `evaluation.held_out` that have these names as the held-out table."""
     bad_rows: dict[Place, PromptError] = {}
-    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
-    _refuse(bad_rows, recipe, num_good=num_good)
+    rows = _set_rows(recipe, _held_out_sets(recipe, names), layout, bad_rows)
+    _refuse(bad_rows, recipe, num_good=_write(layout.held_out_prompts, rows))
+
+
+def _held_out_sets(recipe: Recipe, names: Collection[str]) -> list[HeldOutSettings]:
+    return [each for each in recipe.evaluation.held_out if each.name in names]
 
 
 def _set_rows(
     recipe: Recipe,
+    sets: Iterable[HeldOutSettings],
     layout: RunLayout,
     bad_rows: dict[Place, PromptError],
-    *,
-    names: Collection[str],
 ) -> Iterator[Row]:
-    for each in recipe.evaluation.held_out:
-        if each.name not in names:
-            continue
+    for each in sets:
         read = _reader(recipe.of_set(each), layout, bad_rows, source=each.name)
         yield from islice(read(each.path), each.num_prompts or None)
 

@@ -24,11 +24,7 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def renderer(recipe: Recipe, model: Path) -> Render:
-    """Return what renders the messages of a row, the last of which asks the question.
-
-    Args:
-        model: the directory of the tokenizer, whose chat template is used if the recipe says so.
-    """
+    """Return what renders the messages of a row, the last of which asks the question."""
     settings = recipe.prompts
     chat = required_chat_template(recipe, model)
     tools = _tool_schemas(recipe)

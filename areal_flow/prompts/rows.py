@@ -1,7 +1,7 @@
 """What a row gives: the question, the right answer, how hard it is, and its columns for a verifier.
 
 Values keep the types that they have in JSON; what JSON does not know, such as a date of Parquet,
-becomes text. It refuses to know files, and how a question becomes a prompt.
+becomes text. This module depends neither on files nor on how a question becomes a prompt.
 """
 
 from __future__ import annotations
@@ -101,11 +101,7 @@ def _without_nulls(message: Message) -> Message:
 
 
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
-    """Return the right answer of a row, with its own type; None if there is none.
-
-    Args:
-        needs_answer: whether anything scores by it.
-    """
+    """Return the right answer of a row, with its own type; None if there is none."""
     _require_fields(row, settings, needs_answer=needs_answer)
     field = settings.answer_field
     value = row.get(field)

@@ -29,7 +29,7 @@ BLOCK = 100
 CYCLE = 100_000
 _STRIDE = 617
 """From block to block of a cycle of 1,000, by the golden ratio: rare sources are far apart."""
-_OF_BLOCKS = 0x6D6978
+_BLOCK_SEED = 0x6D6978
 """Apart from the seeds of the sources' own orders."""
 QUOTAS = b"areal_flow.quotas"
 """Of each source by name, as JSON, in a prepared file's schema; a file without is one source."""
@@ -118,7 +118,7 @@ class Mixture:
 
     def _make_order(self, block: int) -> np.ndarray:
         sources_P = self._sources_BP[block % len(self._sources_BP)]
-        return np.random.default_rng([self._seed, block, _OF_BLOCKS]).permutation(sources_P)
+        return np.random.default_rng([self._seed, block, _BLOCK_SEED]).permutation(sources_P)
 
 
 class PromptTable:

@@ -19,12 +19,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from areal_flow.rewards.calls import call_in_thread
+from areal_flow.rewards.calls import call_in_thread, call_on_loop
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, is_async, judged
-from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.types import RewardPart, Score
 
-OF_BATCHES = (
+BATCH_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "answer"),
     *("trainer_state", "log_extra", "log_metric"),
 )

@@ -55,7 +55,7 @@ class JudgeReward:
         limit_s: float = 60.0,
         scale: Sequence[float] | None = None,
     ) -> None:
-        """Take where the service is.
+        """Say where the service is and how it is asked.
 
         Args:
             url: `http(s)://...`; with a model, up to and with `/v1`.

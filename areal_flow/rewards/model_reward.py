@@ -40,7 +40,7 @@ class ModelReward:
         num_at_once: int = 8,
         device: str = "cpu",
     ) -> None:
-        """Take where the model is, and read which one it is.
+        """Find the model, and read which one it is.
 
         Args:
             path: a directory, or the name of a hub repository.

@@ -18,7 +18,7 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
-from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
+from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
@@ -26,7 +26,7 @@ from areal_flow.rewards.math.reward import MathReward
 from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
-    OF_COMPLETIONS,
+    COMPLETION_ARGUMENTS,
     FunctionReward,
     LimitedReward,
     Reward,
@@ -116,7 +116,7 @@ def load_reward(
 
 def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
     """Refuse settings that a verifier does not take, and the lack of some that it needs."""
-    given = {} if inspect.isclass(found) else {*OF_COMPLETIONS, *OF_BATCHES}
+    given = {} if inspect.isclass(found) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
     parameters = inspect.signature(found).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
@@ -162,10 +162,8 @@ class WeightedRewards:
     ) -> None:
         """Load each reward by its name; see `load_reward`.
 
-        Args:
-            pass_threshold: a completion passes if the sum is above it.
-            agent: the import path of the agent that rewards itself, if one does. Its code is part
-                of the identity.
+        `agent` is the import path of an agent that gives rewards itself: its code is part of the
+        identity.
         """
         self._parts = [
             replace(
@@ -188,16 +186,7 @@ class WeightedRewards:
             import_function(agent, setting="workflow.path", error=RewardError) if agent else None
         )
         agents = [f"agent:{agent}@{code_hash(scoring)}"] if scoring else []
-        identities = (
-            "".join(
-                (
-                    f"{weight:g}*" if weight != 1 else "",
-                    part.identity,
-                    f" of {','.join(part.judges)}" if part.judges else "",
-                )
-            )
-            for part, weight in zip(self._parts, self._weights, strict=True)
-        )
+        identities = map(_weighted_identity, self._parts, self._weights)
         self.identity = " + ".join((*agents, *identities))
         """Name and hash of the code of the agent and of each reward, with its weight unless that is
         1, and what it judges unless that is all."""
@@ -206,7 +195,6 @@ class WeightedRewards:
         """The files that their code stands in."""
 
     def open(self) -> None:
-        """Open each reward; if one cannot be opened, those before it are closed again."""
         with ExitStack() as opened:
             for part in self._parts:
                 part.reward.open()
@@ -247,6 +235,12 @@ class WeightedRewards:
         first = given[0]
         verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
         return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
+
+
+def _weighted_identity(part: NamedReward, weight: float) -> str:
+    factor = f"{weight:g}*" if weight != 1 else ""
+    judges = f" of {','.join(part.judges)}" if part.judges else ""
+    return f"{factor}{part.identity}{judges}"
 
 
 async def _scores(

@@ -26,11 +26,7 @@ SHIPPED = "shipped:"
 
 
 def ship_function(function: Callable[..., Any], directory: Path) -> str:
-    """Write a function with all that it refers to in its module; return its name for a recipe.
-
-    Args:
-        directory: a run's `RunLayout.rewards`; made if need be.
-    """
+    """Write a function with all that it refers to in its module; return its name for a recipe."""
     called: Any = bare(function)
     code = called if inspect.isroutine(called) else type(called)  # of an object that is called
     pickled, source = _pickled_by_value(function, code.__module__), _source_of(code)

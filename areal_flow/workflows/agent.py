@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
-from threading import Thread
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
 from areal_flow.errors import ArealFlowError, ConfigError
+from areal_flow.failures import in_own_thread
 from areal_flow.settings import import_function
 from areal_flow.types import Prompt, Score
 from areal_flow.workflows.agent_session import Session
 from areal_flow.workflows.context import EpisodeContext
-from areal_flow.workflows.limits import TimedWorkflow
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
 
 
 class Agent(TimedWorkflow):
@@ -104,26 +102,9 @@ async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:
     try:
         if any(map(inspect.iscoroutinefunction, (agent, agent.__call__))):
             return await agent(**given)
-        return await _in_own_thread(partial(agent, **given))
+        # The event loop's own threads are few, and load weights.
+        return await asyncio.wrap_future(in_own_thread(partial(agent, **given), name="agent"))
     except SystemExit as exit_:  # which would end the generator
         raise ArealFlowError(
             f"the agent called sys.exit({exit_.code!r}): it must return a reward"
         ) from exit_
-
-
-async def _in_own_thread(call: Callable[[], Any]) -> Any:
-    """Return what a call returns; one that hangs ends with the process, and blocks no other.
-
-    The event loop's own threads are few, and load weights.
-    """
-    outcome: Future[Any] = Future()
-    outcome.set_running_or_notify_cancel()  # nothing cancels a thread
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            outcome.set_exception(error)
-
-    Thread(target=run, name="agent", daemon=True).start()
-    return await asyncio.wrap_future(outcome)

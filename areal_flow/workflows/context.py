@@ -81,7 +81,7 @@ class EpisodeServices(Protocol):
 
         Args:
             messages: each with `role` and `content`.
-            tools: that the policy is told of, as JSON schemas.
+            tools: JSON schemas, which the template shows to the policy.
             after: the place of an answer among the messages, and the token that ended it, -1 if
                 none did. What follows it is returned, to be appended.
 
@@ -107,7 +107,6 @@ class Coalescer(Generic[Key, Item, Result]):
     """
 
     def __init__(self, send: Callable[[Key, list[Item]], Awaitable[Sequence[Result]]]) -> None:
-        """Take what answers several items of one key, in their order."""
         self._send = send
         self._open: dict[Key, tuple[dict[object, Item], asyncio.Task[dict[object, Result]]]] = {}
 
@@ -250,12 +249,12 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
         key: tuple[int, bytes, int], asked: Sequence[tuple[int, OnToken | None]]
     ) -> Sequence[Completion]:
         _, prefix, max_new_tokens = key
-        seeds, told = zip(*asked, strict=True)
+        seeds, listeners = zip(*asked, strict=True)
         tokens = np.frombuffer(prefix, np.int32)
         changed = {**episode.sampling, "max_new_tokens": max_new_tokens}
         sampling = replace(services.sampling, **changed)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
-        on_token = _on_event_loop(told) if any(told) else None
+        on_token = _on_event_loop(listeners) if any(listeners) else None
         return await services.generate(GroupRequest(name, tokens, seeds, sampling, on_token))
 
     async def score(_: None, completions: Sequence[Tokens]) -> Sequence[Score]:
@@ -265,12 +264,12 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
     return [EpisodeContext(services, *shared, seed) for seed in episode.seeds]
 
 
-def _on_event_loop(told: Sequence[OnToken | None]) -> Callable[[int, int], None]:
-    """Return what the engine's thread tells tokens to, for those members that want them."""
+def _on_event_loop(listeners: Sequence[OnToken | None]) -> Callable[[int, int], None]:
+    """Return what passes tokens from the engine's thread to the listening members."""
     loop = asyncio.get_running_loop()
 
     def on_token(index: int, token: int) -> None:
-        if one := told[index]:
+        if one := listeners[index]:
             loop.call_soon_threadsafe(one, token)
 
     return on_token

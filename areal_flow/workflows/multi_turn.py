@@ -18,8 +18,7 @@ from areal_flow.settings import require
 from areal_flow.types import Prompt
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
-from areal_flow.workflows.limits import TimedWorkflow
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
 
 
 class MultiTurn(TimedWorkflow):
@@ -46,7 +45,6 @@ class MultiTurn(TimedWorkflow):
         return template
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory, or one a branch if the first answer is wrong."""
         draft = await self._answered(TrajectoryDraft(prompt.tokens), context, turn=0)
         if self._asked_again(draft, context, turn=1) is None:
             return [draft]

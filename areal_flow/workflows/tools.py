@@ -6,10 +6,11 @@ A tool is a function from the text of a call to the text of its answer. The next
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from areal_flow.errors import ArealFlowError, RewardError
+from areal_flow.failures import in_own_thread
 from areal_flow.settings import import_function
 
 TOOLS: dict[str, str] = {
@@ -60,27 +61,20 @@ def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
 def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
     """Return what a tool returns for the text of a call, or why it returned nothing.
 
-    What the tool raises is told to the policy. An error of the infrastructure, such as no sandbox,
-    is a `RewardError` and is raised. An answer of more than `max_characters` is cut.
+    What the tool raises becomes the policy's answer; a `RewardError`, an error of the
+    infrastructure, is raised. An answer of more than `max_characters` is cut.
     """
     tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
-    outcome: list[str] = []
-    failure: list[RewardError] = []
-
-    def run() -> None:
-        try:
-            outcome.append(str(tool(text)))
-        except RewardError as error:
-            failure.append(error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy's own doing
-            outcome.append(f"Error: {type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=run, name="tool", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if failure:
-        raise failure[0]
-    said = outcome[0] if outcome else f"Error: no result within {timeout_s:g} s"
+    call = in_own_thread(lambda: str(tool(text)), name="tool")
+    wait([call], timeout_s)
+    if not call.done():
+        said = f"Error: no result within {timeout_s:g} s"
+    elif error := call.exception():
+        if isinstance(error, RewardError):
+            raise error
+        said = f"Error: {type(error).__name__}: {error}"
+    else:
+        said = call.result()
     said = said.encode(errors="replace").decode()  # a lone surrogate has no tokens
     left_out = len(said) - max_characters
     return said if left_out <= 0 else f"{said[:max_characters]} ({left_out} characters left out)"

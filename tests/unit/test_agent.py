@@ -21,8 +21,7 @@ from areal_flow.errors import EngineError
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, as_tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.agent_session import answer_message
-from areal_flow.workflows.agent_stream import ContentStream
+from areal_flow.workflows.agent_session import ContentStream, answer_message
 from areal_flow.workflows.context import EpisodeContext, contexts_of
 from areal_flow.workflows.group import FAILURES, run_group
 from areal_flow.workflows.protocol import TrajectoryDraft

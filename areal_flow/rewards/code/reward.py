@@ -61,16 +61,11 @@ class CodeReward:
 
     def _score(self, given: RewardInput) -> Score:
         try:
-            found = judge_completion(self._pool, given)
+            task = code_task({"prompt": given.prompt, **given.metadata}, given.completion)
+            no_code = Judgement("parse_error", "no code in the completion")
+            found = grade(self._pool, task) if task else no_code
+        except NoTests as error:
+            found = Judgement("bad_reference", str(error))
         except SandboxError as error:
             return Score(None, "infrastructure_error", error=str(error))
         return Score(float(found.verdict == "right"), found.verdict, message=found.detail)
-
-
-def judge_completion(pool: SandboxPool, given: RewardInput) -> Judgement:
-    row = {"prompt": given.prompt, **given.metadata}
-    try:
-        task = code_task(row, given.completion)
-    except NoTests as error:
-        return Judgement("bad_reference", str(error))
-    return grade(pool, task) if task else Judgement("parse_error", "no code in the completion")

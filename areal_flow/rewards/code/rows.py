@@ -1,6 +1,6 @@
 """How a program is tested, from a row as HumanEval, MBPP, LiveCodeBench and this project have it.
 
-| rows of            | told by                              | mode                          |
+| rows of            | recognised by                        | mode                          |
 |--------------------|--------------------------------------|-------------------------------|
 | this project       | `mode`, `tests` and `entry_point`    | what it says                  |
 | HumanEval          | `test` and `entry_point`             | `assert`                      |

@@ -52,7 +52,7 @@ class MathPool:
     """Asks questions of algebra; they take turns in the order in which they come."""
 
     def __init__(self, num_processes: int = 0, *, limits: MathLimits | None = None) -> None:
-        """Make room for processes, as many as there are cores; none starts yet.
+        """Set how many processes there may be, by default one a core; none starts yet.
 
         They end when the pool is closed, or when nobody has it any more.
         """

@@ -84,7 +84,6 @@ def check_reference(pool: MathPool, answer: Any) -> None:
 
 
 def _read(text: str) -> tuple[str, str]:
-    """Return an answer as it is compared, and what keeps it from being read as mathematics."""
     if len(text) > MAX_RAW_CHARS:
         return "", f"{len(text)} characters, expected an answer of at most {MAX_CHARS}"
     answer = tidied(text)

@@ -69,11 +69,7 @@ print(json.dumps(can))
 
 
 def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
-    """Return the strongest tier that passes its self-test.
-
-    Args:
-        tiers: those of this machine that may be used; all by default.
-    """
+    """Return the strongest tier that passes its self-test, of those given or of all."""
     reasons = []
     for tier in available_tiers() if tiers is None else tiers:
         try:

@@ -1,4 +1,4 @@
-"""Writes a command as a user can type it here: the one place that knows what it must name."""
+"""Writes commands as a user can type them in this environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What flows between the parts. Plain frozen values: no behaviour, no vendor, no I/O.
 
 Payload types (`Completion`) carry tokens, as arrays, and stay on workers. Receipts carry ids,
-counts and versions, and are all that the driver ever sees. What has arrays equals itself only.
+counts and versions, and are all that the driver ever sees. A value that has
+arrays is equal to itself only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Says what is wrong with settings: which one, as it was given, by which rule, and what was meant.
+"""Messages about wrong settings: the setting as it was given, the rule, and which name was meant.
 
-A recipe is made of a file and of what was given over it, options or keywords. A mistake is blamed
-on whichever of the two holds it.
+A recipe is a file with options or keywords over it. A message names the one that has the mistake.
 """
 
 from __future__ import annotations

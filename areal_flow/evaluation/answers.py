@@ -1,8 +1,8 @@
-"""How good a policy is on prompts that training never sees: its held-out answers.
+"""Answers held-out prompts, which training never sees.
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
-prompt is a group with a member a sample, and with seeds that no training episode has. This module
-does not depend on which cluster answers.
+prompt is a group with one member per sample, and its seeds differ from those of all training
+episodes. This module does not depend on the cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Reward and pass are two things: what a completion is worth, and whether that is enough.
+"""Whether a completion passes by its reward, and the means of an evaluation with 95% intervals.
 
-The one rule of what passes stands here, and in SQL in `store/sql/passing.sql`; a test holds both
-equal. So do the two means of an evaluation with their 95% intervals.
+The rule of what passes stands here and in SQL in `store/sql/passing.sql`; a test holds both equal.
 """
 
 from __future__ import annotations

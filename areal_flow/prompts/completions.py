@@ -1,7 +1,7 @@
 """The rows that supervised fine-tuning learns from, as arrays of tokens.
 
-A prompt is tokenised as it would be for an episode, and so is each turn after it: by itself. What
-the policy says is trained, and ends with a stop token; what the environment says is context.
+A prompt is tokenised as it would be for an episode, and each turn after it is tokenised by itself.
+The policy's turns are trained and end with a stop token; the environment's turns are context.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps prompts that are neither too easy nor too hard, by how often an earlier run passed them.
 
-What the earlier run's trajectories say is read once, when a run is prepared, and stored with it. A
-prompt is known by the hash of its text, so files may have other rows in another order.
+The earlier run's pass rates are read once, when a run is prepared, and stored with it. A prompt is
+identified by the hash of its text, so files may have other rows in another order.
 """
 
 from __future__ import annotations

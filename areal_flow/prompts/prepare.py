@@ -70,8 +70,7 @@ class Prepared:
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     """Write the run's prompt tables: the prompts to train on, and those that are held out.
 
-    A source has a file of held-out prompts, or at most a fifth of its file is held out. Other
-    held-out sets are files of their own. A prompt belongs to the first set that has it.
+    A prompt belongs to the first set that has it.
     """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
@@ -90,8 +89,7 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
             of_source[row["source"]] += 1
             yield row
 
-    rest: list[Iterator[Row]] = []
-    cut_to: dict[str, int] = {}
+    rest, cut_to = list[Iterator[Row]](), dict[str, int]()
     for name, part in recipe.by_source().items():
         read = _reader(part, layout, bad_rows, source=name)
         candidates, others = _split(part, read, cut_to)
@@ -108,18 +106,22 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
     _refuse_empty_sources(recipe, of_source, is_chosen)
-    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
     return Prepared(
         num_train,
         num_held_out,
         num_repeated,
         str(is_chosen),
         listed,
-        first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
+        first_prompt=_first_prompt(recipe, layout),
         chat_template_hash=_record_chat_template(recipe, layout),
         by_source=dict(of_source) if recipe.sources else {},
         cut_to=cut_to,
     )
+
+
+def _first_prompt(recipe: Recipe, layout: RunLayout) -> str:
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
+    return tokenizer_of(layout.model).decode(first, skip_special_tokens=False)
 
 
 def _refuse_empty_sources(
@@ -135,10 +137,7 @@ def _refuse_empty_sources(
 
 
 def check_first_rows(recipe: Recipe) -> None:
-    """Refuse files of prompts that are empty, or have bad rows at first, by the rows alone.
-
-    A model takes ten seconds to be read, and nothing here depends on it.
-    """
+    """Refuse files that are empty or have bad rows at first, before a model is read."""
     _check_files(files_of_prompts(recipe), recipe)
 
 
@@ -169,7 +168,10 @@ Read = Callable[..., Iterator[Row]]
 def _split(
     recipe: Recipe, read: Read, cut_to: dict[str, int]
 ) -> tuple[Iterator[Row], Iterator[Row]]:
-    """Return the rows of a source that may be held out, and the others; note a file too small."""
+    """Return rows that may be held out, at most a fifth of a file, and the others.
+
+    A file that is too small for `num_held_out` is noted in `cut_to`.
+    """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
     if settings.held_out_path is not None:

@@ -1,7 +1,7 @@
 """Prompts by submission index, from a memory-mapped Arrow file: bounded memory, any size.
 
-The cursor is the submission index alone: source, epoch and position follow from it, and the order
-of each epoch from the run's seed. The file says in its schema how its sources are mixed.
+The submission index is the only cursor: source, epoch and position follow from it, and the order of
+each epoch follows from the run's seed. The file's schema says how its sources are mixed.
 
 A block of `BLOCK` submissions has of each source its share, rounded up or down, in an order of its
 own; a cycle of blocks has the share itself. So a source of a thousandth is in one of ten blocks.

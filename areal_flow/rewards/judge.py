@@ -1,8 +1,9 @@
 """The reward `judge`: a service that scores completions, asked over HTTP.
 
-Without a `model` it is sent `{"prompt", "completion", "answer", "metadata"}` as JSON and returns
-`{"score": x}`, with `"detail"` if it likes. With one it is an OpenAI-compatible `chat/completions`,
-asked in words for a number. A service that cannot be reached gives no score.
+Without a `model` the service gets `{"prompt", "completion", "answer", "metadata"}` as JSON and
+returns `{"score": x}`, and `"detail"` if it has one. With a model the service is an
+OpenAI-compatible `chat/completions`, which is asked in words for a number. A service that cannot be
+reached gives no score.
 """
 
 from __future__ import annotations

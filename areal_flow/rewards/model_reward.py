@@ -1,7 +1,7 @@
 """The reward `reward_model`: the score that a model in a directory gives to prompt and completion.
 
 The model is an `AutoModelForSequenceClassification` of one label, with its tokenizer. It scores on
-the reward worker, in a thread. What it is made of is part of the verifier's identity.
+the reward worker, in a thread. A hash of its files is part of the verifier's identity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewards of a completion's form: what a pattern finds in it, how it is built, how long it is.
 
 Each takes its settings from `[[rewards]] settings`. Patterns run with a time limit of their own and
-without the interpreter's lock, since a completion may be written so that one never ends.
+without the interpreter's lock, since some completions make a pattern search for ever.
 """
 
 from __future__ import annotations

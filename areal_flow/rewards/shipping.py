@@ -3,7 +3,7 @@
     rewards/length@1f0c2a9b77d3.pickle     the function
     rewards/length@1f0c2a9b77d3.py         its source, for readers
 
-To load one executes it: as much as a run directory may be trusted, so may its rewards.
+Loading a reward executes it: load only from run directories that you trust.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tool `calculator`: exact arithmetic, from the syntax tree, with bounded sizes.
 
-Nothing of an expression is ever evaluated by Python: what is no number, operator or parenthesis is
-refused. Numbers are fractions, so `0.1 + 0.2` is 0.3.
+Python never evaluates an expression: all but numbers, operators and parentheses is refused.
+Numbers are fractions, so `0.1 + 0.2` is 0.3.
 """
 
 from __future__ import annotations

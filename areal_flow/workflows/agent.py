@@ -1,7 +1,7 @@
-"""An agent of somebody's, written against any OpenAI SDK, as an episode.
+"""An episode that runs a user's agent, written against any OpenAI SDK.
 
-The agent is a function that gets a `base_url` and an `api_key`; what it asks there the policy
-answers, and its calls become trajectories. See `agent_session` for how, `agent_endpoint` for where.
+The agent is a function that gets a `base_url` and an `api_key`. The policy answers what it asks
+there, and its calls become trajectories; see `agent_session` and `agent_endpoint`.
 """
 
 from __future__ import annotations

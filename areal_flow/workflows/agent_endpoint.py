@@ -1,11 +1,11 @@
-"""An OpenAI-compatible endpoint on loopback, one a process, there while agents are.
+"""An OpenAI-compatible endpoint on loopback, one a process, which listens while there are agents.
 
     POST /sessions/ID/v1/chat/completions   an answer of the policy's, streamed if asked for
     GET  /sessions/ID/v1/models             the one model that there is
     POST /sessions/ID/reward                {"reward": x}: what the episode is worth
 
-The key of a session is its bearer token. A stream has text as it is sampled, and calls when the
-completion is done.
+The key of a session is its bearer token. A stream sends text as it is sampled, and calls of tools
+when the completion is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a workflow for all members of a group: a member that fails for good costs only itself."""
+"""Runs a workflow for all members of a group; a member that fails does not end the others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A conversation with the verifier: what it says of a wrong answer is the next user turn.
+"""A conversation with the verifier: its message about a wrong answer is the next user turn.
 
 The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
 the environment are context: the loss mask leaves them out, and they are appended, never tokenised
-again together with what stands before them. So a chat template that shows earlier answers otherwise
-than they were given is refused.
+again together with what stands before them. A chat template that rewrites earlier answers is
+refused.
 """
 
 from __future__ import annotations

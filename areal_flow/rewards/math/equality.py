@@ -1,7 +1,7 @@
 r"""Whether an answer equals a reference: as text, then as exact numbers, then by algebra.
 
 Several answers are compared in any order, each with one of the reference's; `x = 5` is 5. The
-algebra is passed in, since it is to run where it may be stopped.
+algebra is passed in, since it runs in a process that can be stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that do algebra: started when they are needed, ended when they last too long.
+"""Processes that do algebra: started when they are needed, ended when they take too long.
 
 | who        | waits for            | unblocked by                            |
 |------------|----------------------|-----------------------------------------|

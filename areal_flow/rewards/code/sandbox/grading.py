@@ -1,4 +1,4 @@
-"""What a program is worth: its answers are compared here, where no program of a model ever runs."""
+"""Compares the answers of programs; no program of a model runs in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's sandboxes: zygotes that are replaced when they die, and slots that sleepers leave.
+"""The sandboxes of a worker; zygotes that die are replaced, and sleeping programs free a slot.
 
 | who             | waits for                    | unblocked by                                 |
 |-----------------|------------------------------|----------------------------------------------|

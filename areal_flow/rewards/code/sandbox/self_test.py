@@ -1,4 +1,4 @@
-"""Tries a tier with a program that does what no program may; one thing that it can do is enough."""
+"""Tests a tier with a program that tries all that is forbidden; the tier fails if one succeeds."""
 
 from __future__ import annotations
 

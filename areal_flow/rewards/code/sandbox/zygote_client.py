@@ -1,4 +1,4 @@
-"""A zygote as its owner sees it: it has an empty environment, and is asked for runs by socket."""
+"""Starts a zygote in an empty environment, and asks it for runs by socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a command as a user can type it here: the one place that knows what it must name."""
+"""Writes commands as a user can type them in this environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def command(*words: object, runs: Path) -> str:
 
 
 def python(statements: str) -> str:
-    """Return what runs statements in this environment's Python."""
     is_found = shutil.which("python") == str(Path(sys.executable).with_name("python"))
     return shlex.join(["python" if is_found else sys.executable, "-c", statements])
 
@@ -33,6 +32,5 @@ def _program() -> list[str]:
 
 
 def from_here(path: Path) -> Path:
-    """Return a path as it is shortest to type: relative if it lies in the working directory."""
     path = path.resolve()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

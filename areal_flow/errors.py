@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import traceback
 
-from areal_flow.frames import users_calls
+from areal_flow.frames import is_users
 
 
 class ArealFlowError(Exception):
@@ -33,7 +33,7 @@ class ArealFlowError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows: which call of the user's it was, and the message."""
-        frames = users_calls(traceback.extract_tb(self.__traceback__))
+        frames = filter(is_users, traceback.extract_tb(self.__traceback__))
         return [*traceback.format_list(frames), f"{type(self).__name__}: {self}"]
 
 

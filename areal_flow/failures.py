@@ -1,6 +1,6 @@
-"""What users' code raises: logged once with their own frames, and from then on only counted.
+"""Users' code: how it is called in a thread of its own, and what becomes of the errors it raises.
 
-Once a process, since each worker is one.
+A failure is logged once a process with the user's own frames, and from then on only counted.
 """
 
 from __future__ import annotations
@@ -8,19 +8,39 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
 from traceback import FrameSummary, StackSummary
+from typing import TypeVar
 
 from areal_flow.errors import ArealFlowError
 from areal_flow.frames import is_users, place, users_frames
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+
+def in_own_thread(call: Callable[[], Result], *, name: str) -> Future[Result]:
+    """Make a call in a thread that ends with the process: one that hangs blocks no other."""
+    outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()  # nothing cancels a thread
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            outcome.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
 
 class FailureCounts:
     """Logs each distinct failure once, and then counts how often it comes again."""
 
     def __init__(self, subject: str) -> None:
-        """Take the words for what fails: a verifier, an episode."""
         self._subject = subject
         self._counts: Counter[tuple[object, ...]] = Counter()
         self._words: dict[tuple[object, ...], str] = {}
@@ -42,7 +62,6 @@ class FailureCounts:
             logger.warning("%s failed %d times so far: %s", self._subject, times, self._words[kind])
 
     def sum_up(self) -> None:
-        """Log how often each failure came again, and forget them."""
         for kind, times in self._counts.items():
             if times > 1:
                 logger.warning("%s failed %d times: %s", self._subject, times, self._words[kind])

@@ -26,13 +26,7 @@ def users_frames(frames: StackSummary) -> list[FrameSummary]:
     return list(frames[first:] or frames)
 
 
-def users_calls(frames: StackSummary) -> list[FrameSummary]:
-    """Return the frames of the user's own files, down to the call that led to our code."""
-    return [frame for frame in frames if is_users(frame)]
-
-
 def is_users(frame: FrameSummary) -> bool:
-    """Return whether a frame is of a file of the user's."""
     file = Path(frame.filename)
     return not any(file.is_relative_to(others) for others in (*OWN_PACKAGES, *LIBRARIES))
 

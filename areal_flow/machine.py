@@ -35,7 +35,6 @@ def usable_cores() -> int:
 
 
 def usable_bytes() -> int:
-    """Return how much memory this machine has, or its container allows."""
     allowed = [psutil.virtual_memory().total]
     for file in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # it does not exist, or says "max"

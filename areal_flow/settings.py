@@ -1,15 +1,22 @@
-"""What all validated settings have in common: their base, and tables of them by dotted name.
+"""What all validated settings have in common: their base, tables of them by dotted name, and the
+code that a setting names as `package.module:function`.
 
-It refuses to know any component; a component keeps its own settings beside it.
+It does not import any component; a component keeps its own settings beside it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from areal_flow.errors import ArealFlowError
 
 
 class Settings(BaseModel):
@@ -25,11 +32,7 @@ class Settings(BaseModel):
 
 
 def require(holds: bool, rule: str) -> None:
-    """Refuse settings that do not fit together, inside a validator.
-
-    Raises:
-        ValueError: with the rule, if it does not hold.
-    """
+    """Refuse settings that do not fit together, inside a validator."""
     if not holds:
         raise ValueError(rule)
 
@@ -81,3 +84,56 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(base.get(key), dict)
     }
     return {**base, **over, **deeper}
+
+
+def import_function(
+    path: str, *, setting: str, error: type[ArealFlowError], built_in: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Return the function at an import path; `built_in` are other names that a message lists."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        names = f"one of {', '.join(sorted(built_in))} or " if built_in else ""
+        raise error(
+            f"{setting} = {path!r}: expected {names}an import path such as "
+            "'my_package.my_module:my_function'"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as cause:
+        raise error(f"{setting} = {path!r} cannot be imported: {cause}") from cause
+    if not callable(function):
+        raise error(f"{setting} = {path!r} is not callable")
+    return function  # type: ignore[no-any-return]
+
+
+def code_hash(code: Any) -> str:
+    """Return the hash of the module that defines a function or a class: alike in all processes.
+
+    A class says in `made_of` which other files of code decide what it says, and its instance may
+    have the `content_hash` of more than code. Without a source, as of a module that was compiled, a
+    function's byte code stands for it.
+    """
+    try:
+        text = inspect.getsource(inspect.getmodule(code) or code)
+    except (OSError, TypeError):
+        compiled = getattr(code, "__code__", None)
+        text = _compiled(compiled) if compiled else f"{code.__module__}:{code.__qualname__}"
+    others = (path.read_text() for path in getattr(code, "made_of", ()))
+    return text_hash("\n".join((text, *others)))
+
+
+def text_hash(text: str) -> str:
+    """Return what identifies a text: 12 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def source_file(code: Any) -> str:
+    try:
+        return inspect.getsourcefile(code) or ""
+    except TypeError:
+        return ""
+
+
+def _compiled(code: CodeType) -> str:
+    constants = [_compiled(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"

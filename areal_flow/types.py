@@ -1,7 +1,8 @@
 """What flows between the parts. Plain frozen values: no behaviour, no vendor, no I/O.
 
 Payload types (`Completion`) carry tokens, as arrays, and stay on workers. Receipts carry ids,
-counts and versions, and are all that the driver ever sees. What has arrays equals itself only.
+counts and versions, and are all that the driver ever sees. A value that has
+arrays is equal to itself only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from areal_flow.step_metrics import StepMetrics
 
 Tokens = NDArray[np.int32]
 """Token ids of one sequence. Sequences are joined with `np.concatenate`: `+` adds ids up."""
@@ -244,57 +247,6 @@ class StepRequest:
     max_staleness: int
 
 
-SKIPPED_UPDATES = "skipped_updates_fraction"
-"""The metric of a step's updates that changed nothing, since a loss or gradient was not finite."""
-CRITIC_SKIPPED_UPDATES = "critic_skipped_updates_fraction"
-"""The same, of a critic's."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """Numbers of one step that every algorithm has; tokens are completion tokens, seconds are wall
-    time. `metrics` holds what the step's algorithm computes besides, by name."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    reward_mean: float
-    completion_tokens_mean: float
-    num_trained_tokens: int
-    num_masked_tokens: int
-    staleness_mean: float
-    staleness_max: int
-    masked_fraction_by_tenth: tuple[float, ...]
-    seconds_read: float
-    seconds_train: float
-    seconds_stage: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def skipped_an_update(self) -> bool:
-        """Whether an update of the policy or of a critic changed nothing."""
-        names = (SKIPPED_UPDATES, CRITIC_SKIPPED_UPDATES)
-        return any(self.metrics.get(name, 0.0) > 0 for name in names)
-
-
-NOTHING_TRAINED = StepMetrics(
-    loss=0.0,
-    grad_norm=0.0,
-    learning_rate=0.0,
-    reward_mean=0.0,
-    completion_tokens_mean=0.0,
-    num_trained_tokens=0,
-    num_masked_tokens=0,
-    staleness_mean=0.0,
-    staleness_max=0,
-    masked_fraction_by_tenth=(),
-    seconds_read=0.0,
-    seconds_train=0.0,
-    seconds_stage=0.0,
-)
-"""The metrics of the genesis."""
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyHashes:
     """Identity of a policy: of its master weights, and of the bytes that generators load."""
@@ -313,93 +265,11 @@ class StepResult:
     numeric_environment: str
 
 
-@dataclass(frozen=True, slots=True)
-class PassRate:
-    """A rate with its 95% interval: Wilson's, or normal where prompts have several samples."""
-
-    pass_rate: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class RewardMean:
-    """A mean reward with its 95% normal interval; `n` prompts had a reward."""
-
-    reward_mean: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationScores:
-    """What some held-out answers were worth, and how long they were."""
-
-    passed: PassRate
-    reward: RewardMean
-    mean_tokens: float
-    num_samples: int = 1
-    """Of each prompt; the most, where they differ."""
-    pass_at: Mapping[int, float] = field(default_factory=dict)
-    """pass@k by k, of several samples: how likely one of k passes."""
-    best_of: float | None = None
-    """The mean reward of each prompt's best sample, of several."""
-    majority: float | None = None
-    """The pass rate of the answer that most samples agree on, where a verifier says what it is."""
-    fewest_samples: int = 1
-    """Of a prompt: fewer than `num_samples` where held-out sets differ in them."""
-
-    def by_name(self) -> dict[str, float]:
-        """Return rates, means and bounds by the names that reports, sinks and files show."""
-        of_all = {"best_of": self.best_of, "majority_of": self.majority}
-        return {
-            **{f"pass_at_{k}": rate for k, rate in self.pass_at.items()},
-            **{f"{name}_{self.num_samples}": x for name, x in of_all.items() if x is not None},
-            "pass_rate": self.passed.pass_rate,
-            "pass_rate_low": self.passed.low,
-            "pass_rate_high": self.passed.high,
-            "reward_mean": self.reward.reward_mean,
-            "reward_mean_low": self.reward.low,
-            "reward_mean_high": self.reward.high,
-        }
-
-    def as_json(self) -> dict[str, float]:
-        """Return `by_name`, the numbers of prompts and of their samples, and the mean length."""
-        counts = {"n": self.passed.n, "num_samples": self.num_samples}
-        return {**self.by_name(), **counts, "mean_tokens": self.mean_tokens}
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationTable:
-    """A held-out evaluation: what its answers were worth, over all prompts and in parts."""
-
-    overall: EvaluationScores
-    """Of the prompts of all sets, each of which counts once."""
-    by_difficulty: Mapping[int, EvaluationScores] = field(default_factory=dict)
-    by_set: Mapping[str, EvaluationScores] = field(default_factory=dict)
-    """By the name of the held-out set, the order of which is the recipe's."""
-
-    @property
-    def several_sets(self) -> Mapping[str, EvaluationScores]:
-        """Return the sets if there are several: one alone is what is overall."""
-        return self.by_set if len(self.by_set) > 1 else {}
-
-    @property
-    def parts(self) -> tuple[str, Mapping[Any, EvaluationScores]]:
-        """Return what a table has a row for: the sets or, of one set, its difficulties."""
-        sets = self.several_sets
-        return ("set", sets) if sets else ("difficulty", self.by_difficulty)
-
-
 def answer_text(answer: Any) -> str:
-    """Return an answer as tables show it: a text as it is, any other value as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def group_id(submission_index: int) -> str:
-    """Return the id of the group that `submission_index` stands for."""
     return f"{submission_index:08d}"
 
 
@@ -415,12 +285,10 @@ def counter_seed(*counters: int) -> int:
 
 
 def submission_index_of(identifier: str) -> int:
-    """Return the submission index that a group or trajectory id was made from."""
     return int(identifier.split("-", 1)[0])
 
 
 def as_tokens(ids: Sequence[int] | Tokens) -> Tokens:
-    """Return token ids as an array; ids that are one already are not copied."""
     return np.asarray(ids, np.int32)
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.cluster.placement import groups_in_flight
 from areal_flow.config import Recipe
+from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.types import (
-    NOTHING_TRAINED,
     Episode,
     GroupReceipt,
     PolicyHashes,

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.config_errors import did_you_mean, setting_names
+from areal_flow.config.messages import did_you_mean, setting_names
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rewards.protocol import RewardSettings

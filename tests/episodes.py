@@ -90,9 +90,9 @@ class FakeServices:
     def chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Message],
+        tools: Sequence[Message] = (),
         *,
-        after: tuple[int, int] | None,
+        after: tuple[int, int] | None = None,
     ) -> Tokens:
         if any(message["role"] == "refused" for message in messages):
             raise ValueError("the chat template does not render messages of refused")

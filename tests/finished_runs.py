@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_flow.config import Recipe
-from areal_flow.evaluation.held_out import HELD_OUT
-from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.evaluation.pass_rates import HELD_OUT, PASS_RATE
 from areal_flow.run.directory import State, create_run, hold_run, leave_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer

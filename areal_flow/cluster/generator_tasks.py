@@ -138,9 +138,9 @@ class GeneratorRole:
     def chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Message],
+        tools: Sequence[Message] = (),
         *,
-        after: tuple[int, int] | None,
+        after: tuple[int, int] | None = None,
     ) -> Tokens:
         assert self._chat is not None
         if after is None:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.types import (
-    NOTHING_TRAINED,
     Discard,
     PolicyHashes,
     ServedWeights,

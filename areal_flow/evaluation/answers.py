@@ -1,8 +1,8 @@
-"""How good a policy is on prompts that training never sees: its held-out answers.
+"""Answers held-out prompts, which training never sees.
 
 Held-out prompts go through the run's own workflow and rewards, so an evaluation is a rollout: each
-prompt is a group with a member a sample, and with seeds that no training episode has. This module
-refuses to know which cluster answers.
+prompt is a group with one member per sample, and its seeds differ from those of all training
+episodes. This module does not depend on the cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from areal_flow.config import EvaluationSettings
 from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
-from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.evaluation.pass_rates import HELD_OUT
 from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of
@@ -56,15 +56,7 @@ async def answer_held_out(
     evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
     workflow or its verifier failed is a row without a reward, which does not pass.
 
-    Args:
-        settings: how many answers a prompt of each set has, and how they are sampled.
-        name: of the evaluation; the rows carry it.
-        seed: of the run.
-        writer_epoch: of the driver that will append the rows, 0 if none will.
-
-    Raises:
-        EpisodeError: no prompt could be answered; the message is the first cause.
-        ArealFlowError: generators or reward workers failed, which is no fault of an answer.
+    `writer_epoch` is that of the driver that will append the rows; 0 if none will.
     """
     began = datetime.now(UTC)
     episodes = [
@@ -108,7 +100,6 @@ def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """Return the episodes in their order, as many together as have `ANSWERS_PER_TASK` answers."""
     tasks: list[list[Episode]] = []
     num_answers = ANSWERS_PER_TASK
     for episode in episodes:
@@ -130,7 +121,6 @@ def _all_rows(
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows of all tasks, each with what is `made` and the version that they are of."""
     tables = [table for table in found if isinstance(table, pa.Table)]
     for error in () if tables else found:
         raise error

@@ -42,9 +42,6 @@ def compare_answers(
         first: `held_out`, `prompt_id` and `reward` of each answer.
         second: the same of the other model.
         threshold: a completion passes if its reward is above it.
-
-    Raises:
-        ModelError: they answered other prompts.
     """
     rates = [_pass_rates(rows, threshold) for rows in (first, second)]
     if rates[0].keys() != rates[1].keys():

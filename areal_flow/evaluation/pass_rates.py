@@ -1,7 +1,6 @@
-"""Reward and pass are two things: what a completion is worth, and whether that is enough.
+"""Whether a completion passes by its reward, and the means of an evaluation with 95% intervals.
 
-The one rule of what passes stands here, and in SQL in `store/sql/passing.sql`; a test holds both
-equal. So do the two means of an evaluation with their 95% intervals.
+The rule of what passes stands here and in SQL in `store/sql/passing.sql`; a test holds both equal.
 """
 
 from __future__ import annotations
@@ -15,12 +14,15 @@ from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-from areal_flow.types import EvaluationScores, EvaluationTable, PassRate, RewardMean, Verdict
+from areal_flow.evaluation.scores import EvaluationScores, EvaluationTable, PassRate, RewardMean
+from areal_flow.types import Verdict
 
 PASS_THRESHOLD = 0.5
 """Halfway between wrong and right of a verifier that gives 0 and 1."""
 PASS_RATE = "rollout/pass_rate"
 """The pass rate of a step's trajectories, in the ledger's `metrics` and in sinks."""
+HELD_OUT = "held_out"
+"""The name of the held-out set that the training source itself gives."""
 Row = Mapping[str, Any]
 Z_95 = 1.959963984540054
 
@@ -31,12 +33,10 @@ def passes(reward: float | None, *, threshold: float) -> bool:
 
 
 def verdict_of(reward: float, *, threshold: float) -> Verdict:
-    """Return the verdict of a bare reward."""
     return "right" if passes(reward, threshold=threshold) else "wrong"
 
 
 def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> EvaluationTable:
-    """Return what the rows of one evaluation were worth: overall, by difficulty and by set."""
     difficulty = itemgetter("difficulty")
     by_difficulty = groupby(sorted(rows, key=difficulty), difficulty)
     return EvaluationTable(
@@ -50,7 +50,6 @@ def tabulate(rows: Sequence[Mapping[str, Any]], *, threshold: float) -> Evaluati
 
 
 def rows_by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each held-out set by its name, in the order in which they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["held_out"], []).append(row)
@@ -63,8 +62,8 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
     An answer without a reward has not passed, and is no part of the mean reward. Samples of one
     prompt resemble one another, so intervals are over prompts, each with the mean of its samples:
     then the pass rate (pass@1) has a normal interval, and Wilson's where each has one sample. Where
-    some prompts have more samples than others, pass@k is of no more than each has, and the best of
-    them and their vote are of nothing.
+    some prompts have more samples than others, k of pass@k is at most the number that each has, and
+    there is neither a best sample nor a majority.
 
     Args:
         rows: `held_out` (the set's name), `prompt_id`, `sample`, `reward` and `num_output_tokens`
@@ -94,7 +93,7 @@ def evaluation_scores(rows: Sequence[Mapping[str, Any]], *, threshold: float) ->
 
 
 def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each prompt; two prompts of one id are told apart by their samples."""
+    """Return the rows of each prompt; two prompts of one id differ in their samples."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     num_seen = Counter[tuple[str, str, int]]()
     for row in rows:
@@ -145,11 +144,9 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 
 
 def has_plateaued(rates: Sequence[float], *, patience: int) -> bool:
-    """Return whether none of the last rates is better than the best before them.
+    """Return whether none of the last `patience` rates is better than the best before them.
 
-    Args:
-        rates: of the evaluations so far, in their order.
-        patience: how many may be no better; 0: any number.
+    With a patience of 0 there is no plateau.
     """
     if not patience or len(rates) <= patience:
         return False

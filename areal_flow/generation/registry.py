@@ -17,8 +17,8 @@ from areal_flow.generation.vllm.support import (
     require_vllm_promises,
     require_vllm_serves,
 )
-from areal_flow.import_path import import_function
 from areal_flow.run.code_version import how_to_install
+from areal_flow.settings import import_function
 
 ENGINES: dict[str, str] = {
     "torch": "areal_flow.generation.torch_engine:start_torch_engine",

@@ -1,1 +1,1 @@
-"""Makes of questions a memory-mapped table of tokenised prompts, read by submission index."""
+"""Turns questions into a memory-mapped table of tokenised prompts, read by submission index."""

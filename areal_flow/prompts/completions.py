@@ -1,7 +1,7 @@
 """The rows that supervised fine-tuning learns from, as arrays of tokens.
 
-A prompt is tokenised as it would be for an episode, and so is each turn after it: by itself. What
-the policy says is trained, and ends with a stop token; what the environment says is context.
+A prompt is tokenised as it would be for an episode, and each turn after it is tokenised by itself.
+The policy's turns are trained and end with a stop token; the environment's turns are context.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import numpy as np
 from areal_flow.errors import ModelError, PromptError
 from areal_flow.models.chat import ChatTemplate, Message
 from areal_flow.models.directory import prompt_tokens
-from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.conversations import conversation_of, has_messages
-from areal_flow.prompts.files import Place, read_prompts
+from areal_flow.prompts.files import Place, read_prompts, refuse_bad_rows
 from areal_flow.prompts.rendering import with_system_message
 from areal_flow.prompts.rows import Row, text_of, texts_of_turns
 
@@ -52,10 +51,6 @@ def tokenise_completions(
         encoder: tokenises a row.
         max_tokens: of the longest row that training can pack, all its completions together.
         fields: the completions of a row; no two of them are equal.
-
-    Raises:
-        PromptError: naming file, line and field of the first bad rows.
-        ModelError: there are rows of messages, and the model has no chat template.
     """
 
     def tokenised(row: Row) -> list[tuple[list[int], list[list[int]]]]:
@@ -84,11 +79,7 @@ def tokenise_completions(
 
 
 def check_first_completions(path: Path, fields: Sequence[str]) -> None:
-    """Refuse a file that is empty or has bad rows at first, by the rows alone, without a model.
-
-    Raises:
-        PromptError: as `tokenise_completions`.
-    """
+    """Refuse a file that is empty or has bad rows at first, by the rows alone, without a model."""
 
     def check(row: Row) -> None:
         if has_messages(row, fields):
@@ -105,11 +96,7 @@ def check_first_completions(path: Path, fields: Sequence[str]) -> None:
 
 
 def _check_tokens(row: TokenisedRow, fields: Sequence[str], max_tokens: int) -> None:
-    """Refuse what nothing can be learned from, and what no micro-batch holds.
-
-    Raises:
-        ValueError: saying which field or length.
-    """
+    """Refuse what nothing can be learned from, and what no micro-batch holds."""
     prompt, completions = row
     if len(fields) == 2 and completions[0] == completions[1]:
         raise ValueError(f"fields {fields[0]!r} and {fields[1]!r}: found the same text twice")
@@ -138,15 +125,6 @@ class RowEncoder:
         chat: ChatTemplate | None = None,
         system: str = "",
     ) -> None:
-        """Take what a model's directory has.
-
-        Args:
-            tokenizer: of the model.
-            stop_token_ids: the first ends a completion of text; that of them which the chat
-                template has after an answer ends an answer. Empty: nothing is appended.
-            chat: how messages become text; None: rows of messages are refused.
-            system: the system message of a conversation that has none; empty: no such message.
-        """
         self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
         self._chat, self._system = chat, system
         # The same prompt may stand before several completions.
@@ -154,12 +132,6 @@ class RowEncoder:
         self._tokens = lru_cache(maxsize=None)(self._encode_text)
 
     def encode(self, row: Row, fields: Sequence[str]) -> TokenisedRow:
-        """Return the tokens of a row's prompt and completions.
-
-        Raises:
-            ValueError: a field is missing, or holds what it must not.
-            ModelError: the row holds messages, and the model has no chat template.
-        """
         if has_messages(row, fields):
             return self._encode_messages(row, fields)
         prompt = self._prompt_tokens(text_of(row, "prompt"))

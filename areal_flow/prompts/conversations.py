@@ -2,7 +2,7 @@
 
 Published data sets have a `prompt` of messages and completions of messages, or completions that are
 whole conversations with one beginning, which is the prompt; those of Anthropic's `hh-rlhf` are
-texts. It refuses to know chat templates and files.
+texts. This module depends on neither chat templates nor files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def has_messages(row: Row, fields: Sequence[str]) -> bool:
-    """Return whether a row holds messages where others hold texts.
-
-    Args:
-        fields: the completions of a row.
-    """
+    """Return whether a row holds messages where others hold texts."""
     fields = _fields_of(row, fields)
     transcripts = any(_is_transcript(row, field) for field in fields)
     return transcripts or any(_is_list_of_messages(row.get(name)) for name in ("prompt", *fields))
@@ -38,12 +34,7 @@ def conversation_of(
 
     The first and the last message of a completion are the assistant's.
 
-    Args:
-        fields: the completions of a row; `messages` takes the place of one that is not there.
-
-    Raises:
-        ValueError: a field is missing, or holds what it must not; whole conversations do not begin
-            alike.
+    If the one field is missing, `messages` takes its place.
     """
     fields = _fields_of(row, fields)
     said = [_messages(row, field) for field in fields]
@@ -70,13 +61,11 @@ def _is_list_of_messages(value: object) -> bool:
 
 
 def _is_transcript(row: Row, field: str) -> bool:
-    """Return whether a field is a conversation as text, as in `hh-rlhf`."""
     text = row.get(field)
     return "prompt" not in row and isinstance(text, str) and _SPEAKER.match(text) is not None
 
 
 def _messages(row: Row, field: str) -> list[Message]:
-    """Return the messages in a field, at least one; a text alone is the assistant's."""
     value = row.get(field)
     if _is_transcript(row, field):
         _, *parts = _SPEAKER.split(row[field])
@@ -94,7 +83,6 @@ def _messages(row: Row, field: str) -> list[Message]:
 
 
 def _prompt_of(row: Row) -> list[Message]:
-    """Return the messages of the field `prompt`; a text is the user's."""
     value = row.get("prompt")
     if not isinstance(value, list):
         return [{"role": "user", "content": text_of(row, "prompt")}]

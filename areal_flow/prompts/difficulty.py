@@ -1,7 +1,7 @@
 """Keeps prompts that are neither too easy nor too hard, by how often an earlier run passed them.
 
-What the earlier run's trajectories say is read once, when a run is prepared, and stored with it. A
-prompt is known by the hash of its text, so files may have other rows in another order.
+The earlier run's pass rates are read once, when a run is prepared, and stored with it. A prompt is
+identified by the hash of its text, so files may have other rows in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ WHERE reward IS NOT NULL GROUP BY ALL ORDER BY ALL
 
 
 def prompt_pass_rates(run: Run) -> pa.Table:
-    """Return `prompt_hash`, `pass_rate` and `num_samples` of each prompt that a run answered."""
     with closing(run.database()) as database:
         found: pa.Table = database.sql(_RATES).to_arrow_table()
     return found
@@ -40,12 +39,6 @@ class DifficultyFilter:
     """Decides which prompts are trained on, and counts them."""
 
     def __init__(self, settings: DifficultySettings, layout: RunLayout) -> None:
-        """Read the pass rates of the earlier run, and store them in the new one.
-
-        Raises:
-            RunError: there is no such run.
-            PromptError: it has no trajectories with a reward.
-        """
         self._settings = settings
         self.counts = Counter[str]()
         """How many prompts were `kept`, `too easy`, `too hard` and `unseen`."""
@@ -69,7 +62,6 @@ class DifficultyFilter:
         }
 
     def __call__(self, row: dict[str, Any]) -> bool:
-        """Return whether a row of a prompt table is to be trained on."""
         settings = self._settings
         if not settings.run:
             return True
@@ -82,7 +74,6 @@ class DifficultyFilter:
         return not (easy or hard)
 
     def __str__(self) -> str:
-        """Return the counts as a sentence says them; empty without a filter."""
         unseen = "kept, too" if self._settings.keep_unseen else "left out"
         said = ", ".join(f"{self.counts[name]} {name}" for name in ("kept", "too easy", "too hard"))
         of = f"by the pass rates of run {self._settings.run}"

@@ -1,9 +1,12 @@
-"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line."""
+"""Rows of JSONL and Parquet files and Lance datasets, one at a time; errors name file and line.
+
+A file with bad rows is refused, and the first ten of them are named.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -19,6 +22,8 @@ LANCE = ".lance"
 MAX_LINE_BYTES = 64 << 20
 """The tests of one program, in a row of LiveCodeBench, are some megabytes."""
 BATCH_ROWS = 256
+MAX_NAMED = 10
+"""Bad rows in a message."""
 
 Made = TypeVar("Made")
 Place = tuple[Path, int]
@@ -37,12 +42,9 @@ def read_prompts(
 
     Args:
         make: is given the row; it raises ValueError for one that will not do.
-        on_bad: is told of a row that is bad, which is left out.
+        on_bad: called with each bad row, which is left out.
         keeps: whether the row at a place, from 0, is read at all.
         once: make of equal lines of JSONL one thing: a curriculum shows its rows again and again.
-
-    Raises:
-        PromptError: the file is missing, empty, or of an unknown kind.
     """
 
     def parse_and_make(line: bytes) -> Made:
@@ -60,12 +62,19 @@ def read_prompts(
             yield made
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
-    """Yield each row, of JSONL the line as it stands there, after its origin: file and line.
+def refuse_bad_rows(errors: Mapping[Place, PromptError], *, advice: str = "") -> None:
+    ordered = [errors[place] for place in sorted(errors)]
+    if not ordered:
+        return
+    if len(ordered) == 1:
+        raise PromptError(f"{ordered[0]}. Mend it{advice}")
+    first = "the first ten" if len(ordered) > MAX_NAMED else "these"
+    named = "".join(f"\n  {error}" for error in ordered[:MAX_NAMED])
+    raise PromptError(f"{len(ordered)} rows are bad, {first}:{named}\nMend them{advice}")
 
-    Raises:
-        PromptError: the file is missing, empty, or of an unknown kind.
-    """
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row | bytes]]:
+    """Yield each row, of JSONL the line as it stands there, after its origin: file and line."""
     is_empty = True
     for row in _read_any(path):
         is_empty = False

@@ -23,10 +23,8 @@ import pyarrow as pa
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
 from areal_flow.models.directory import prompt_tokens, tokenizer_of
-from areal_flow.prompts.bad_rows import refuse_bad_rows
 from areal_flow.prompts.difficulty import DifficultyFilter
-from areal_flow.prompts.files import Place, read_prompts, read_rows
-from areal_flow.prompts.mixture import quotas
+from areal_flow.prompts.files import Place, read_prompts, read_rows, refuse_bad_rows
 from areal_flow.prompts.rendering import (
     Render,
     files_of_prompts,
@@ -34,8 +32,8 @@ from areal_flow.prompts.rendering import (
     required_chat_template,
 )
 from areal_flow.prompts.rows import Row, answer_of, columns_of, messages_in, question_of
-from areal_flow.prompts.settings import PromptSettings
-from areal_flow.prompts.table import QUOTAS, PromptTable
+from areal_flow.prompts.settings import HeldOutSettings, PromptSettings
+from areal_flow.prompts.table import QUOTAS, PromptTable, quotas
 from areal_flow.rewards.code.rows import NoTests, code_task
 from areal_flow.rewards.math.processes import MathPool
 from areal_flow.rewards.math.reward import check_reference
@@ -52,8 +50,6 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a preparation found."""
-
     num_train: int
     num_held_out: int
     num_repeated: int
@@ -72,14 +68,9 @@ class Prepared:
 
 
 def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
-    """Write the run's prompt tables, each source's from two files, or from one whose fifth at most
-    is held out.
+    """Write the run's prompt tables: the prompts to train on, and those that are held out.
 
-    Other held-out sets are files of their own. A prompt is of the first set that has it.
-
-    Raises:
-        PromptError: naming file, line and field of the first bad rows, or what else is missing.
-        ModelError: the tokenizer has no chat template that does what the recipe asks for.
+    A prompt belongs to the first set that has it.
     """
     bad_rows: dict[Place, PromptError] = {}
     held_out: dict[str, Row] = {}
@@ -98,16 +89,14 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
             of_source[row["source"]] += 1
             yield row
 
-    rest: list[Iterator[Row]] = []
-    cut_to: dict[str, int] = {}
+    rest, cut_to = list[Iterator[Row]](), dict[str, int]()
     for name, part in recipe.by_source().items():
         read = _reader(part, layout, bad_rows, source=name)
         candidates, others = _split(part, read, cut_to)
         for row in filter(is_new, islice(candidates, part.prompts.num_held_out)):
             held_out[row["prompt"]] = row
         rest.append(others)
-    names = [each.name for each in recipe.evaluation.held_out]
-    for row in filter(is_new, _set_rows(recipe, layout, bad_rows, names=names)):
+    for row in filter(is_new, _set_rows(recipe, recipe.evaluation.held_out, layout, bad_rows)):
         held_out[row["prompt"]] = row
     num_held_out = _write(layout.held_out_prompts, held_out.values())
     shares = quotas({source.name: source.weight for source in recipe.sources} or {"": 1.0})
@@ -116,41 +105,44 @@ def prepare_prompts(recipe: Recipe, layout: RunLayout) -> Prepared:
     _refuse(bad_rows, recipe, num_good=num_held_out + num_train)
     listed = [*map(str, bad_rows.values())]
     layout.bad_rows.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    for name in recipe.by_source():
-        if not of_source[name]:
-            of = f" of source {name!r}" if name else ""
-            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
-            raise PromptError(
-                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
-            )
-    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
+    _refuse_empty_sources(recipe, of_source, is_chosen)
     return Prepared(
         num_train,
         num_held_out,
         num_repeated,
         str(is_chosen),
         listed,
-        first_prompt=tokenizer_of(layout.model).decode(first, skip_special_tokens=False),
+        first_prompt=_first_prompt(recipe, layout),
         chat_template_hash=_record_chat_template(recipe, layout),
         by_source=dict(of_source) if recipe.sources else {},
         cut_to=cut_to,
     )
 
 
+def _first_prompt(recipe: Recipe, layout: RunLayout) -> str:
+    first = PromptTable(layout.train_prompts, seed=recipe.seed).row(0).tokens.tolist()
+    return tokenizer_of(layout.model).decode(first, skip_special_tokens=False)
+
+
+def _refuse_empty_sources(
+    recipe: Recipe, num_prompts: Mapping[str, int], is_chosen: DifficultyFilter
+) -> None:
+    for name in recipe.by_source():
+        if not num_prompts[name]:
+            of = f" of source {name!r}" if name else ""
+            advice = f"{is_chosen}; widen prompts.difficulty, or " if is_chosen.counts else ""
+            raise PromptError(
+                f"no prompts{of} are left to train on; {advice}give more, or hold out fewer"
+            )
+
+
 def check_first_rows(recipe: Recipe) -> None:
-    """Refuse files of prompts that are empty, or have bad rows at first, by the rows alone.
-
-    A model takes ten seconds to be read, and nothing here depends on it.
-
-    Raises:
-        PromptError: as `prepare_prompts`.
-    """
+    """Refuse files that are empty or have bad rows at first, before a model is read."""
     _check_files(files_of_prompts(recipe), recipe)
 
 
 def check_first_held_out_rows(recipe: Recipe, *, names: Collection[str]) -> None:
-    """Do the same for the sets of `evaluation.held_out` that have these names."""
-    sets = (each for each in recipe.evaluation.held_out if each.name in names)
+    sets = _held_out_sets(recipe, names)
     _check_files([(each.path, recipe.of_set(each)) for each in sets], recipe)
 
 
@@ -176,7 +168,10 @@ Read = Callable[..., Iterator[Row]]
 def _split(
     recipe: Recipe, read: Read, cut_to: dict[str, int]
 ) -> tuple[Iterator[Row], Iterator[Row]]:
-    """Return the rows of a source that may be held out, and the others; note a file too small."""
+    """Return rows that may be held out, at most a fifth of a file, and the others.
+
+    A file that is too small for `num_held_out` is noted in `cut_to`.
+    """
     settings, path = recipe.prompts, recipe.prompts.path
     assert path is not None
     if settings.held_out_path is not None:
@@ -191,27 +186,23 @@ def _split(
 
 
 def prepare_held_out(recipe: Recipe, layout: RunLayout, *, names: Collection[str]) -> None:
-    """Write the sets of `evaluation.held_out` that have these names as the held-out table.
-
-    Raises:
-        PromptError: as `prepare_prompts`.
-    """
+    """Write the sets of `evaluation.held_out` that have these names as the held-out table."""
     bad_rows: dict[Place, PromptError] = {}
-    num_good = _write(layout.held_out_prompts, _set_rows(recipe, layout, bad_rows, names=names))
-    _refuse(bad_rows, recipe, num_good=num_good)
+    rows = _set_rows(recipe, _held_out_sets(recipe, names), layout, bad_rows)
+    _refuse(bad_rows, recipe, num_good=_write(layout.held_out_prompts, rows))
+
+
+def _held_out_sets(recipe: Recipe, names: Collection[str]) -> list[HeldOutSettings]:
+    return [each for each in recipe.evaluation.held_out if each.name in names]
 
 
 def _set_rows(
     recipe: Recipe,
+    sets: Iterable[HeldOutSettings],
     layout: RunLayout,
     bad_rows: dict[Place, PromptError],
-    *,
-    names: Collection[str],
 ) -> Iterator[Row]:
-    """Yield the rows of the sets of these names, each with the name of its set as its source."""
-    for each in recipe.evaluation.held_out:
-        if each.name not in names:
-            continue
+    for each in sets:
         read = _reader(recipe.of_set(each), layout, bad_rows, source=each.name)
         yield from islice(read(each.path), each.num_prompts or None)
 
@@ -219,8 +210,6 @@ def _set_rows(
 def _reader(
     recipe: Recipe, layout: RunLayout, bad_rows: dict[Place, PromptError], *, source: str = ""
 ) -> Read:
-    """Return what makes rows of a prompt table from a file of a source; it lists bad ones."""
-
     return partial(
         read_prompts,
         make=partial(
@@ -236,7 +225,6 @@ def _reader(
 
 
 def _refuse(bad_rows: dict[Place, PromptError], recipe: Recipe, *, num_good: int) -> None:
-    """End the preparation if there are bad rows that are not to be skipped."""
     skip = ", or use --skip-bad-rows"
     check = "; no row is good: prompts.question_field and prompts.answer_field name their fields"
     if not recipe.prompts.skip_bad_rows:
@@ -283,7 +271,6 @@ def _prompt_row(
 
 
 def _check_tests(columns: Row) -> None:
-    """Refuse a row that does not say how a program is tested."""
     try:
         code_task({"prompt": "", **json.loads(columns["metadata"])}, "pass")
     except NoTests as error:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from areal_flow.config import Recipe
 from areal_flow.errors import ConfigError, ModelError
-from areal_flow.import_path import import_function
 from areal_flow.models.chat import ChatTemplate, Message, Tool, tool_schema
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.files import read_prompts
 from areal_flow.prompts.rows import messages_in
+from areal_flow.settings import import_function
 from areal_flow.types import Prompt
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
@@ -24,14 +24,7 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def renderer(recipe: Recipe, model: Path) -> Render:
-    """Return what renders the messages of a row, the last of which asks the question.
-
-    Args:
-        model: the directory of the tokenizer, whose chat template is used if the recipe says so.
-
-    Raises:
-        ModelError: the tokenizer has no chat template, or one that cannot do what the recipe asks.
-    """
+    """Return what renders the messages of a row, the last of which asks the question."""
     settings = recipe.prompts
     chat = required_chat_template(recipe, model)
     tools = _tool_schemas(recipe)
@@ -48,11 +41,6 @@ def renderer(recipe: Recipe, model: Path) -> Render:
 
 
 def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
-    """Return the chat template that a recipe asks for; None if it asks for none.
-
-    Raises:
-        ModelError: there is none, or one that cannot do what the recipe asks.
-    """
     if not recipe.prompts.chat_template:
         return None
     chat = chat_template_of(model)
@@ -83,9 +71,6 @@ def why_chat_template(recipe: Recipe) -> str:
 
     An agent and a system prompt are messages; so are rows that have a list of them. The first good
     row of each file counts, held-out ones included. Empty where nothing is a message.
-
-    Raises:
-        PromptError: a file is empty, or of an unknown kind.
     """
     if recipe.prompts.chat_template is not None:
         return ""
@@ -100,7 +85,6 @@ def why_chat_template(recipe: Recipe) -> str:
 
 
 def files_of_prompts(recipe: Recipe) -> list[tuple[Path, Recipe]]:
-    """Return the files of a recipe's prompts, held-out ones included, with what says of each."""
     parts = [*recipe.by_source().values()]
     files = [(path, of) for of in parts for path in (of.prompts.path, of.prompts.held_out_path)]
     files += [(each.path, recipe.of_set(each)) for each in recipe.evaluation.held_out]
@@ -113,14 +97,12 @@ def _has_messages(path: Path, field: str) -> bool:
 
 
 def messages_asked(prompt: Prompt, recipe: Recipe) -> list[Message]:
-    """Return a prompt as the messages that its row has; none if it has text."""
     sets = {each.name: recipe.of_set(each) for each in recipe.evaluation.held_out}
     of = (recipe.by_source() | sets).get(prompt.source, recipe)
     return messages_in(prompt.metadata, of.prompts.question_field)
 
 
 def _tool_schemas(recipe: Recipe) -> list[Tool]:
-    """Return what a chat template tells the policy of the tools of its workflow."""
     if not isinstance(recipe.workflow, ToolUse):
         return []
     schemas = []

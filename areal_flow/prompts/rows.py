@@ -1,7 +1,7 @@
 """What a row gives: the question, the right answer, how hard it is, and its columns for a verifier.
 
 Values keep the types that they have in JSON; what JSON does not know, such as a date of Parquet,
-becomes text. It refuses to know files, and how a question becomes a prompt.
+becomes text. This module depends neither on files nor on how a question becomes a prompt.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ def columns_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True)
     row has a word for it, and `metadata`: as JSON all fields of the row, beside them those of its
     field `metadata` that it has not itself, and the right answer with its own type, which
     `take_right_answer` takes out again.
-
-    Raises:
-        ValueError: a field is missing, or holds what it must not.
     """
     answer = answer_of(row, settings, needs_answer=needs_answer)
     difficulty = row.get("difficulty", 0)
@@ -64,11 +61,7 @@ def take_right_answer(columns: Row) -> Any:
 
 
 def question_of(row: Row, settings: PromptSettings) -> list[Message]:
-    """Return the messages that ask, the last of them the user's; a question of text is one message.
-
-    Raises:
-        ValueError: there is no question, or it is a conversation and there is no chat template.
-    """
+    """Return the messages that ask, the last of them the user's; a text is one message."""
     _require_fields(row, settings, needs_answer=False)
     field = settings.question_field
     value = row[field]
@@ -88,7 +81,6 @@ def question_of(row: Row, settings: PromptSettings) -> list[Message]:
 
 
 def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
-    """Return the messages of a row's question; none if it is no conversation."""
     value = row.get(field)
     found = value if isinstance(value, list) else []
     is_chat = all(isinstance(each, Mapping) and {"role", "content"} <= {*each} for each in found)
@@ -96,11 +88,6 @@ def messages_in(row: Mapping[str, Any], field: str) -> list[Message]:
 
 
 def checked_message(given: Any, field: str) -> Message:
-    """Return a message without the fields that Parquet fills with nothing.
-
-    Raises:
-        ValueError: it has no role, or no content as text.
-    """
     message = given if isinstance(given, Mapping) else {}
     if not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise ValueError(
@@ -114,14 +101,7 @@ def _without_nulls(message: Message) -> Message:
 
 
 def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) -> Any:
-    """Return the right answer of a row, with its own type; None if there is none.
-
-    Args:
-        needs_answer: whether anything scores by it.
-
-    Raises:
-        ValueError: there is none, and it is needed.
-    """
+    """Return the right answer of a row, with its own type; None if there is none."""
     _require_fields(row, settings, needs_answer=needs_answer)
     field = settings.answer_field
     value = row.get(field)
@@ -138,22 +118,13 @@ def answer_of(row: Row, settings: PromptSettings, *, needs_answer: bool = True) 
 
 
 def text_of(row: Row, field: str) -> str:
-    """Return the text in a field.
-
-    Raises:
-        ValueError: there is no such field, or no text in it.
-    """
     if field not in row:
         raise ValueError(f"field {field!r} is missing; found fields: {_fields(row)}")
     return checked_text(row[field], field)
 
 
 def texts_of_turns(row: Row, field: str) -> list[str]:
-    """Return the text in a field, or the texts of the policy and of the environment by turns.
-
-    Raises:
-        ValueError: there is neither, or the environment has the last word.
-    """
+    """Return the text in a field, or the texts of the policy and of the environment by turns."""
     turns = row.get(field)
     if not isinstance(turns, list):
         return [text_of(row, field)]
@@ -166,11 +137,7 @@ def texts_of_turns(row: Row, field: str) -> list[str]:
 
 
 def checked_text(value: Any, field: str) -> str:
-    """Return a value that is text which can be tokenised and stored.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a value that is text which can be tokenised and stored."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"field {field!r}: expected non-empty text, found {value!r:.40}")
     try:
@@ -181,7 +148,6 @@ def checked_text(value: Any, field: str) -> str:
 
 
 def _require_fields(row: Row, settings: PromptSettings, *, needs_answer: bool) -> None:
-    """Refuse a row without question or answer; say which settings take fields that are there."""
     wanted = {
         "question_field": (settings.question_field, QUESTION_FIELDS),
         "answer_field": (settings.answer_field, ANSWER_FIELDS),

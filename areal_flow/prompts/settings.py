@@ -34,7 +34,26 @@ class DifficultySettings(Settings):
         return self
 
 
-class SourceSettings(Settings):
+class RowsSettings(Settings):
+    """Where some rows are and which of their fields ask and answer; None: as `[prompts]` says."""
+
+    path: Path | None = Field(None, strict=False)
+    """JSONL, Parquet or a Lance dataset, one prompt a row."""
+    question_field: str | None = None
+    """As `prompts.question_field`."""
+    answer_field: str | None = None
+    """As `prompts.answer_field`."""
+    template: str | None = None
+    """As `prompts.template`."""
+
+    def over_prompts(self) -> dict[str, Any]:
+        """Return what these rows have instead of the settings of `[prompts]`."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        shared = PromptSettings.model_fields.keys() & own.keys()
+        return {name: own[name] for name in shared if own[name] not in (None, "")}
+
+
+class SourceSettings(RowsSettings):
     """One of several sources of prompts; what it leaves out is as `[prompts]` says."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
@@ -46,16 +65,8 @@ class SourceSettings(Settings):
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a source that takes some: of a task of reasoning-gym its own; of a
     Hugging Face dataset `config`, `split`, `held_out_split`, `revision`."""
-    path: Path | None = Field(None, strict=False)
-    """As `prompts.path`."""
     held_out_path: Path | None = Field(None, strict=False)
     """As `prompts.held_out_path`."""
-    question_field: str | None = None
-    """As `prompts.question_field`."""
-    answer_field: str | None = None
-    """As `prompts.answer_field`."""
-    template: str | None = None
-    """As `prompts.template`."""
     num_prompts: int | None = Field(None, ge=1)
     """As `prompts.num_prompts`."""
     num_held_out: int | None = Field(None, ge=0)
@@ -67,6 +78,27 @@ class SourceSettings(Settings):
         require(self.source != "file" or self.path is not None, f"{where}: path is needed")
         template = self.template is None or "{question}" in self.template
         require(template, f"{where}: template must contain {{question}}")
+        return self
+
+
+class HeldOutSettings(RowsSettings):
+    """One more held-out set, evaluated with the others and reported by its name."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
+    """What reports and sinks call it; `rewards.sources` may name it."""
+    path: Path = Field(strict=False)
+    """JSONL, Parquet or a Lance dataset, one prompt a row."""
+    num_prompts: int = Field(0, ge=0)
+    """At most so many, from the beginning of the file; 0: all."""
+    num_samples: int | None = Field(None, ge=1)
+    """Answers a prompt of this set; none: as `evaluation.num_samples`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HeldOutSettings:
+        require(
+            not self.template or "{question}" in self.template,
+            f"the template of the held-out set {self.name!r} must contain {{question}}",
+        )
         return self
 
 

@@ -1,7 +1,12 @@
 """Prompts by submission index, from a memory-mapped Arrow file: bounded memory, any size.
 
-The cursor is the submission index alone: source, epoch and position follow from it, and the order
-of each epoch from the run's seed. The file says in its schema how its sources are mixed.
+The submission index is the only cursor: source, epoch and position follow from it, and the order of
+each epoch follows from the run's seed. The file's schema says how its sources are mixed.
+
+A block of `BLOCK` submissions has of each source its share, rounded up or down, in an order of its
+own; a cycle of blocks has the share itself. So a source of a thousandth is in one of ten blocks.
+
+Letters: B blocks of a cycle, P places in a block, S sources.
 """
 
 from __future__ import annotations
@@ -17,10 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import PromptError
-from areal_flow.prompts.mixture import BLOCK, Mixture
 from areal_flow.prompts.rows import take_right_answer
 from areal_flow.types import Prompt
 
+BLOCK = 100
+CYCLE = 100_000
+_STRIDE = 617
+"""From block to block of a cycle of 1,000, by the golden ratio: rare sources are far apart."""
+_BLOCK_SEED = 0x6D6978
+"""Apart from the seeds of the sources' own orders."""
 QUOTAS = b"areal_flow.quotas"
 """Of each source by name, as JSON, in a prepared file's schema; a file without is one source."""
 ONE_SOURCE = json.dumps({"": BLOCK})
@@ -35,7 +45,6 @@ def _open(path: Path) -> pa.Table:
 
 @cache
 def num_prompts(path: Path) -> int:
-    """Return how many prompts a prepared file has; none where there is no file."""
     return len(_open(path)) if path.exists() else 0
 
 
@@ -66,6 +75,50 @@ class RowColumns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def quotas(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return how many of a cycle each source has: its share, to the nearest one, at least one.
+
+    What rounding down leaves goes to the largest remainders, the first source first.
+    """
+    total = sum(weights.values())
+    exact = {name: CYCLE * weight / total for name, weight in weights.items()}
+    found = {name: max(1, int(share)) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: found[name] - exact[name])
+    for name in by_remainder[: max(0, CYCLE - sum(found.values()))]:
+        found[name] += 1
+    while sum(found.values()) > CYCLE:  # small ones were raised to one
+        found[max(found, key=lambda name: found[name])] -= 1
+    return found
+
+
+class Mixture:
+    """Draws from several sources, which are numbered as their quotas come."""
+
+    def __init__(self, quotas: Mapping[str, int], *, seed: int) -> None:
+        self._quotas = np.array([*quotas.values()])
+        self._seed = seed
+        # The cycle's places, sorted by source, are dealt to the blocks in turns.
+        num_blocks = int(self._quotas.sum()) // BLOCK
+        sources_PB = np.repeat(np.arange(len(quotas)), self._quotas).reshape(BLOCK, num_blocks)
+        self._sources_BP = sources_PB.T[np.arange(num_blocks) * _STRIDE % num_blocks]
+        counts_BS = np.array([np.bincount(p, minlength=len(quotas)) for p in self._sources_BP])
+        self._num_before_BS = np.cumsum(counts_BS, axis=0) - counts_BS
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def draw(self, submission_index: int) -> tuple[int, int]:
+        """Return which source a submission draws from, and how many it drew before."""
+        block, place = divmod(submission_index, BLOCK)
+        cycle, block_of_cycle = divmod(block, len(self._sources_BP))
+        order_P = self._order(block)
+        source = int(order_P[place])
+        num_before = cycle * self._quotas[source] + self._num_before_BS[block_of_cycle, source]
+        return source, int(num_before + (order_P[:place] == source).sum())
+
+    def _make_order(self, block: int) -> np.ndarray:
+        sources_P = self._sources_BP[block % len(self._sources_BP)]
+        return np.random.default_rng([self._seed, block, _BLOCK_SEED]).permutation(sources_P)
 
 
 class PromptTable:
@@ -100,12 +153,10 @@ class PromptTable:
         return self.row(self._place_of(submission_index))
 
     def rows_at(self, submission_indices: Sequence[int]) -> pa.Table:
-        """Return the prompts of several submissions, one row each, in the file's columns."""
         places = [self._place_of(submission_index) for submission_index in submission_indices]
         return self._table.take(pa.array(places, pa.int64()))
 
     def row(self, index: int) -> Prompt:
-        """Return one prompt by its place in the file."""
         (row,) = self._table.slice(index, 1).drop_columns(["prompt_tokens"]).to_pylist()
         return Prompt(
             prompt_id=row["prompt_id"],
@@ -118,7 +169,6 @@ class PromptTable:
         )
 
     def rows(self, limit: int | None = None) -> list[Prompt]:
-        """Return the first `limit` prompts, or all, in the file's order."""
         return [self.row(index) for index in range(len(self))[:limit]]
 
     def _place_of(self, submission_index: int) -> int:

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.errors import TrainerLost, TrainingError
+from areal_flow.step_metrics import StepMetrics
 from areal_flow.store.ledger import LedgerReader
-from areal_flow.types import PolicyHashes, StepMetrics, StepRequest, StepResult
+from areal_flow.types import PolicyHashes, StepRequest, StepResult
 
 COMPARED_METRICS = ("loss", "grad_norm", "num_trained_tokens", "num_masked_tokens")
 """What a replay must find again besides all in the `metrics` map that is no speed."""

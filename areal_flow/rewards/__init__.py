@@ -1,1 +1,1 @@
-"""What an answer is worth. Runs on reward workers; knows nothing of policies or steps."""
+"""What an answer is worth. It runs on reward workers and does not depend on policies or steps."""

@@ -19,12 +19,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from areal_flow.rewards.calls import call_in_thread
+from areal_flow.rewards.calls import call_in_thread, call_on_loop
 from areal_flow.rewards.protocol import FunctionReward, RewardInput, is_async, judged
-from areal_flow.rewards.verifier_loop import call_on_loop
 from areal_flow.types import RewardPart, Score
 
-OF_BATCHES = (
+BATCH_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "answer"),
     *("trainer_state", "log_extra", "log_metric"),
 )
@@ -87,14 +86,11 @@ class BatchedFunctionReward(FunctionReward):
 
 @dataclass(frozen=True, slots=True)
 class _Logged:
-    """What a function logged in a call over some completions."""
-
     num: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a value of each completion."""
         if len(values) != self.num:
             raise ValueError(
                 f"log_extra({column!r}): expected {self.num} values, one a completion, found "
@@ -107,7 +103,6 @@ class _Logged:
         self.metrics[re.sub(r"[^\w.-]", "-", name)].append(float(value))
 
     def onto(self, score: Score, place: int) -> Score:
-        """Return the score of the completion at a place with what was logged of it."""
         means = {name: fmean(values) for name, values in self.metrics.items()}
         parts = (RewardPart(n, mean if math.isfinite(mean) else None) for n, mean in means.items())
         extra = {column: values[place] for column, values in self.columns.items()}
@@ -115,7 +110,6 @@ class _Logged:
 
 
 def _as_the_prompt(given: RewardInput) -> Any:
-    """Return the completion as text, or as messages if the prompt is messages."""
     is_chat = bool(given.messages)
     return [{"role": "assistant", "content": given.completion}] if is_chat else given.completion
 

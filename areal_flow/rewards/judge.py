@@ -1,8 +1,9 @@
 """The reward `judge`: a service that scores completions, asked over HTTP.
 
-Without a `model` it is sent `{"prompt", "completion", "answer", "metadata"}` as JSON and returns
-`{"score": x}`, with `"detail"` if it likes. With one it is an OpenAI-compatible `chat/completions`,
-asked in words for a number. A service that cannot be reached gives no score.
+Without a `model` the service gets `{"prompt", "completion", "answer", "metadata"}` as JSON and
+returns `{"score": x}`, and `"detail"` if it has one. With a model the service is an
+OpenAI-compatible `chat/completions`, which is asked in words for a number. A service that cannot be
+reached gives no score.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class JudgeReward:
         limit_s: float = 60.0,
         scale: Sequence[float] | None = None,
     ) -> None:
-        """Take where the service is.
+        """Say where the service is and how it is asked.
 
         Args:
             url: `http(s)://...`; with a model, up to and with `/v1`.
@@ -67,9 +68,6 @@ class JudgeReward:
             limit_s: of one request.
             scale: the lowest and the highest score; one beyond is no reward but an error. By
                 default from 0 to 1 with a model, and any number from a service of one's own.
-
-        Raises:
-            RewardError: they are not what they should be.
         """
         if not url.startswith(("http://", "https://")):
             raise RewardError(f"reward 'judge': expected url = 'http(s)://...', found {url!r}")
@@ -90,11 +88,6 @@ class JudgeReward:
         self._num_retries, self.num_at_once, self._limit_s = num_retries, num_at_once, limit_s
 
     def open(self) -> None:
-        """Find the key.
-
-        Raises:
-            RewardError: the environment has none.
-        """
         self._headers = {}
         self._turns = asyncio.Semaphore(self.num_at_once)
         if self._key_variable:
@@ -135,11 +128,6 @@ class JudgeReward:
         return {"model": self._model, "messages": messages, "temperature": 0}
 
     async def _ask(self, session: ClientSession, request: dict[str, Any]) -> Any:
-        """Return the service's JSON.
-
-        Raises:
-            ServiceError: it refused, or failed each time.
-        """
         import aiohttp
 
         failure = ""
@@ -157,11 +145,7 @@ class JudgeReward:
         raise ServiceError(f"{self._url}: {failure}")
 
     def _read(self, found: Any) -> Score:
-        """Return the score of an answer, which is none if it is beyond the scale.
-
-        Raises:
-            ServiceError: it has none, which is the service's mistake and not the policy's.
-        """
+        """Return the score of an answer, which is none if it is beyond the scale."""
         try:
             if self._model:
                 said = found["choices"][0]["message"]["content"]

@@ -1,7 +1,7 @@
 """The reward `reward_model`: the score that a model in a directory gives to prompt and completion.
 
 The model is an `AutoModelForSequenceClassification` of one label, with its tokenizer. It scores on
-the reward worker, in a thread. What it is made of is part of the verifier's identity.
+the reward worker, in a thread. A hash of its files is part of the verifier's identity.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelReward:
         num_at_once: int = 8,
         device: str = "cpu",
     ) -> None:
-        """Take where the model is, and read which one it is.
+        """Find the model, and read which one it is.
 
         Args:
             path: a directory, or the name of a hub repository.
@@ -48,9 +48,6 @@ class ModelReward:
             max_tokens: of prompt and completion; what has more is not scored.
             num_at_once: completions in one batch.
             device: as torch names it.
-
-        Raises:
-            RewardError: there is no reward model.
         """
         if max_tokens < 1 or num_at_once < 1:
             raise RewardError(
@@ -66,11 +63,6 @@ class ModelReward:
             raise RewardError(f"reward 'reward_model', path = {path!r}: {error}") from None
 
     def open(self) -> None:
-        """Load the model.
-
-        Raises:
-            RewardError: it cannot be loaded, or its weights are not all there.
-        """
         from areal_flow.models.huggingface import (
             AutoModelForSequenceClassification,
             without_progress_bars,
@@ -105,7 +97,6 @@ class ModelReward:
         return await asyncio.to_thread(self._score, inputs)
 
     def _score(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """Score what is short enough, in batches of similar lengths."""
         tokens = {index: self._tokens(given) for index, given in enumerate(inputs)}
         fitting = {index: ids for index, ids in tokens.items() if 0 < len(ids) <= self._num_tokens}
         order, logits = sorted(fitting, key=lambda index: len(fitting[index])), dict[int, float]()
@@ -155,12 +146,6 @@ class ModelReward:
 
 
 def _check(directory: Path) -> str:
-    """Return a hash of a reward model's files, without loading it.
-
-    Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
-    """
     files: list[Path] = []
     for pattern in FILES:
         found = sorted(directory.glob(pattern))

@@ -120,12 +120,6 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _mixed_number(sign: str, whole: str | None, numerator: str, denominator: str) -> Fraction:
-    """Return a fraction, and a whole part before it added to it.
-
-    Raises:
-        ValueError: a part beside a whole one is no natural number.
-        ZeroDivisionError: the denominator is 0.
-    """
     if whole and not (whole + numerator + denominator).isdigit():
         raise ValueError(f"expected a mixed number, found {whole} {numerator}/{denominator}")
     size = Fraction(whole or 0) + Fraction(numerator) / Fraction(denominator)

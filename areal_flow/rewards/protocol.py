@@ -16,8 +16,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from areal_flow.failures import cause_of
-from areal_flow.rewards.calls import FAILURES, call_in_thread
-from areal_flow.rewards.verifier_loop import call_on_loop
+from areal_flow.rewards.calls import FAILURES, call_in_thread, call_on_loop
 from areal_flow.settings import Settings
 from areal_flow.types import Score
 
@@ -108,7 +107,7 @@ class RewardInput:
     trainer_state: TrainerState = TrainerState()
 
 
-OF_COMPLETIONS = (
+COMPLETION_ARGUMENTS = (
     *("prompt", "completion", "answer", "metadata"),
     *("completion_ids", "prompt_source", "trainer_state"),
 )
@@ -164,8 +163,8 @@ class Reward(Protocol):
 
 
 RewardFunction = Callable[..., "float | Score | Awaitable[float | Score]"]
-"""Takes what it names of `OF_COMPLETIONS` and the metadata's columns; one that takes `**columns`
-gets all columns."""
+"""Takes what it names of `COMPLETION_ARGUMENTS` and the metadata's columns; with `**columns` all
+columns."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -186,7 +185,6 @@ class FunctionReward:
     """
 
     def __init__(self, function: RewardFunction, *, timeout_s: float = 60.0) -> None:
-        """Take a function, and how long it may take over one completion."""
         self.function: Callable[..., Any] = function
         self.timeout_s = timeout_s
         parameters = inspect.signature(function).parameters.values()
@@ -212,7 +210,7 @@ class FunctionReward:
         return [judged(outcome) for outcome in returned]
 
     def _call(self, given: RewardInput) -> Any:
-        own = {name: getattr(given, name) for name in OF_COMPLETIONS}
+        own = {name: getattr(given, name) for name in COMPLETION_ARGUMENTS}
         columns = {name: value for name, value in given.metadata.items() if name not in own}
         named = self._named(own | columns)
         return self.function(**(columns | named if self._takes_columns else named))
@@ -235,7 +233,6 @@ class LimitedReward:
     """A `Reward` of a user's, which may take `timeout_s` over each completion of a call."""
 
     def __init__(self, reward: Reward, *, timeout_s: float) -> None:
-        """Take what it does, but where and how long."""
         self.open, self.close = reward.open, reward.close
         self.num_at_once = num_at_once(reward)
         self._reward, self._timeout_s = reward, timeout_s

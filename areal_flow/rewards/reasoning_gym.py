@@ -54,7 +54,6 @@ def verify_reasoning_gym(
 
 
 def final_answer(completion: str) -> str:
-    """Return what is judged of a completion."""
     begin, end = _ANSWER
     _, mark, after = completion.rpartition(begin)
     if mark:
@@ -67,11 +66,7 @@ vars(verify_reasoning_gym)["made_of"] = (Path(math_text.__file__),)
 
 @cache
 def scorer_of(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """Return what a task judges an answer to one of its entries by.
-
-    Raises:
-        RewardError: there is no such task, it may run what the policy wrote, or no such package.
-    """
+    """Return what a task judges an answer to one of its entries by."""
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:

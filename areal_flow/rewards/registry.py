@@ -18,8 +18,7 @@ from typing import Any
 from areal_flow.config import Recipe
 from areal_flow.errors import RewardError
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, verdict_of
-from areal_flow.import_path import code_hash, import_function, source_file, text_hash
-from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
+from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
 from areal_flow.rewards.calls import FAILURES
 from areal_flow.rewards.code.reward import CodeReward
 from areal_flow.rewards.judge import JudgeReward
@@ -27,7 +26,7 @@ from areal_flow.rewards.math.reward import MathReward
 from areal_flow.rewards.model_reward import ModelReward
 from areal_flow.rewards.numeric import verify_exact, verify_numeric
 from areal_flow.rewards.protocol import (
-    OF_COMPLETIONS,
+    COMPLETION_ARGUMENTS,
     FunctionReward,
     LimitedReward,
     Reward,
@@ -41,6 +40,7 @@ from areal_flow.rewards.protocol import (
 from areal_flow.rewards.reasoning_gym import verify_reasoning_gym
 from areal_flow.rewards.shaping import penalize_length, verify_format, verify_regex
 from areal_flow.rewards.shipping import SHIPPED, load_shipped
+from areal_flow.settings import code_hash, import_function, source_file, text_hash
 from areal_flow.types import RewardPart, Score
 from areal_flow.workflows.agent import Agent
 
@@ -87,10 +87,6 @@ def load_reward(
         directory: where shipped functions lie: a run's `RunLayout.rewards`.
         settings: its own, as keyword arguments.
         timeout_s: how long one that is not built in may take over one completion.
-
-    Raises:
-        RewardError: the name is unknown, cannot be imported, is not what was shipped, or does not
-            take these settings.
     """
     settings = settings or {}
     if name.startswith(SHIPPED):
@@ -119,12 +115,8 @@ def load_reward(
 
 
 def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that a verifier does not take, and the lack of some that it needs.
-
-    Raises:
-        RewardError: with what it takes.
-    """
-    given = {} if inspect.isclass(found) else {*OF_COMPLETIONS, *OF_BATCHES}
+    """Refuse settings that a verifier does not take, and the lack of some that it needs."""
+    given = {} if inspect.isclass(found) else {*COMPLETION_ARGUMENTS, *BATCH_ARGUMENTS}
     parameters = inspect.signature(found).parameters.values()
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_any = len(named) < len(parameters)
@@ -143,13 +135,11 @@ def _check_settings(name: str, found: Any, settings: Mapping[str, Any]) -> None:
 
 
 def function_reward(function: RewardFunction, *, timeout_s: float) -> Reward:
-    """Return a function as a reward, told by the names of its parameters."""
     made = BatchedFunctionReward if is_batched(function) else FunctionReward
     return made(function, timeout_s=timeout_s)
 
 
 def recipe_rewards(recipe: Recipe, directory: Path) -> WeightedRewards:
-    """Return the rewards of a recipe; see `WeightedRewards`."""
     workflow = recipe.workflow
     return WeightedRewards(
         recipe.rewards,
@@ -172,13 +162,8 @@ class WeightedRewards:
     ) -> None:
         """Load each reward by its name; see `load_reward`.
 
-        Args:
-            pass_threshold: a completion passes if the sum is above it.
-            agent: the import path of the agent that rewards itself, if one does. Its code is part
-                of the identity.
-
-        Raises:
-            RewardError: one of them cannot be loaded.
+        `agent` is the import path of an agent that gives rewards itself: its code is part of the
+        identity.
         """
         self._parts = [
             replace(
@@ -201,16 +186,7 @@ class WeightedRewards:
             import_function(agent, setting="workflow.path", error=RewardError) if agent else None
         )
         agents = [f"agent:{agent}@{code_hash(scoring)}"] if scoring else []
-        identities = (
-            "".join(
-                (
-                    f"{weight:g}*" if weight != 1 else "",
-                    part.identity,
-                    f" of {','.join(part.judges)}" if part.judges else "",
-                )
-            )
-            for part, weight in zip(self._parts, self._weights, strict=True)
-        )
+        identities = map(_weighted_identity, self._parts, self._weights)
         self.identity = " + ".join((*agents, *identities))
         """Name and hash of the code of the agent and of each reward, with its weight unless that is
         1, and what it judges unless that is all."""
@@ -219,7 +195,6 @@ class WeightedRewards:
         """The files that their code stands in."""
 
     def open(self) -> None:
-        """Open each reward; if one cannot be opened, those before it are closed again."""
         with ExitStack() as opened:
             for part in self._parts:
                 part.reward.open()
@@ -260,6 +235,12 @@ class WeightedRewards:
         first = given[0]
         verdict = first.verdict or verdict_of(total, threshold=self._pass_threshold)
         return Score(total, verdict, first.extracted, message=message, parts=parts, extra=extra)
+
+
+def _weighted_identity(part: NamedReward, weight: float) -> str:
+    factor = f"{weight:g}*" if weight != 1 else ""
+    judges = f" of {','.join(part.judges)}" if part.judges else ""
+    return f"{factor}{part.identity}{judges}"
 
 
 async def _scores(

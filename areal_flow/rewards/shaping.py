@@ -1,11 +1,12 @@
 """Rewards of a completion's form: what a pattern finds in it, how it is built, how long it is.
 
 Each takes its settings from `[[rewards]] settings`. Patterns run with a time limit of their own and
-without the interpreter's lock, since a completion may be written so that one never ends.
+without the interpreter's lock, since some completions make a pattern search for ever.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -34,10 +35,8 @@ def verify_regex(*, completion: str, answer: Any, pattern: str) -> Score:
 
     def last_match() -> str | None:
         matches = compiled.finditer(completion, timeout=MATCH_LIMIT_S, concurrent=True)
-        found = None
-        for found in matches:  # noqa: B007 - the last one counts
-            pass
-        return (found.group(group) or "") if found else None
+        last = deque(matches, maxlen=1)
+        return (last[0].group(group) or "") if last else None
 
     found = _in_time(last_match)
     if isinstance(found, Score):

@@ -3,7 +3,7 @@
     rewards/length@1f0c2a9b77d3.pickle     the function
     rewards/length@1f0c2a9b77d3.py         its source, for readers
 
-To load one executes it: as much as a run directory may be trusted, so may its rewards.
+Loading a reward executes it: load only from run directories that you trust.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ SHIPPED = "shipped:"
 
 
 def ship_function(function: Callable[..., Any], directory: Path) -> str:
-    """Write a function with all that it refers to in its module; return its name for a recipe.
-
-    Args:
-        directory: a run's `RunLayout.rewards`; made if need be.
-
-    Raises:
-        RewardError: it refers to something that cannot be pickled, such as an open file.
-    """
+    """Write a function with all that it refers to in its module; return its name for a recipe."""
     called: Any = bare(function)
     code = called if inspect.isroutine(called) else type(called)  # of an object that is called
     pickled, source = _pickled_by_value(function, code.__module__), _source_of(code)
@@ -46,11 +39,7 @@ def ship_function(function: Callable[..., Any], directory: Path) -> str:
 
 
 def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
-    """Return the function that was shipped under a recipe's name.
-
-    Raises:
-        RewardError: it is not there, or not what was shipped.
-    """
+    """Return the function that was shipped under a recipe's name."""
     stem = name.removeprefix(SHIPPED)
     try:
         pickled = (directory / f"{stem}.pickle").read_bytes()
@@ -72,7 +61,6 @@ def load_shipped(name: str, directory: Path) -> Callable[..., Any]:
 
 
 def _pickled_by_value(function: Callable[..., Any], home: str) -> bytes:
-    """Return a function and all that it refers to in its module."""
     import cloudpickle
 
     module = sys.modules.get(home)

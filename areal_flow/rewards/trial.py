@@ -1,9 +1,8 @@
 """Calls each verifier of a recipe on a prompt row, as a reward worker will: a program of its own.
 
-A verifier may exit, crash or hang, and must be found where a worker finds it; so it is tried in a
-process that may end. What is read from standard input and written to a file, a line before each
-call and one after it, is JSON; the registry's own verifiers are not tried. It is given the first
-row of each source, and of all.
+A verifier may exit, crash or hang, so it is tried in a process of its own, which imports it as a
+worker does. Standard input has the first row of each source, and of all, as JSON; a file gets a
+line of JSON before and after each call. The registry's own verifiers are not tried.
 
     python -m areal_flow.rewards.trial RUN_DIRECTORY OUTPUT < input.json
 """
@@ -49,7 +48,6 @@ def main(run_directory: Path, output: Path) -> None:
 
 
 def is_foreign(reward: RewardSettings) -> bool:
-    """Return whether a verifier is none of the registry's."""
     return reward.verifier not in REWARDS
 
 

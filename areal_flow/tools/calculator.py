@@ -1,7 +1,7 @@
 """The tool `calculator`: exact arithmetic, from the syntax tree, with bounded sizes.
 
-Nothing of an expression is ever evaluated by Python: what is no number, operator or parenthesis is
-refused. Numbers are fractions, so `0.1 + 0.2` is 0.3.
+Python never evaluates an expression: all but numbers, operators and parentheses is refused.
+Numbers are fractions, so `0.1 + 0.2` is 0.3.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
 
 
 def calculate(text: str) -> str:
-    """Compute an arithmetic expression of numbers, parentheses and + - * / // % **.
-
-    Raises:
-        ValueError: it is no such expression, or its numbers get too large.
-        ZeroDivisionError: it divides by zero.
-    """
+    """Compute an arithmetic expression of numbers, parentheses and + - * / // % **."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"expected at most {MAX_CHARACTERS} characters, found {len(text)}")
     try:

@@ -14,16 +14,11 @@ from areal_flow.rewards.code.sandbox.run import Outcome, Program
 
 @cache
 def _sandboxes() -> SandboxPool:
-    """Return this process's sandboxes, which end with it."""
     return SandboxPool()
 
 
 def run_python(text: str) -> str:
-    """Run a Python program, with numpy; the answer is what it prints.
-
-    Raises:
-        SandboxError: it could not be run.
-    """
+    """Run a Python program, with numpy; the answer is what it prints."""
     script = Program(program.SCRIPT, text.encode(errors="replace"))
     (outcome,) = _sandboxes().run(lambda: [script])
     printed = outcome.stdout.decode(errors="replace").strip()
@@ -31,7 +26,6 @@ def run_python(text: str) -> str:
 
 
 def _failure(outcome: Outcome) -> str:
-    """Return in words why a program did not end well; nothing if it did."""
     if outcome.is_output_over:
         return "Error: the program printed too much"
     if outcome.timed_out:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from areal_flow.evaluation.pass_rates import PASS_RATE, tabulate
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.recovery.checkpoints import checkpoint_hashes, checkpoint_path
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
@@ -28,7 +29,6 @@ from areal_flow.tracking.protocol import (
     Tracker,
 )
 from areal_flow.trainer.supervised import read_metrics
-from areal_flow.types import EvaluationTable
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from areal_flow.config import Recipe, TrainerSettings
 from areal_flow.errors import ConfigError
-from areal_flow.import_path import import_function
 from areal_flow.models.linear import onednn_is_faster
+from areal_flow.settings import import_function
 from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.replicas import ReplicaGroup, SingleProcess
 from areal_flow.trainer.sequences import MicroBatch

@@ -24,12 +24,12 @@ from areal_flow.algorithms.protocol import AdvantageInputs, Metric, MinibatchSiz
 from areal_flow.config import TrainerSettings
 from areal_flow.models.policy import assign_tensors, policy_tensors, recompute_layers
 from areal_flow.models.reward_model import critic_of, scores_at
+from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES
 from areal_flow.trainer.adamw import PolicyAdamW
 from areal_flow.trainer.gradients import update_whole
 from areal_flow.trainer.passes import Passes, by_trajectory, run_on
 from areal_flow.trainer.sequences import MicroBatch, TrainingSequence
 from areal_flow.trainer.updates import Minibatch, StepSettings
-from areal_flow.types import CRITIC_SKIPPED_UPDATES
 
 PREFIX = "critic."
 """What names of its tensors begin with among the optimizer's."""

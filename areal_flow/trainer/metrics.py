@@ -20,10 +20,11 @@ from areal_flow.algorithms.staleness import count_staleness
 from areal_flow.config import Recipe
 from areal_flow.controller.ledger_row import SPEED_AREA as SPEED
 from areal_flow.evaluation.pass_rates import PASS_RATE, passes
+from areal_flow.step_metrics import StepMetrics
 from areal_flow.trainer.sequences import TrainingSequence
 from areal_flow.trainer.step import learning_rate
 from areal_flow.trainer.updates import UpdateNumbers
-from areal_flow.types import StepMetrics, StepRequest
+from areal_flow.types import StepRequest
 
 PERCENTILES = (10, 50, 90)
 

@@ -27,12 +27,12 @@ from areal_flow.algorithms.protocol import (
     mean,
 )
 from areal_flow.config import TrainerSettings
+from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.backend import TrainerBackend
 from areal_flow.trainer.critic import Critic
 from areal_flow.trainer.passes import by_trajectory
 from areal_flow.trainer.sequences import MicroBatch, MicroBatches, TrainingSequence, row_tokens
 from areal_flow.trainer.updates import Minibatch, StepSettings, UpdateNumbers
-from areal_flow.types import SKIPPED_UPDATES
 
 ATTENTION_BREAK_EVEN_TOKENS = 4096
 """Where attention is about as much work as everything else, for a policy some 700 wide."""

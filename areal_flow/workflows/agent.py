@@ -1,28 +1,26 @@
-"""An agent of somebody's, written against any OpenAI SDK, as an episode.
+"""An episode that runs a user's agent, written against any OpenAI SDK.
 
-The agent is a function that gets a `base_url` and an `api_key`; what it asks there the policy
-answers, and its calls become trajectories. See `agent_session` for how, `agent_endpoint` for where.
+The agent is a function that gets a `base_url` and an `api_key`. The policy answers what it asks
+there, and its calls become trajectories; see `agent_session` and `agent_endpoint`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
-from threading import Thread
 from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat
 
 from areal_flow.errors import ArealFlowError, ConfigError
-from areal_flow.import_path import import_function
+from areal_flow.failures import in_own_thread
+from areal_flow.settings import import_function
 from areal_flow.types import Prompt, Score
 from areal_flow.workflows.agent_session import Session
 from areal_flow.workflows.context import EpisodeContext
-from areal_flow.workflows.limits import TimedWorkflow
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
 
 
 class Agent(TimedWorkflow):
@@ -46,10 +44,6 @@ class Agent(TimedWorkflow):
         An agent that ends over a refused answer, since its calls, its seconds or its context are
         used up, has not failed: its conversations are cut, and say by what. One that goes on after
         its context was full has that conversation cut alone.
-
-        Raises:
-            ArealFlowError: the agent asked nothing.
-            Exception: the agent's own.
         """
         from areal_flow.workflows.agent_endpoint import serving  # a server: only where one is
 
@@ -83,7 +77,6 @@ class Agent(TimedWorkflow):
     async def _finished(
         self, draft: TrajectoryDraft, limit: str, context: EpisodeContext
     ) -> TrajectoryDraft:
-        """Return a conversation with its reward, and with the limit that it was cut by, if any."""
         missing = self.missing_reward
         if draft.score is not None:
             pass
@@ -109,26 +102,9 @@ async def _call(agent: Any, prompt: Prompt, **served: str) -> Any:
     try:
         if any(map(inspect.iscoroutinefunction, (agent, agent.__call__))):
             return await agent(**given)
-        return await _in_own_thread(partial(agent, **given))
+        # The event loop's own threads are few, and load weights.
+        return await asyncio.wrap_future(in_own_thread(partial(agent, **given), name="agent"))
     except SystemExit as exit_:  # which would end the generator
         raise ArealFlowError(
             f"the agent called sys.exit({exit_.code!r}): it must return a reward"
         ) from exit_
-
-
-async def _in_own_thread(call: Callable[[], Any]) -> Any:
-    """Return what a call returns; one that hangs ends with the process, and blocks no other.
-
-    The event loop's own threads are few, and load weights.
-    """
-    outcome: Future[Any] = Future()
-    outcome.set_running_or_notify_cancel()  # nothing cancels a thread
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            outcome.set_exception(error)
-
-    Thread(target=run, name="agent", daemon=True).start()
-    return await asyncio.wrap_future(outcome)

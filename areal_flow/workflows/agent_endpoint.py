@@ -1,11 +1,11 @@
-"""An OpenAI-compatible endpoint on loopback, one a process, there while agents are.
+"""An OpenAI-compatible endpoint on loopback, one a process, which listens while there are agents.
 
     POST /sessions/ID/v1/chat/completions   an answer of the policy's, streamed if asked for
     GET  /sessions/ID/v1/models             the one model that there is
     POST /sessions/ID/reward                {"reward": x}: what the episode is worth
 
-The key of a session is its bearer token. A stream has text as it is sampled, and calls when the
-completion is done.
+The key of a session is its bearer token. A stream sends text as it is sampled, and calls of tools
+when the completion is done.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Endpoint:
     port: int = 0
 
     async def start(self) -> None:
-        """Listen, unless it does."""
         async with self.starting:
             if self.runner is not None:
                 return
@@ -74,11 +73,6 @@ class Endpoint:
                 await runner.cleanup()
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request.
-
-        Raises:
-            CallRefused: there is none, or the key is another's.
-        """
         name = request.match_info["session"]
         if name not in self.sessions:
             raise CallRefused(
@@ -247,7 +241,6 @@ async def _sent(
 
 
 def _rest(answer: Answer, num_sent: int) -> dict[str, Any]:
-    """Return what a stream has not sent of an answer: the end of its text, and its calls."""
     delta: dict[str, Any] = {"content": (answer.message["content"] or "")[num_sent:]}
     if calls := answer.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]

@@ -17,10 +17,11 @@ from typing import Any
 
 from areal_flow.errors import ArealFlowError, EngineError, WeightsError
 from areal_flow.types import Score
-from areal_flow.workflows.agent_stream import CALL_START, ContentStream
 from areal_flow.workflows.context import EpisodeContext, Message
 from areal_flow.workflows.protocol import TrajectoryDraft
 
+CALL_START = "<tool_call>"
+"""What stands before the JSON of a tool's call."""
 _CALL = re.compile(CALL_START + r"\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -71,14 +72,9 @@ class Session:
         self.ended_by = ""
         """The limit at which the episode ended, with all of its conversations."""
         self.limits: dict[int, str] = {}
-        """Those at which calls were refused, by the status of HTTP that the agent was told."""
+        """Those at which calls were refused, by the HTTP status of the refusal."""
 
     def rewarded(self, reward: Any) -> None:
-        """Take the agent's reward.
-
-        Raises:
-            CallRefused: it is no finite number, or there is one already; the first counts.
-        """
         try:
             number = nan if isinstance(reward, str) else float(reward)
         except (TypeError, ValueError, OverflowError):
@@ -105,10 +101,6 @@ class Session:
         Args:
             on_text: called with each piece of the answer's content as it is sampled; together they
                 are its content, or the beginning of it.
-
-        Raises:
-            CallRefused: there were too many calls, the context is full, or the chat template
-                refuses the messages.
         """
         self._num_calls += 1
         if self._num_calls > self._max_calls:
@@ -181,7 +173,6 @@ class Session:
     def _following(
         self, conversation: Conversation, messages: Sequence[Message], tools: Sequence[Message]
     ) -> Any:
-        """Return the tokens that messages append to a conversation; none if they do not go on."""
         num_known = len(conversation.messages)
         new = messages[num_known:]
         goes_on = (
@@ -211,7 +202,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _statuses(error: BaseException) -> list[int]:
-    """Return the status of HTTP that an exception has, where clients usually put it."""
     places = (error, getattr(error, "response", None))
     names = ("status_code", "status", "code")
     found = (getattr(place, name, None) for place in places for name in names)
@@ -236,11 +226,7 @@ def answer_message(text: str, tools: Sequence[Message], *, call_number: int) -> 
 
 
 def _normal(message: Message) -> Message:
-    """Return a message as templates take it, and as it is compared: arguments parsed, text joined.
-
-    Raises:
-        CallRefused: it is no message of text.
-    """
+    """Return a message as templates take it: arguments of calls parsed, parts of text joined."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise CallRefused(f"expected messages with role and content, found {message!r:.80}")
     content = message.get("content") or ""
@@ -265,3 +251,47 @@ def _normal_call(call: Any) -> dict[str, Any]:
         return {"id": call.get("id"), "type": "function", "function": named}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CallRefused(f"expected a call of a function, found {call!r:.80}") from error
+
+
+class ContentStream:
+    """Takes tokens one by one, and passes on text as soon as it is certain.
+
+    A character whose bytes lie across tokens waits for the last of them. Where there are tools,
+    nothing from a call on is passed on, nor white space that may stand before one.
+    """
+
+    def __init__(
+        self, context: EpisodeContext, on_text: Callable[[str], None], *, has_tools: bool
+    ) -> None:
+        self._context = context
+        self._on_text = on_text
+        self._has_tools = has_tools
+        self._tokens: list[int] = []
+        self._num_shown = self._num_read = 0
+        """Tokens before the last piece, and with it: text depends on the tokens before."""
+        self._held = ""
+
+    def __call__(self, token: int) -> None:
+        self._tokens.append(token)
+        recent, decode = self._tokens[self._num_shown :], self._context.decode
+        before = decode(recent[: self._num_read - self._num_shown])
+        text = decode(recent)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") or len(text) <= len(before):
+            return
+        self._num_shown, self._num_read = self._num_read, len(self._tokens)
+        self._pass_on(self._held + text[len(before) :])
+
+    def _pass_on(self, text: str) -> None:
+        certain = len(text)
+        if self._has_tools:
+            certain = text.find(CALL_START)
+            if certain < 0:
+                certain = len(text) - _length_of_mark_at_end(text)
+            certain = len(text[:certain].rstrip())
+        self._held = text[certain:]
+        if certain:
+            self._on_text(text[:certain])
+
+
+def _length_of_mark_at_end(text: str) -> int:
+    return next(n for n in range(len(CALL_START), -1, -1) if text.endswith(CALL_START[:n]))

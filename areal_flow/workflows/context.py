@@ -63,8 +63,7 @@ class EpisodeServices(Protocol):
         """
 
     def next_turn(self, content: str, ended_by: int, role: str) -> Tokens:
-        """Put a message of the user's or a tool's after an answer that a token ended, maybe as a
-        chat."""
+        """Return the tokens of a user's or a tool's message after an answer that a token ended."""
         ...
 
     def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
@@ -74,14 +73,26 @@ class EpisodeServices(Protocol):
     def chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Message],
+        tools: Sequence[Message] = (),
         *,
-        after: tuple[int, int] | None,
+        after: tuple[int, int] | None = None,
     ) -> Tokens:
-        """Return a conversation's tokens by the chat template; see `EpisodeContext.chat`."""
+        """Return the tokens of messages up to where the policy answers, by the chat template.
+
+        Args:
+            messages: each with `role` and `content`.
+            tools: JSON schemas, which the template shows to the policy.
+            after: the place of an answer among the messages, and the token that ended it, -1 if
+                none did. What follows it is returned, to be appended.
+
+        Raises:
+            ValueError: the template refuses them, or rewrites earlier answers.
+        """
         ...
 
-    def encode(self, text: str) -> Tokens: ...
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of a text of the environment; special tokens may stand in it."""
+        ...
 
     def decode(self, tokens: Tokens) -> str: ...
 
@@ -96,7 +107,6 @@ class Coalescer(Generic[Key, Item, Result]):
     """
 
     def __init__(self, send: Callable[[Key, list[Item]], Awaitable[Sequence[Result]]]) -> None:
-        """Take what answers several items of one key, in their order."""
         self._send = send
         self._open: dict[Key, tuple[dict[object, Item], asyncio.Task[dict[object, Result]]]] = {}
 
@@ -136,8 +146,10 @@ class EpisodeContext:
         tools: Coalescer[str, tuple[Any, ...], Any],
         seed: int,
     ) -> None:
-        """Take what the group's members share, and this member's seed."""
         self._services = services
+        self.sampling, self.is_chat = services.sampling, services.is_chat
+        self.chat, self.chat_calls = services.chat, services.chat_calls
+        self.encode = services.encode
         self._completions = completions
         self._scores = scores
         self._tools = tools
@@ -199,7 +211,6 @@ class EpisodeContext:
         return result
 
     def elapsed_s(self) -> float:
-        """Return how long the episode has taken so far."""
         return monotonic() - self._began
 
     def num_tokens_left(self, tokens: Sequence[int] | Tokens) -> int:
@@ -226,44 +237,6 @@ class EpisodeContext:
         """Return the tokens with which a tool answers; see `user_turn`."""
         return self._services.next_turn(content, int(after[-1]), "tool")
 
-    def chat_calls(self, answer: Tokens) -> Sequence[tuple[str, str]]:
-        """Return tool and input of each call in an answer, as the chat template has calls."""
-        return self._services.chat_calls(answer)
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        *,
-        after: tuple[int, int] | None = None,
-    ) -> Tokens:
-        """Return the tokens of messages up to where the policy answers, by the chat template.
-
-        Args:
-            messages: each with `role` and `content`.
-            tools: that the policy is told of, as JSON schemas.
-            after: the place of an answer among the messages, and the token that ended it, -1 if
-                none did. What follows it is returned, to be appended.
-
-        Raises:
-            ValueError: the template refuses them, or rewrites earlier answers.
-        """
-        return self._services.chat(messages, tools, after=after)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How the recipe has completions drawn."""
-        return self._services.sampling
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether turns are put by a chat template."""
-        return self._services.is_chat
-
-    def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text of the environment; special tokens may stand in it."""
-        return self._services.encode(text)
-
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Return the text of tokens, without special tokens."""
         return self._services.decode(as_tokens(tokens))
@@ -276,12 +249,12 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
         key: tuple[int, bytes, int], asked: Sequence[tuple[int, OnToken | None]]
     ) -> Sequence[Completion]:
         _, prefix, max_new_tokens = key
-        seeds, told = zip(*asked, strict=True)
+        seeds, listeners = zip(*asked, strict=True)
         tokens = np.frombuffer(prefix, np.int32)
         changed = {**episode.sampling, "max_new_tokens": max_new_tokens}
         sampling = replace(services.sampling, **changed)
         name = f"{episode.group_id}.{episode.attempt}.{next(_REQUEST_NUMBERS)}"
-        on_token = _on_event_loop(told) if any(told) else None
+        on_token = _on_event_loop(listeners) if any(listeners) else None
         return await services.generate(GroupRequest(name, tokens, seeds, sampling, on_token))
 
     async def score(_: None, completions: Sequence[Tokens]) -> Sequence[Score]:
@@ -291,12 +264,12 @@ def contexts_of(episode: Episode, services: EpisodeServices) -> list[EpisodeCont
     return [EpisodeContext(services, *shared, seed) for seed in episode.seeds]
 
 
-def _on_event_loop(told: Sequence[OnToken | None]) -> Callable[[int, int], None]:
-    """Return what the engine's thread tells tokens to, for those members that want them."""
+def _on_event_loop(listeners: Sequence[OnToken | None]) -> Callable[[int, int], None]:
+    """Return what passes tokens from the engine's thread to the listening members."""
     loop = asyncio.get_running_loop()
 
     def on_token(index: int, token: int) -> None:
-        if one := told[index]:
+        if one := listeners[index]:
             loop.call_soon_threadsafe(one, token)
 
     return on_token

@@ -1,4 +1,4 @@
-"""Runs a workflow for all members of a group: a member that fails for good costs only itself."""
+"""Runs a workflow for all members of a group; a member that fails does not end the others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolledOutGroup:
-    """A group's trajectories with their members, and why members have none."""
-
     drafts: tuple[tuple[int, TrajectoryDraft], ...]
     errors: tuple[str, ...]
 
@@ -30,11 +28,7 @@ class RolledOutGroup:
 async def run_group(
     workflow: Workflow, episode: Episode, services: EpisodeServices
 ) -> RolledOutGroup:
-    """Run the workflow once a member, side by side.
-
-    Raises:
-        EngineError, WeightsError: the generator cannot serve; another attempt may succeed.
-    """
+    """Run the workflow once a member, side by side."""
     contexts = contexts_of(episode, services)
     outcomes = await all_of(_run_member(workflow, episode, context) for context in contexts)
     return RolledOutGroup(
@@ -61,7 +55,6 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Resu
 async def _run_member(
     workflow: Workflow, episode: Episode, context: EpisodeContext
 ) -> Sequence[TrajectoryDraft] | str:
-    """Return a member's trajectories, or the root cause of its failure."""
     try:
         drafts = await workflow.run(episode.prompt, context)
         branches = [draft.branch for draft in drafts]

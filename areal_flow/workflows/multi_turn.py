@@ -1,9 +1,9 @@
-"""A conversation with the verifier: what it says of a wrong answer is the next user turn.
+"""A conversation with the verifier: its message about a wrong answer is the next user turn.
 
 The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
 the environment are context: the loss mask leaves them out, and they are appended, never tokenised
-again together with what stands before them. So a chat template that shows earlier answers otherwise
-than they were given is refused.
+again together with what stands before them. A chat template that rewrites earlier answers is
+refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from areal_flow.settings import require
 from areal_flow.types import Prompt
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
-from areal_flow.workflows.limits import TimedWorkflow
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
 
 
 class MultiTurn(TimedWorkflow):
@@ -46,7 +45,6 @@ class MultiTurn(TimedWorkflow):
         return template
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory, or one a branch if the first answer is wrong."""
         draft = await self._answered(TrajectoryDraft(prompt.tokens), context, turn=0)
         if self._asked_again(draft, context, turn=1) is None:
             return [draft]
@@ -54,7 +52,6 @@ class MultiTurn(TimedWorkflow):
         return await all_of(self._converse(branch, context) for branch in branches)
 
     async def _converse(self, draft: TrajectoryDraft, context: EpisodeContext) -> TrajectoryDraft:
-        """Go on from a wrong first answer to the end of the conversation."""
         turn = 1
         while (asked := self._asked_again(draft, context, turn)) is not None:
             draft = await self._answered(asked, context, turn)
@@ -64,7 +61,6 @@ class MultiTurn(TimedWorkflow):
     async def _answered(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft:
-        """Append the policy's next answer with what it is worth at this turn."""
         completion = await context.generate(draft.tokens, turn, branch=draft.branch)
         score = await context.score(completion.tokens)
         if score.reward is not None:
@@ -74,7 +70,6 @@ class MultiTurn(TimedWorkflow):
         return draft.cut_by(limit) if limit else draft
 
     def _goes_on(self, draft: TrajectoryDraft, turn: int) -> bool:
-        """Return whether a conversation has this turn, too."""
         score = draft.score
         assert score is not None
         # Where the verifier itself failed, another answer would not help.
@@ -84,7 +79,6 @@ class MultiTurn(TimedWorkflow):
     def _asked_again(
         self, draft: TrajectoryDraft, context: EpisodeContext, turn: int
     ) -> TrajectoryDraft | None:
-        """Append the verifier's message; None when the conversation is over."""
         if not self._goes_on(draft, turn):
             return None
         assert draft.score is not None

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from areal_flow.settings import Settings
 from areal_flow.types import (
     Completion,
     FinishReason,
@@ -52,7 +54,6 @@ class TrajectoryDraft:
 
     @property
     def tokens(self) -> Tokens:
-        """What the policy reads when it goes on."""
         return np.concatenate((self.prompt_tokens, self.output_tokens))
 
     def with_completion(self, completion: Completion) -> TrajectoryDraft:
@@ -87,7 +88,6 @@ class TrajectoryDraft:
         return replace(self, branch=branch, loss_mask=mask)
 
     def scored(self, score: Score) -> TrajectoryDraft:
-        """Return the trajectory with the score that it will be trained with."""
         return replace(self, score=score)
 
     def cut_by(self, limit: str) -> TrajectoryDraft:
@@ -130,3 +130,15 @@ class Workflow(Protocol):
         Raises:
             Exception: recorded as this member's failure; the other members of its group go on.
         """
+
+
+class TimedWorkflow(Settings):
+    """A workflow whose episodes end in time."""
+
+    max_seconds: float = Field(600.0, gt=0)
+    """How long an episode may take; then what it has is what there is, cut."""
+
+    def time_limit(self, context: EpisodeContext) -> str:
+        """Return the limit that an episode has reached before its next turn; empty if none."""
+        is_late = context.elapsed_s() >= self.max_seconds
+        return f"workflow.max_seconds ({self.max_seconds:g})" if is_late else ""

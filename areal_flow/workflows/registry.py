@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from areal_flow.errors import ConfigError
-from areal_flow.import_path import import_function
-from areal_flow.settings import Settings, unnamed_is
+from areal_flow.settings import Settings, import_function, unnamed_is
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
 from areal_flow.workflows.protocol import Workflow
@@ -36,11 +35,6 @@ WorkflowSettings = Annotated[AnyWorkflow, Field(discriminator="name"), unnamed_i
 
 
 def load_workflow(settings: WorkflowSettings) -> Workflow:
-    """Return the workflow of a recipe.
-
-    Raises:
-        ConfigError: there is none at the import path, or it refuses its settings.
-    """
     if isinstance(settings, Agent):
         import_function(settings.path, setting="workflow.path", error=ConfigError)
     if not isinstance(settings, ImportedWorkflow):

@@ -18,6 +18,5 @@ class SingleTurn(Settings):
     """What an episode is; each workflow has settings of its own."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
-        """Return one trajectory: the completion of the prompt."""
         completion = await context.generate(prompt.tokens, turn=0)
         return [TrajectoryDraft(prompt.tokens).with_completion(completion)]

@@ -2,8 +2,8 @@
 
 A call is written as `<tool>NAME INPUT</tool>`, which ends the completion; in a chat, as the chat
 template has it. Tokens of the environment are context: the loss mask leaves them out, and nothing
-is ever tokenised again. What the policy does wrong (an unknown tool, an input that fails) is told
-to it in place of an answer. The rewards read the last completion: what a tool returned is no answer
+is ever tokenised again. What the policy does wrong (an unknown tool, an input that fails) is
+the answer that it gets. The rewards read the last completion: what a tool returned is no answer
 of the policy's.
 """
 
@@ -20,8 +20,7 @@ from areal_flow.settings import require
 from areal_flow.types import Prompt, RewardPart, Score, Tokens
 from areal_flow.workflows.context import EpisodeContext
 from areal_flow.workflows.group import all_of
-from areal_flow.workflows.limits import TimedWorkflow
-from areal_flow.workflows.protocol import TrajectoryDraft
+from areal_flow.workflows.protocol import TimedWorkflow, TrajectoryDraft
 from areal_flow.workflows.tools import ANSWERING, ToolCall, marked_call, tools_by_name
 
 
@@ -86,7 +85,6 @@ class ToolUse(TimedWorkflow):
         return [draft.cut_by(limit) if limit else draft]
 
     def _calls(self, answer: Tokens, context: EpisodeContext) -> list[ToolCall]:
-        """Return the calls of a completion, by the chat template if there is one."""
         if context.is_chat:
             return [ToolCall(*call) for call in context.chat_calls(answer)]
         call = marked_call(context.decode(answer), start=self.call_start, end=self.call_end)

@@ -1,27 +1,28 @@
 """The tools, by the name that a policy calls them by, and what a call is in its text.
 
 A tool is a function from the text of a call to the text of its answer. The next is a file in
-`areal_flow/tools/` and a name here. This module refuses to know what tools do.
+`areal_flow/tools/` and a name here. This module does not import the tools.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from dataclasses import dataclass
+
+from areal_flow.errors import ArealFlowError, RewardError
+from areal_flow.failures import in_own_thread
+from areal_flow.settings import import_function
 
 TOOLS: dict[str, str] = {
     "calculator": "areal_flow.tools.calculator:calculate",
     "python": "areal_flow.tools.python:run_python",
 }
-ANSWERING = "areal_flow.tools.answering:answer"
+ANSWERING = f"{__name__}:answer"
 """What calls a tool on a reward worker."""
 
 
 def tools_by_name(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the import path of each tool; one that is given by its path has the function's name.
-
-    Raises:
-        ValueError: there is no such tool, or two have one name.
-    """
+    """Return the import path of each tool by its name, which is that of its function."""
     found: dict[str, str] = {}
     for given in names:
         if given not in TOOLS and ":" not in given:
@@ -55,3 +56,25 @@ def marked_call(text: str, *, start: str, end: str) -> ToolCall | None:
         return None
     name, *rest = asked.split(maxsplit=1) or [""]
     return ToolCall(name, "".join(rest)) if began else ToolCall("", asked)
+
+
+def answer(path: str, text: str, timeout_s: float, max_characters: int) -> str:
+    """Return what a tool returns for the text of a call, or why it returned nothing.
+
+    What the tool raises becomes the policy's answer; a `RewardError`, an error of the
+    infrastructure, is raised. An answer of more than `max_characters` is cut.
+    """
+    tool = import_function(path, setting="workflow.tools", error=ArealFlowError)
+    call = in_own_thread(lambda: str(tool(text)), name="tool")
+    wait([call], timeout_s)
+    if not call.done():
+        said = f"Error: no result within {timeout_s:g} s"
+    elif error := call.exception():
+        if isinstance(error, RewardError):
+            raise error
+        said = f"Error: {type(error).__name__}: {error}"
+    else:
+        said = call.result()
+    said = said.encode(errors="replace").decode()  # a lone surrogate has no tokens
+    left_out = len(said) - max_characters
+    return said if left_out <= 0 else f"{said[:max_characters]} ({left_out} characters left out)"

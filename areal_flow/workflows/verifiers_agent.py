@@ -34,9 +34,6 @@ async def solve(environment: str, task: int, base_url: str, api_key: str) -> flo
     """Play a task of an environment, and return the sum of its rewards.
 
     The chat program of verifiers runs, which has the task's tools and executes no code.
-
-    Raises:
-        ArealFlowError: the environment failed, with its errors.
     """
     played = _environment(environment)
     (chosen,) = played.taskset.include(idx=[str(task)])

@@ -184,8 +184,8 @@ def replay(
         trajectories: Show so many trajectories that differ most.
         tokens: Show a trajectory's tokens, by its id.
     """
-    from areal_flow.import_path import import_function
     from areal_flow.recovery.replay_settings import changed_recipe, parse_changes
+    from areal_flow.settings import import_function
 
     named, changes = folders.find(run), parse_changes(set_ or [])
     layout, step = named.run, chosen_step(named, step, option="--step")

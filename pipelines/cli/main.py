@@ -19,7 +19,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 import areal_flow
-from areal_flow.config_errors import did_you_mean
+from areal_flow.config.messages import did_you_mean
 from areal_flow.errors import ArealFlowError, ConfigError
 from pipelines.cli import inspecting, runs, training, workers
 from pipelines.cli.settings import EXIT_CODES, Flag, Folders

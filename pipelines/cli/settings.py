@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 from cyclopts import Group, Parameter
 
 from areal_flow.config import Recipe
-from areal_flow.config_errors import nearest
+from areal_flow.config.messages import nearest
 from areal_flow.errors import ConfigError
 from areal_flow.settings import parse_value
 from pipelines.console.tables import Report, Table
@@ -208,7 +208,7 @@ def settings_page() -> str:
         "",
         "Everything that a recipe may say, with its default. On the command line each is an option",
         "of its dotted name, `--trainer.learning-rate 1e-5`; in Python, a keyword of its section,",
-        '`trainer={"learning_rate": 1e-5}`. Made from `areal_flow/config.py` by',
+        '`trainer={"learning_rate": 1e-5}`. Made from `areal_flow/config` by',
         "`python -m pipelines.cli.settings > docs/settings.md`.",
     ]
     for section, meaning, settings in all_settings():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from areal_flow.config import load_recipe
-from areal_flow.config_errors import OPTION
+from areal_flow.config.messages import OPTION
 from areal_flow.errors import ConfigError
 from areal_flow.run.directory import find_run
 from areal_flow.run.layout import run_layout

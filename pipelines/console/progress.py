@@ -23,7 +23,7 @@ from rich.table import Table
 
 from areal_flow.controller import ledger_row
 from areal_flow.evaluation.pass_rates import PASS_RATE
-from areal_flow.types import SKIPPED_UPDATES
+from areal_flow.step_metrics import SKIPPED_UPDATES
 from pipelines.console.run_log import log
 from pipelines.console.tables import PLAIN
 

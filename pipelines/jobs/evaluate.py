@@ -28,6 +28,7 @@ from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.paired import PairedComparison, compare_answers
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served
@@ -45,7 +46,7 @@ from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import flatten, merge
 from areal_flow.store.committed import EVALUATIONS
-from areal_flow.types import EvaluationTable, Prompt
+from areal_flow.types import Prompt
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from pipelines.console.progress import Progress, counted, make_progress
 from pipelines.jobs.built_in import changed

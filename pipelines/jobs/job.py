@@ -28,7 +28,7 @@ from areal_flow.config import (
     dump_recipe,
     load_recipe,
 )
-from areal_flow.config_errors import spell
+from areal_flow.config.messages import spell
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.run.directory import State, create_run, hold_run, leave_run
 from areal_flow.run.inputs import Verifier, accept, check_inputs

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
+from areal_flow.evaluation.scores import EvaluationTable
 from areal_flow.store.ledger import STEPS
-from areal_flow.types import EvaluationTable
 from pipelines.report.verdicts import WINDOW_STEPS
 
 Evaluation = tuple[int, EvaluationTable]

@@ -19,7 +19,7 @@ import pytest
 
 from areal_flow.config import Recipe, TrackingSettings
 from areal_flow.errors import ConfigError, ModelError, RunError, StorageError
-from areal_flow.evaluation.held_out import HELD_OUT
+from areal_flow.evaluation.pass_rates import HELD_OUT
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.inputs import Verifier, accept
 from areal_flow.run.layout import RunLayout

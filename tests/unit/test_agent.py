@@ -21,8 +21,7 @@ from areal_flow.errors import EngineError
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, as_tokens
 from areal_flow.workflows import agent as agent_module
 from areal_flow.workflows.agent import Agent
-from areal_flow.workflows.agent_session import answer_message
-from areal_flow.workflows.agent_stream import ContentStream
+from areal_flow.workflows.agent_session import ContentStream, answer_message
 from areal_flow.workflows.context import EpisodeContext, contexts_of
 from areal_flow.workflows.group import FAILURES, run_group
 from areal_flow.workflows.protocol import TrajectoryDraft
@@ -143,7 +142,7 @@ def test_only_messages_of_others_go_on_from_an_answer(new: list[Any]) -> None:
         return 1.0
 
     class Begins(FakeServices):
-        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+        def chat(self, *arguments: Any, after: tuple[int, int] | None = None) -> Tokens:
             """Put what begins an answer after the messages, as templates do."""
             begun = super().chat(*arguments, after=after).tolist()
             return as_tokens([*begun, *self.encode("a")])
@@ -155,7 +154,7 @@ def test_only_messages_of_others_go_on_from_an_answer(new: list[Any]) -> None:
 
 def test_template_that_rewrites_answers_begins_another_trajectory() -> None:
     class Forgets(FakeServices):
-        def chat(self, *arguments: Any, after: tuple[int, int] | None) -> Tokens:
+        def chat(self, *arguments: Any, after: tuple[int, int] | None = None) -> Tokens:
             if after is not None:
                 raise ValueError("the chat template rewrites earlier answers")
             return super().chat(*arguments, after=after)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_flow.rewards.batched import OF_BATCHES, BatchedFunctionReward, is_batched
+from areal_flow.rewards.batched import BATCH_ARGUMENTS, BatchedFunctionReward, is_batched
 from areal_flow.rewards.protocol import (
-    OF_COMPLETIONS,
+    COMPLETION_ARGUMENTS,
     FunctionReward,
     RewardInput,
     RewardSettings,
@@ -48,7 +48,7 @@ def test_function_is_given_prompts_completions_and_columns_as_lists() -> None:
         return [1, 0.5]
 
     assert [score.reward for score in scored(reward)] == [1.0, 0.5]
-    state, log_extra, log_metric = (given.pop(name) for name in OF_BATCHES[-3:])
+    state, log_extra, log_metric = (given.pop(name) for name in BATCH_ARGUMENTS[-3:])
     assert (state, callable(log_extra), callable(log_metric)) == (TrainerState(), True, True)
     assert given == {
         "prompts": ["1 + 1 =", "1 + 2 ="],
@@ -152,8 +152,8 @@ def test_a_refusal_names_what_can_be_asked_for_each_once() -> None:
     row = {"answer": "2", "level": 1, "prompt": "1 + 1 ="}
     given = [RewardInput("1 + 1 =", "2", "2", row)]
     for reward, own in (
-        (BatchedFunctionReward(batched), OF_BATCHES),
-        (FunctionReward(single), OF_COMPLETIONS),
+        (BatchedFunctionReward(batched), BATCH_ARGUMENTS),
+        (FunctionReward(single), COMPLETION_ARGUMENTS),
     ):
         (score,) = asyncio.run(reward.score(given))
         said, _, listed = score.error.partition("; it may ask, by name, for ")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_flow.config import Recipe, Settings, build_recipe, dump_recipe, load_recipe
-from areal_flow.config_errors import OPTION, nearest, setting_names
+from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
+from areal_flow.config.messages import OPTION, nearest, setting_names
 from areal_flow.errors import ConfigError
-from areal_flow.settings import nest, parse_overrides
+from areal_flow.settings import Settings, nest, parse_overrides
 from benchmarks import tails
 from tests import chaos
 

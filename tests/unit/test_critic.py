@@ -14,11 +14,11 @@ from areal_flow.algorithms.protocol import AdvantageInputs, PolicyLoss
 from areal_flow.errors import ConfigError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.reward_model import critic_of
+from areal_flow.step_metrics import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from areal_flow.trainer.critic import PREFIX, Critic
 from areal_flow.trainer.replicated import ReplicatedBackend
 from areal_flow.trainer.step import advantage_inputs, plan_passes, train_step
 from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import CRITIC_SKIPPED_UPDATES, NOTHING_TRAINED
 from tests.policies import small_policy
 from tests.unit.test_advantages import slow_gae
 from tests.unit.test_trainer import make_sequences, state

@@ -25,12 +25,12 @@ from areal_flow.cluster.worker_context import WorkerContext
 from areal_flow.config import dump_recipe
 from areal_flow.controller.ledger_row import group_seeds
 from areal_flow.errors import ArealFlowError, InfrastructureError, RewardError
-from areal_flow.import_path import code_hash
 from areal_flow.models.directory import copy_model_description, tokenizer_of
 from areal_flow.prompts.prepare import prepare_prompts
 from areal_flow.prompts.table import PromptTable
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout
+from areal_flow.settings import code_hash
 from areal_flow.store.codec import receipts, rollout_table
 from areal_flow.store.trajectories import create_trajectories, validate_groups
 from areal_flow.types import (

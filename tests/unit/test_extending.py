@@ -21,17 +21,16 @@ from areal_flow.errors import ConfigError, EngineError
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.generation.registry import ENGINES, engine_factory
 from areal_flow.generation.threaded_engine import ThreadedEngine
-from areal_flow.import_path import import_function
 from areal_flow.rewards.protocol import RewardInput, RewardSettings
 from areal_flow.rewards.registry import WeightedRewards, load_reward
-from areal_flow.tools.answering import answer
+from areal_flow.settings import import_function
 from areal_flow.trainer.step import train_step
 from areal_flow.trainer.updates import StepSettings
 from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup, run_group
 from areal_flow.workflows.registry import load_workflow
-from areal_flow.workflows.tools import tools_by_name
+from areal_flow.workflows.tools import answer, tools_by_name
 from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract

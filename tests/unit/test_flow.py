@@ -19,8 +19,8 @@ from areal_flow.controller.flow_setup import FlowBackends, InitialState
 from areal_flow.controller.ledger_row import Provenance
 from areal_flow.controller.schedules import run_async_schedule, run_barrier_schedule
 from areal_flow.errors import ArealFlowError, TrainingError
+from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.types import (
-    SKIPPED_UPDATES,
     GroupReceipt,
     StepRequest,
     StepResult,

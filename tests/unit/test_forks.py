@@ -13,7 +13,8 @@ from areal_flow.errors import TrainingError
 from areal_flow.recovery.bootstrap import note_fork
 from areal_flow.recovery.restore import ComparedStep
 from areal_flow.run.layout import RunLayout
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, StepResult
+from areal_flow.step_metrics import NOTHING_TRAINED
+from areal_flow.types import PolicyHashes, StepResult
 
 CPU = {"device": "cpu", "torch": "2.13.0", "threads": 1}
 

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from areal_flow.config import Recipe, build_recipe
 from areal_flow.errors import ConfigError, PromptError, RewardError
-from areal_flow.prompts.mixture import BLOCK, CYCLE, Mixture, quotas
 from areal_flow.prompts.prepare import Prepared, prepare_prompts
-from areal_flow.prompts.table import PromptTable
+from areal_flow.prompts.table import BLOCK, CYCLE, Mixture, PromptTable, quotas
 from areal_flow.rewards.protocol import RewardInput
 from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout

@@ -19,10 +19,11 @@ from areal_flow.controller.ledger_row import (
     update_metrics,
 )
 from areal_flow.recovery.restore import ComparedStep
+from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.tracking.projection import METRICS
 from areal_flow.trainer.metrics import batch_metrics, labels, masked_fractions
 from areal_flow.trainer.step import advantage_moments
-from areal_flow.types import NOTHING_TRAINED, PolicyHashes, ServedWeights, StepResult
+from areal_flow.types import PolicyHashes, ServedWeights, StepResult
 from tests.unit.test_losses import inputs
 
 

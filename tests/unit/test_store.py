@@ -23,6 +23,7 @@ from areal_flow.errors import RunError, SchemaError, StorageError
 from areal_flow.run.directory import write_identity
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import StepMetrics
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
 from areal_flow.store.dataset import open_dataset, storage_errors
@@ -34,14 +35,7 @@ from areal_flow.store.trajectories import (
     validate_groups,
     write_groups,
 )
-from areal_flow.types import (
-    Discard,
-    GroupReceipt,
-    PolicyHashes,
-    StepMetrics,
-    StepRequest,
-    StepResult,
-)
+from areal_flow.types import Discard, GroupReceipt, PolicyHashes, StepRequest, StepResult
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 

@@ -15,12 +15,11 @@ from areal_flow.config import build_recipe
 from areal_flow.errors import ConfigError, RewardError
 from areal_flow.prompts.rendering import renderer
 from areal_flow.rewards.code.sandbox.limits import SandboxError
-from areal_flow.tools.answering import answer
 from areal_flow.tools.calculator import calculate
 from areal_flow.types import Completion, GroupRequest, Score, Tokens, VersionSpan, as_tokens
 from areal_flow.workflows.group import RolledOutGroup, run_group
 from areal_flow.workflows.tool_use import ToolUse
-from areal_flow.workflows.tools import ToolCall, marked_call
+from areal_flow.workflows.tools import ToolCall, answer, marked_call
 from tests.episodes import FakeServices, episode_of
 
 

@@ -18,6 +18,7 @@ from areal_flow.errors import StorageError, TrainingError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.recovery.checkpoints import CheckpointState, list_checkpoints, prune_checkpoints
 from areal_flow.run.lease import Writer
+from areal_flow.step_metrics import SKIPPED_UPDATES
 from areal_flow.trainer.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from areal_flow.trainer.metrics import masked_fraction_by_tenth
 from areal_flow.trainer.replicated import ReplicatedBackend
@@ -32,7 +33,7 @@ from areal_flow.trainer.step import (
     train_step,
 )
 from areal_flow.trainer.updates import StepSettings
-from areal_flow.types import SKIPPED_UPDATES, Tokens, VersionSpan, as_tokens
+from areal_flow.types import Tokens, VersionSpan, as_tokens
 from tests.policies import small_policy
 
 WRITER = Writer(Path("nobody"), 1)

@@ -38,11 +38,6 @@ class CodeReward:
         output_bytes: int = DEFAULT.output_bytes,
         num_threads: int = DEFAULT.num_threads,
     ) -> None:
-        """Take what a run of a program may use: the fields of `Limits`.
-
-        Raises:
-            RewardError: one of them is no limit.
-        """
         self._limits = Limits(
             cpu_s=cpu_s,
             wall_per_cpu=wall_per_cpu,
@@ -52,11 +47,6 @@ class CodeReward:
         )
 
     def open(self) -> None:
-        """Start sandboxes in the strongest tier that passes its self-test here.
-
-        Raises:
-            SandboxError: no tier does.
-        """
         self._pool = SandboxPool(self._limits)
         self._threads = ThreadPoolExecutor(MAX_RUNS, thread_name_prefix="sandbox")
 
@@ -71,21 +61,11 @@ class CodeReward:
 
     def _score(self, given: RewardInput) -> Score:
         try:
-            found = judge_completion(self._pool, given)
+            task = code_task({"prompt": given.prompt, **given.metadata}, given.completion)
+            no_code = Judgement("parse_error", "no code in the completion")
+            found = grade(self._pool, task) if task else no_code
+        except NoTests as error:
+            found = Judgement("bad_reference", str(error))
         except SandboxError as error:
             return Score(None, "infrastructure_error", error=str(error))
         return Score(float(found.verdict == "right"), found.verdict, message=found.detail)
-
-
-def judge_completion(pool: SandboxPool, given: RewardInput) -> Judgement:
-    """Return the verdict on a completion by its row.
-
-    Raises:
-        SandboxError: it could not be run.
-    """
-    row = {"prompt": given.prompt, **given.metadata}
-    try:
-        task = code_task(row, given.completion)
-    except NoTests as error:
-        return Judgement("bad_reference", str(error))
-    return grade(pool, task) if task else Judgement("parse_error", "no code in the completion")

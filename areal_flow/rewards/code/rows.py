@@ -1,6 +1,6 @@
 """How a program is tested, from a row as HumanEval, MBPP, LiveCodeBench and this project have it.
 
-| rows of            | told by                              | mode                          |
+| rows of            | recognised by                        | mode                          |
 |--------------------|--------------------------------------|-------------------------------|
 | this project       | `mode`, `tests` and `entry_point`    | what it says                  |
 | HumanEval          | `test` and `entry_point`             | `assert`                      |
@@ -54,11 +54,7 @@ class NoTests(RewardError):
 
 
 def code_task(row: Row, completion: str) -> CodeTask | None:
-    """Return how a completion is graded; None if there is no code in it.
-
-    Raises:
-        NoTests: the row's tests are missing, or cannot be read.
-    """
+    """Return how a completion is graded; None if there is no code in it."""
     source = extract_code(completion)
     if not source.strip() or len(source) > MAX_SOURCE_CHARS:
         return None
@@ -84,7 +80,6 @@ def extract_code(completion: str) -> str:
 
 
 def _own(row: Row, source: str) -> CodeTask:
-    """Read a row of this project, and of `areal-flow verify`."""
     mode, tests, entry_point = row["mode"], row["tests"], str(row.get("entry_point") or "")
     if mode not in get_args(Mode):
         raise ValueError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -133,7 +128,6 @@ def _mbpp(row: Row, source: str) -> CodeTask:
 
 
 def _defined(reference: str) -> set[str]:
-    """Return the functions and classes of a reference."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in ast.parse(reference).body if isinstance(node, kinds)}
 
@@ -143,9 +137,6 @@ def _borrowed_names(source: str) -> tuple[str, ...]:
 
     That is what they import from the program, or the one name that they have from nowhere: of
     several, one may be a judge that they forgot to import, which a program would bring.
-
-    Raises:
-        ValueError: it is not clear what they borrow.
     """
     imported, nodes = set[str](), [*ast.walk(ast.parse(source))]
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]

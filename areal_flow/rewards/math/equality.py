@@ -1,7 +1,7 @@
 r"""Whether an answer equals a reference: as text, then as exact numbers, then by algebra.
 
 Several answers are compared in any order, each with one of the reference's; `x = 5` is 5. The
-algebra is passed in, since it is to run where it may be stopped.
+algebra is passed in, since it runs in a process that can be stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _NOTHING = {r"\emptyset", r"\varnothing", "nosolution", "nosolutions", "norealso
 
 
 def is_same(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Return whether a tidied answer equals a tidied reference."""
     if same_text(answer, reference):
         return True
     expected = elements_of(reference)
@@ -83,7 +82,6 @@ def elements_of(text: str, *, is_list: bool = False) -> list[str]:
 
 
 def _split(text: str, separators: str = ",;") -> list[str]:
-    """Return what stands between separators that are in no brackets."""
     parts, depth, begin = [], 0, 0
     for place, character in enumerate(text):
         depth += (character in "{([") - (character in "})]")

@@ -1,4 +1,4 @@
-"""Processes that do algebra: started when they are needed, ended when they last too long.
+"""Processes that do algebra: started when they are needed, ended when they take too long.
 
 | who        | waits for            | unblocked by                            |
 |------------|----------------------|-----------------------------------------|
@@ -52,7 +52,7 @@ class MathPool:
     """Asks questions of algebra; they take turns in the order in which they come."""
 
     def __init__(self, num_processes: int = 0, *, limits: MathLimits | None = None) -> None:
-        """Make room for processes, as many as there are cores; none starts yet.
+        """Set how many processes there may be, by default one a core; none starts yet.
 
         They end when the pool is closed, or when nobody has it any more.
         """
@@ -64,11 +64,7 @@ class MathPool:
         self._close = weakref.finalize(self, _close_all, self._workers)
 
     def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
-        """Return the verdict on an answer and why, or, without one, on the reference itself.
-
-        Raises:
-            MathPoolError: the processes die again and again.
-        """
+        """Return the verdict on an answer and why, or, without one, on the reference itself."""
         return self._threads.submit(self._ask, answer, reference).result()
 
     def _ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
@@ -95,7 +91,6 @@ class MathPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that have started."""
         return tuple(worker.pid for worker in self._workers)
 
     def _start(self) -> _Worker:
@@ -143,12 +138,7 @@ class _Worker:
             ) from None
 
     def ask(self, answer: str | None, reference: str) -> tuple[Verdict, str]:
-        """Return the verdict; after an error the process is no longer usable.
-
-        Raises:
-            MathPoolError: the process has ended, or its fork was killed.
-            TimeoutError: its own limits did not hold.
-        """
+        """Return the verdict; after an error the process is no longer usable."""
         self._num_asked += 1
         asked = {"number": self._num_asked, "answer": answer, "reference": reference}
         assert self._process.stdin is not None
@@ -164,7 +154,6 @@ class _Worker:
         return reply["verdict"], reply["detail"]
 
     def close(self) -> None:
-        """End the process and its fork at once."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()

@@ -46,8 +46,6 @@ _MEASURES = {
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An exact number, and what was written behind it."""
-
     value: Fraction
     is_percent: bool = False
     unit: str = ""
@@ -115,7 +113,6 @@ def _is_unit(behind: str) -> bool:
 
 
 def _only_number(text: str) -> Quantity | None:
-    """Return the number of a sentence that has just one, and does not deny it."""
     numbers = [*_NUMBER.finditer(text)]
     if len(numbers) != 1 or not words_of(text) or _DENIAL.search(text):
         return None

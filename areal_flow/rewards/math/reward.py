@@ -74,12 +74,7 @@ def judge(pool: MathPool, completion: str, answer: Any) -> Score:
 
 
 def check_reference(pool: MathPool, answer: Any) -> None:
-    """Refuse a right answer that no answer could be compared with.
-
-    Raises:
-        ValueError: it is empty, too long, or not mathematics that can be read.
-        MathPoolError: no process for algebra can be had.
-    """
+    """Refuse a right answer that no answer could be compared with."""
     reference, problem = _read(reference_text(answer))
     if not problem and algebraic_elements(reference):
         verdict, detail = pool.ask(None, reference)
@@ -89,7 +84,6 @@ def check_reference(pool: MathPool, answer: Any) -> None:
 
 
 def _read(text: str) -> tuple[str, str]:
-    """Return an answer as it is compared, and what keeps it from being read as mathematics."""
     if len(text) > MAX_RAW_CHARS:
         return "", f"{len(text)} characters, expected an answer of at most {MAX_CHARS}"
     answer = tidied(text)

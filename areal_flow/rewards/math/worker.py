@@ -1,8 +1,8 @@
 """A process that does algebra with math-verify, the only module that imports it.
 
 It reads requests from standard input, a line of JSON each, and answers in the same way. A fork of
-it computes, under limits of processor time, wall time and memory that the kernel enforces; one
-that dies of them is named, and the next one is forked, with everything imported already.
+it computes, under limits of processor time, wall time and memory that the kernel enforces. If a
+limit ends the fork, the answer names the limit, and the next fork has everything imported already.
 
     python -m areal_flow.rewards.math.worker CPU_S WALL_S MEMORY_BYTES
 """
@@ -103,7 +103,6 @@ def _serve(
 
 
 def _judge(number: int, answer: str | None, reference: str) -> tuple[str, str]:
-    """Return the verdict on an answer, or, without one, on the reference itself."""
     try:
         if answer is None:
             for element in algebraic_elements(reference):

@@ -1,4 +1,4 @@
-"""What a program is worth: its answers are compared here, where no program of a model ever runs."""
+"""Compares the answers of programs; no program of a model runs in this process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ class CodeTask:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and why."""
-
     verdict: Verdict
     detail: str = ""
 
@@ -56,11 +54,7 @@ RIGHT = Judgement("right")
 
 
 def grade(pool: SandboxPool, task: CodeTask) -> Judgement:
-    """Run a program on its tests; the first that it does not pass decides.
-
-    Raises:
-        SandboxError: it could not be run.
-    """
+    """Run a program on its tests; the first that it does not pass decides."""
     if not (task.tests or task.test_source):
         return Judgement("bad_reference", "there are no tests")
     found = _GRADERS[task.mode](pool, task)
@@ -108,7 +102,6 @@ def _grade_calls(pool: SandboxPool, task: CodeTask) -> Judgement:
 
 
 def _call(pool: SandboxPool, task: CodeTask, tests: Sequence[tuple[Any, Any]]) -> Outcome:
-    """Run a program that answers a call a test."""
     calls: list[dict[str, Any]] = [
         {"of": None, "name": task.entry_point, "kwargs": {},
          "args": [plain.encode(value, _refuse) for value in args]}
@@ -176,7 +169,6 @@ def _was_stopped(outcome: Outcome) -> bool:
 
 
 def _verdict(line: bytes, nonce: str) -> Judgement | None:
-    """Return what a tester says; None if it said nothing with its mark."""
     try:
         mark, verdict, detail = plain.parse(line)
     except (ValueError, TypeError):
@@ -185,7 +177,6 @@ def _verdict(line: bytes, nonce: str) -> Judgement | None:
 
 
 def _failure(outcome: Outcome, *, of_tests: bool = False) -> Judgement | None:
-    """Return why a process did not end well; None if it did."""
     if outcome.timed_out:
         what = "processor" if outcome.timed_out == "cpu" else "wall"
         return Judgement("timeout", f"the limit of {what} time")

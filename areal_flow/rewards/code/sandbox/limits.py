@@ -24,11 +24,6 @@ class Limits:
     an ordinary user: that user's other processes would count as well."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no limit.
-
-        Raises:
-            RewardError: with its name.
-        """
         for field in fields(self):
             value = getattr(self, field.name)
             takes = int | float if isinstance(field.default, float) else int

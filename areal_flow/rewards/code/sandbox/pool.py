@@ -1,4 +1,4 @@
-"""A worker's sandboxes: zygotes that are replaced when they die, and slots that sleepers leave.
+"""The sandboxes of a worker; zygotes that die are replaced, and sleeping programs free a slot.
 
 | who             | waits for                    | unblocked by                                 |
 |-----------------|------------------------------|----------------------------------------------|
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from areal_flow.machine import usable_bytes, usable_cores
 from areal_flow.rewards.code.sandbox.limits import Limits, SandboxError
@@ -58,8 +58,6 @@ PROGRAM_MEMORY = ProgramMemory()
 
 
 class SandboxPool:
-    """Runs programs, in threads of its callers."""
-
     def __init__(
         self,
         limits: Limits | None = None,
@@ -67,14 +65,7 @@ class SandboxPool:
         tier: str | None = None,
         modules: Sequence[str] = ("numpy",),
     ) -> None:
-        """Start a zygote a core, in the strongest tier that passes its self-test.
-
-        Args:
-            tier: this one, which is known to pass.
-
-        Raises:
-            SandboxError: there is no tier.
-        """
+        """Start a zygote a core, in a tier that is known to pass, else the strongest that does."""
         self.limits = limits or Limits()
         self.tier = tier or choose_tier()
         num_cores = usable_cores()
@@ -90,12 +81,7 @@ class SandboxPool:
         """Run programs side by side; see `run_programs`.
 
         What lasted too long without computing too much runs once more: the machine may be busy.
-
-        Args:
-            programs: makes them, for each attempt anew.
-
-        Raises:
-            SandboxError: sandboxes die again and again.
+        `programs` makes them anew for each attempt.
         """
         outcomes = self._run(programs)
         if any(outcome.timed_out == "wall" for outcome in outcomes):
@@ -103,13 +89,11 @@ class SandboxPool:
         return outcomes
 
     def close(self) -> None:
-        """End all zygotes and all that they run."""
         for zygote in self._zygotes:
             zygote.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the zygotes."""
         return tuple(zygote.pid for zygote in self._zygotes)
 
     def _run(self, programs: Callable[[], Sequence[Program]]) -> list[Outcome]:
@@ -118,14 +102,13 @@ class SandboxPool:
             given = programs()
             with PROGRAM_MEMORY.take(len(given) * self.limits.memory_bytes):
                 zygote = self._next_zygote()
-                slot = _Slot(self._slots)
-                try:
-                    return run_programs(zygote, given, self.limits, on_slow=slot.leave)
-                except SandboxError as error:
-                    reasons.append(str(error))
-                    self._replace(zygote)
-                finally:
-                    slot.leave()
+                with ExitStack() as slot:
+                    slot.enter_context(self._slots)
+                    try:
+                        return run_programs(zygote, given, self.limits, on_slow=slot.close)
+                    except SandboxError as error:
+                        reasons.append(str(error))
+                        self._replace(zygote)
         raise SandboxError(f"sandboxes died {MAX_ATTEMPTS} times over one program: {reasons[-1]}")
 
     def _next_zygote(self) -> ZygoteClient:
@@ -140,17 +123,3 @@ class SandboxPool:
                 place = self._zygotes.index(zygote)
                 self._zygotes[place] = ZygoteClient(self.tier, modules=self._modules)
                 zygote.close()
-
-
-class _Slot:
-    """A place among the runs that compute, taken when it is made."""
-
-    def __init__(self, slots: threading.BoundedSemaphore) -> None:
-        slots.acquire()
-        self._slots = slots
-        self._is_left = False
-
-    def leave(self) -> None:
-        if not self._is_left:
-            self._is_left = True
-            self._slots.release()

@@ -32,8 +32,6 @@ _CPU_CLOCK = 2
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process is to do, and with what."""
-
     mode: str
     source: bytes
     stdin: bytes = b""
@@ -44,8 +42,6 @@ class Program:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a process ended."""
-
     exit_code: int = 0
     """Negative: a signal's number."""
     cpu_s: float = 0.0
@@ -90,9 +86,6 @@ def run_programs(
 
     Args:
         on_slow: called once if they are not done within the processor time of one.
-
-    Raises:
-        SandboxError: a sandbox died, or a process could not be confined.
     """
     processes: list[_Process] = []
     try:
@@ -131,8 +124,6 @@ def _supervise(processes: Sequence[_Process], limits: Limits, on_slow: Callable[
 
 
 class _Process:
-    """A process in a sandbox."""
-
     def __init__(self, zygote: ZygoteClient, program: Program, limits: Limits) -> None:
         self._limits = limits
         self.outcome = Outcome()
@@ -170,7 +161,6 @@ class _Process:
         return writing
 
     def handle(self, fd: int) -> bool:
-        """Take what a descriptor has; return whether it may have more."""
         if fd == self.reply:
             self._hear()
             return not self.is_done
@@ -224,7 +214,6 @@ class _Process:
         return max(left_s, 0.01)
 
     def stop(self) -> None:
-        """End the process by force."""
         while self._pidfd < 0:
             self._hear()
         self.is_stopped = True

@@ -1,4 +1,4 @@
-"""Tries a tier with a program that does what no program may; one thing that it can do is enough."""
+"""Tests a tier with a program that tries all that is forbidden; the tier fails if one succeeds."""
 
 from __future__ import annotations
 
@@ -69,14 +69,7 @@ print(json.dumps(can))
 
 
 def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
-    """Return the strongest tier that passes its self-test.
-
-    Args:
-        tiers: those of this machine that may be used; all by default.
-
-    Raises:
-        SandboxError: none does, with the reason of each.
-    """
+    """Return the strongest tier that passes its self-test, of those given or of all."""
     reasons = []
     for tier in available_tiers() if tiers is None else tiers:
         try:
@@ -94,11 +87,7 @@ def choose_tier(tiers: tuple[str, ...] | None = None) -> str:
 
 
 def check_tier(zygote: ZygoteClient) -> None:
-    """Hold a zygote to what its tier promises.
-
-    Raises:
-        SandboxError: a program can do what it must not, or cannot run at all.
-    """
+    """Hold a zygote to what its tier promises."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         Path(folder).chmod(0o777)
         (Path(folder) / "secret").write_text("secret")

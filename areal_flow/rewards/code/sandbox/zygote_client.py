@@ -1,4 +1,4 @@
-"""A zygote as its owner sees it: it has an empty environment, and is asked for runs by socket."""
+"""Starts a zygote in an empty environment, and asks it for runs by socket."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ class ZygoteClient:
 
         Args:
             modules: what programs may import beside the standard library, where it is installed.
-
-        Raises:
-            SandboxError: it does not start here, with the reason.
         """
         self.tier = tier
         own_path = str(Path(__file__).parent)
@@ -96,9 +93,6 @@ class ZygoteClient:
 
         Args:
             fds: the socket over which the run is reported, and what it has as 0, 1, 2 and so on.
-
-        Raises:
-            SandboxError: the zygote is gone.
         """
         asked = {"mode": mode, **asdict(limits)}
         try:
@@ -107,7 +101,6 @@ class ZygoteClient:
             raise SandboxError(f"a sandbox's zygote is gone: {error}") from None
 
     def close(self) -> None:
-        """End the zygote, and with it all its runs."""
         self._control.close()
         try:
             self._process.wait(END_S)

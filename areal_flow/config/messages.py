@@ -1,7 +1,6 @@
-"""Says what is wrong with settings: which one, as it was given, by which rule, and what was meant.
+"""Messages about wrong settings: the setting as it was given, the rule, and which name was meant.
 
-A recipe is made of a file and of what was given over it, options or keywords. A mistake is blamed
-on whichever of the two holds it.
+A recipe is a file with options or keywords over it. A message names the one that has the mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ OPTION = "--{}"
 """How a setting is spelled on the command line."""
 ALIKE = 0.6
 """Names that are less alike than this, of 1, are not suggested."""
-OF_TRL = {
+TRL_NAMES = {
     "beta": "algorithm.kl_coefficient",
     "delta": "algorithm.dual_clip",
     "entropy_coef": "algorithm.entropy_coefficient",
@@ -93,11 +92,7 @@ def _spelled(rule: str, given: Collection[str], spelling: str) -> str:
 def setting_names(
     model: type[BaseModel], prefix: str = "", *, in_arrays: bool = True
 ) -> Iterator[str]:
-    """Yield the dotted names of all settings of a model and of its sections.
-
-    Args:
-        in_arrays: with those of sections of which there may be several.
-    """
+    """Yield the dotted names of all settings; `in_arrays`: also of sections that may be several."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         if in_arrays or get_origin(field.annotation) is not tuple:
@@ -126,7 +121,7 @@ def nearest(name: str, known: Iterable[str], *, most: int = 2) -> list[str]:
     count as alike, too: `steps` is near `num_steps`, `lr` near `trainer.learning_rate`. A name of
     TRL's is near what it is called here.
     """
-    if (ours := OF_TRL.get(name.lstrip("-").replace("-", "_"))) in (known := [*known]):
+    if (ours := TRL_NAMES.get(name.lstrip("-").replace("-", "_"))) in (known := [*known]):
         return [ours]
     likeness = {other: _likeness(name, other) for other in dict.fromkeys(known)}
     best = max(likeness.values(), default=0.0)

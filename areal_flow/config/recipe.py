@@ -1,0 +1,271 @@
+"""A recipe: everything a run is made of, and which of its settings fit together."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from areal_flow.algorithms.clipped import DecoupledPPO
+from areal_flow.algorithms.registry import AlgorithmSettings
+from areal_flow.cluster.settings import ClusterSettings
+from areal_flow.config.sections import (
+    EvaluationSettings,
+    SftSettings,
+    TrackingSettings,
+    TrainerSettings,
+)
+from areal_flow.controller.gate import ControllerSettings
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
+from areal_flow.generation.protocol import GenerationSettings
+from areal_flow.prompts.settings import (
+    HeldOutSettings,
+    PromptSettings,
+    SourceSettings,
+)
+from areal_flow.rewards.protocol import RewardSettings
+from areal_flow.settings import Settings, require
+from areal_flow.weights.settings import Medium, WeightsSettings
+from areal_flow.workflows.agent import Agent
+from areal_flow.workflows.registry import WorkflowSettings
+from areal_flow.workflows.single_turn import SingleTurn
+from areal_flow.workflows.tool_use import ToolUse
+
+
+class Recipe(Settings):
+    """Everything a run is made of."""
+
+    model: str = "tiny"
+    """A model directory, a hub name, or a model made here: `tiny`, `tiny_calculator`,
+    `tiny_coder`. If a model directory has such a name, write `./tiny`."""
+    seed: int = Field(0, ge=0)
+    """Of everything drawn at random."""
+    num_steps: int = Field(90, ge=0)
+    """Training steps."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Stop training after this long."""
+    schedule: Literal["async", "sync"] = "async"
+    """Generation beside training, or in turns."""
+    prompts: PromptSettings = PromptSettings()
+    """Where prompts come from and how they are put to the policy."""
+    sources: tuple[SourceSettings, ...] = Field((), strict=False)
+    """Each `[[sources]]` table is one of several sources of prompts, mixed by weight; none: the one
+    that `[prompts]` names."""
+    sft: SftSettings = SftSettings()
+    """Supervised fine-tuning before reinforcement learning."""
+    generation: GenerationSettings = GenerationSettings()
+    """The engine of each generator, and how completions are drawn."""
+    controller: ControllerSettings = ControllerSettings()
+    """How much work is in flight and how old it may get."""
+    algorithm: AlgorithmSettings = DecoupledPPO()
+    """Advantages and the loss."""
+    trainer: TrainerSettings = TrainerSettings()
+    """The optimizer and its checkpoints."""
+    workflow: WorkflowSettings = SingleTurn()
+    """What an episode is: a workflow's name and its own settings."""
+    rewards: tuple[RewardSettings, ...] = Field((RewardSettings(),), strict=False)
+    """Each `[[rewards]]` table is one; the reward of a completion is their weighted sum. None by
+    default where an agent gives the rewards."""
+    pass_threshold: float = Field(PASS_THRESHOLD, allow_inf_nan=False)
+    """A completion passes if its reward is above this: verdicts, pass rates, reports."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """How held-out prompts are answered, and how often."""
+    weights: WeightsSettings = WeightsSettings()
+    """How a policy's weights travel from the trainer to the generators."""
+    cluster: ClusterSettings = ClusterSettings()
+    """Worker processes."""
+    tracking: TrackingSettings = TrackingSettings()
+    """MLflow."""
+
+    @model_validator(mode="after")
+    def _with_decay_steps(self) -> Recipe:
+        """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
+        trainer = self.trainer
+        if (
+            trainer.learning_rate_schedule != "constant"
+            and not trainer.num_learning_rate_decay_steps
+        ):
+            last = {"num_learning_rate_decay_steps": self.num_steps}
+            object.__setattr__(self, "trainer", trainer.model_copy(update=last))
+        return self
+
+    @model_validator(mode="after")
+    def _without_idle_reward(self) -> Recipe:
+        """Take the default reward away where an agent gives the rewards; refuse any other."""
+        if not self._is_rewarded_by_agent:
+            return self
+        if self.rewards == (RewardSettings(),):
+            object.__setattr__(self, "rewards", ())
+        require(
+            not self.rewards,
+            f"rewards: nothing asks {[reward.verifier for reward in self.rewards]}, since the "
+            "agent gives the rewards; set rewards = [], or workflow.missing_reward = 'score' to "
+            "have them score what the agent leaves",
+        )
+        return self
+
+    @property
+    def _is_rewarded_by_agent(self) -> bool:
+        return isinstance(self.workflow, Agent) and self.workflow.missing_reward != "score"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        require(
+            bool(self.rewards) or self._is_rewarded_by_agent,
+            "rewards: expected at least one, found none; name one, or take an agent as the "
+            "workflow, which gives rewards of its own",
+        )
+        rewards = [(reward.verifier, reward.settings, reward.sources) for reward in self.rewards]
+        twice = [one[0] for place, one in enumerate(rewards) if one in rewards[:place]]
+        require(not twice, f"rewards: {twice} named twice with the same settings and sources")
+        self._check_sources()
+        self._check_trainer_ranks()
+        self._check_algorithm()
+        self._check_lengths()
+        self._check_workflow()
+        require(
+            self.weights.medium != "shared_memory" or self.cluster.is_one_machine,
+            "weights.medium = 'shared_memory' reaches this machine's workers only, and "
+            f"cluster.launcher = {self.cluster.launcher!r} with cluster.network.host = "
+            f"{self.cluster.network.host!r} lets others join; set it to 'auto', 'directory' or "
+            "'broadcast'",
+        )
+        return self
+
+    def _check_algorithm(self) -> None:
+        require(
+            self.algorithm.num_minibatches <= self.groups_per_step,
+            f"algorithm.num_minibatches ({self.algorithm.num_minibatches}) must not exceed the "
+            f"{self.groups_per_step} groups of a batch",
+        )
+        size = self.controller.group_size
+        require(
+            size > 1 or not self.algorithm.compares_groups,
+            f"controller.group_size ({size}) must be at least 2: with algorithm.advantage "
+            f"({self.algorithm.advantage}) and algorithm.group_filter "
+            f"({self.algorithm.group_filter}) a group of one teaches nothing; set the advantage to "
+            "'batch_norm' and the filter to 'all', or ask for larger groups",
+        )
+        require(
+            self.algorithm.proximal != "interpolated"
+            or (self.schedule == "async" and self.controller.max_staleness > 0),
+            "algorithm.proximal 'interpolated' is for tokens of older policies: where there are "
+            f"none (schedule {self.schedule!r}, controller.max_staleness "
+            f"{self.controller.max_staleness}) it is the policy that sampled, which makes it plain "
+            "PPO; set algorithm.name to 'ppo', or algorithm.proximal to 'recomputed'",
+        )
+
+    def _check_lengths(self) -> None:
+        first, _ = self.algorithm.overlong_tokens or (0, 0)
+        require(
+            not self.generation.max_model_len or first < self.generation.max_model_len,
+            f"algorithm.overlong_tokens begins at {first}, beyond every sequence of "
+            f"generation.max_model_len ({self.generation.max_model_len}): no reward would change",
+        )
+        require(
+            self.evaluation.min_new_tokens <= self.generation.max_new_tokens,
+            f"evaluation.min_new_tokens ({self.evaluation.min_new_tokens}) must not exceed "
+            f"generation.max_new_tokens ({self.generation.max_new_tokens})",
+        )
+        require(
+            self.trainer.tokens_per_micro_batch >= self.generation.max_model_len,
+            f"trainer.tokens_per_micro_batch ({self.trainer.tokens_per_micro_batch}) must hold one "
+            f"sequence of generation.max_model_len ({self.generation.max_model_len})",
+        )
+
+    def _check_workflow(self) -> None:
+        require(
+            not isinstance(self.workflow, ToolUse)
+            or self.prompts.chat_template
+            or self.workflow.call_end in self.generation.stop.strings,
+            f"workflow.name = 'tool_use' needs generation.stop.strings = "
+            f'["{getattr(self.workflow, "call_end", "")}"]: what ends a call must end a completion',
+        )
+        require(
+            not isinstance(self.workflow, Agent) or self.prompts.chat_template is not False,
+            "workflow.name = 'agent' needs prompts.chat_template = true: an agent sends messages",
+        )
+
+    def _check_trainer_ranks(self) -> None:
+        trainer, num_trainers = self.trainer, self.cluster.num_trainers
+        require(
+            trainer.backend != "fsdp" or num_trainers > 1,
+            f"trainer.backend 'fsdp' shares a policy among ranks: cluster.num_trainers must be at "
+            f"least 2, found {num_trainers}; set it, or the backend to 'replicated'",
+        )
+        require(
+            not self.algorithm.needs_critic
+            or (trainer.backend, trainer.lora.rank, trainer.parallel.context_ranks)
+            == ("replicated", 0, 1),
+            f"algorithm.name {self.algorithm.name!r} trains a critic, which each rank holds whole: "
+            "trainer.backend must be 'replicated', trainer.lora.rank 0 and "
+            "trainer.parallel.context_ranks 1; take an algorithm without a critic, or leave these",
+        )
+        context = trainer.parallel.context_ranks
+        require(
+            num_trainers % context == 0,
+            f"trainer.parallel.context_ranks ({context}) must divide cluster.num_trainers "
+            f"({num_trainers}): so many ranks share the tokens of a micro-batch",
+        )
+
+    def _check_sources(self) -> None:
+        """Refuse sources that are alike, that no reward judges, or beside a file of prompts."""
+        names = [source.name for source in self.sources]
+        require(len(set(names)) == len(names), f"sources: a name is given twice in {names}")
+        require(
+            not names or self.prompts.path is None,
+            f"prompts.path ({self.prompts.path}) and [[sources]] are two ways to say the same: "
+            "make the file one of the sources",
+        )
+        if not self.rewards:
+            return
+        names += [each.name for each in self.evaluation.held_out]
+        for reward in self.rewards:
+            unknown = sorted(set(reward.sources) - set(names))
+            require(
+                not unknown,
+                f"rewards: sources of {reward.verifier!r} name {unknown}, expected of {names}",
+            )
+        require(
+            bool(self.sources) or any(not reward.sources for reward in self.rewards),
+            "rewards: one must judge the prompts to train on; leave its sources out",
+        )
+        for name in names:
+            judged = any(name in (reward.sources or names) for reward in self.rewards)
+            require(judged, f"sources: no reward judges {name!r}; add it to one's sources")
+
+    def by_source(self) -> dict[str, Recipe]:
+        return {source.name: self._of(source) for source in self.sources} or {"": self}
+
+    def of_set(self, held_out: HeldOutSettings) -> Recipe:
+        """Return the recipe by which a held-out set is read and judged: a source's of its name."""
+        return self.by_source().get(held_out.name, self)._of(held_out)
+
+    def _of(self, rows: SourceSettings | HeldOutSettings) -> Recipe:
+        """Return the recipe as if these rows were the only ones."""
+        prompts = self.prompts.model_copy(update=rows.over_prompts())
+        rewards = tuple(r for r in self.rewards if not r.sources or rows.name in r.sources)
+        return self.model_copy(update={"prompts": prompts, "rewards": rewards})
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self.prompts.num_held_out or self.evaluation.held_out)
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.controller.batch_size // self.controller.group_size
+
+    @property
+    def weights_medium(self) -> Medium:
+        """Return the medium as far as settings decide it: auto is a matter of one machine."""
+        medium = self.weights.medium
+        return "directory" if medium == "auto" and not self.cluster.is_one_machine else medium
+
+    def digest(self) -> str:
+        """Return the identity of these settings, for the ledger.
+
+        How long to train is left out: a resume may change it, and no step depends on it.
+        """
+        settings = self.model_dump_json(exclude={"num_steps", "max_minutes"})
+        return hashlib.sha256(settings.encode()).hexdigest()[:16]

@@ -1,0 +1,220 @@
+"""The sections of a recipe that no component's interface keeps: training, evaluation, tracking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from areal_flow.algorithms.learning_rates import RateSchedule
+from areal_flow.evaluation.pass_rates import HELD_OUT
+from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
+from areal_flow.prompts.settings import HeldOutSettings
+from areal_flow.settings import Settings, require
+
+SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
+
+
+class SftSettings(Settings):
+    """Supervised fine-tuning on prompts with their completions, before reinforcement learning.
+
+    The rest of its optimizer, the passes' type and the device are those of `trainer`.
+    """
+
+    objective: SupervisedObjective = "cross_entropy"
+    """What is learned: completions; with `dpo` to prefer one of two, against the first policy;
+    with `reward_model` to score them, which makes a reward model of the policy."""
+    path: Path | None = Field(None, strict=False)
+    """JSONL rows with `prompt` and `completion` or, of preferences, `chosen` and `rejected`: each a
+    text, a list of texts of the policy and of the environment by turns, or messages, which the
+    model's chat template puts; or rows of `messages`. A model that is made here brings its own."""
+    num_held_out: int = Field(0, ge=0)
+    """So many rows at the end of the file are not trained, but measured at each checkpoint."""
+    num_steps: int = Field(0, ge=0)
+    """Optimizer steps; 0: no supervised fine-tuning."""
+    batch_size: int = Field(64, ge=1)
+    """Rows a step."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """The peak rate."""
+    num_learning_rate_warmup_steps: int = Field(30, ge=0)
+    """Steps of linear warm-up."""
+    learning_rate_schedule: RateSchedule = "cosine"
+    """Times the warm-up: constant, or a line or a cosine from the first step to the last, down to
+    3% of the peak."""
+    shuffle: bool = True
+    """Another order every epoch, drawn from the seed; false: the file's own, a curriculum."""
+    checkpoint_every_steps: int = Field(500, ge=1)
+    """Steps between checkpoints, from which a stopped run goes on."""
+    beta: float = Field(0.1, gt=0)
+    """How much dpo keeps to the first policy: the implicit reward of a nat of log-ratio."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """How likely the label of a pair is wrong, of dpo and reward_model."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftSettings:
+        require(
+            self.label_smoothing == 0 or self.objective != "cross_entropy",
+            f"sft.label_smoothing ({self.label_smoothing}) is of pairs: with sft.objective "
+            "'cross_entropy' there are none; set it to 0, or the objective to 'dpo'",
+        )
+        return self
+
+
+class AdamWSettings(Settings):
+    """The optimizer's own numbers."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """The decay of the mean gradient."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """The decay of the squared gradient."""
+    weight_decay: float = Field(0.0, ge=0)
+    """How much of each weight a step takes away, times the rate; nothing of norms and biases."""
+    max_skipped_steps: int = Field(5, ge=1)
+    """The run ends after so many steps in a row with an update that was skipped, since its loss or
+    gradient was not finite."""
+
+
+class LoraSettings(Settings):
+    """A low-rank adapter, trained instead of the policy's weights and merged into what is served.
+
+    Supervised fine-tuning before reinforcement learning trains the weights themselves.
+    """
+
+    rank: int = Field(0, ge=0)
+    """Of the adapter's matrices; 0: no adapter, all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's product is added times alpha / rank."""
+    target_modules: str = "all-linear"
+    """Which matrices have an adapter: the last parts of their names (`q_proj,v_proj`), or
+    `all-linear`: all but embedding and head."""
+
+    @property
+    def modules(self) -> str | list[str]:
+        names = [name.strip() for name in self.target_modules.split(",")]
+        return names[0] if names == ["all-linear"] else names
+
+
+class ParallelSettings(Settings):
+    """How trainer ranks share sequences."""
+
+    context_ranks: int = Field(1, ge=1)
+    """Trainer ranks that share the tokens of each micro-batch (Ulysses): each has activations of
+    its own slice, and some heads of attention. A divisor of `cluster.num_trainers`."""
+
+
+class TrainerSettings(Settings):
+    """The optimizer and its checkpoints. Master weights are float32; `dtype` is of the passes."""
+
+    backend: Literal["replicated", "fsdp"] = "replicated"
+    """What holds the policy: replicated is a whole copy of it on each rank, fsdp a part of each
+    tensor on each rank, for policies that do not fit on one."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """The rate of AdamW after the warm-up: the peak of a schedule."""
+    num_learning_rate_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    learning_rate_schedule: RateSchedule = "constant"
+    """After the warm-up: constant, or a line or a cosine down to 3% of `learning_rate`."""
+    num_learning_rate_decay_steps: int = Field(0, ge=0)
+    """The step, counted with the warm-up, after which the rate stays at those 3%; 0: the
+    `num_steps` that the run is made with."""
+    adamw: AdamWSettings = AdamWSettings()
+    """The optimizer's own numbers."""
+    lora: LoraSettings = LoraSettings()
+    """A low-rank adapter instead of all weights."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Longer gradients are scaled down to this norm."""
+    tokens_per_micro_batch: int = Field(4096, ge=1)
+    """Packed tokens of one forward and backward pass."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How trainer ranks share sequences."""
+    activations: Literal["keep", "recompute", "offload"] = "keep"
+    """What becomes of a layer's activations until its gradient needs them: kept, computed again
+    from the layer's input (a third more work, same bits), or moved to main memory."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the passes; the master weights stay float32."""
+    device: str = "cpu"
+    """Of the trainer, as torch names it."""
+    checkpoint_every_steps: int = Field(20, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """So many newest checkpoints are kept, and that of step 0."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        require(
+            self.backend != "fsdp" or not self.lora.rank,
+            f"trainer.lora.rank ({self.lora.rank}) with trainer.backend 'fsdp': an adapter is "
+            "small, and what it adapts is not sharded yet; set the backend to 'replicated'",
+        )
+        return self
+
+
+class EvaluationSettings(Settings):
+    """How held-out prompts are answered, and how often."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations while training goes on; 0: only before and after it."""
+    num_samples: int = Field(1, ge=1)
+    """Answers a prompt, unless its set has a number of its own; several give pass@k."""
+    temperature: float | None = Field(None, ge=0)
+    """Of the answers; 0: always the likeliest token; by default that of `generation`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample answers from the likeliest tokens that have this probability together; 1: from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample answers from so many likeliest tokens; 0: from all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample answers from tokens with this share of the likeliest one's probability; 0: all."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides the logits of tokens that the prompt or the answer has already; 1: none."""
+    min_new_tokens: int = Field(0, ge=0)
+    """So many tokens of an answer come before it can stop."""
+    stop_after_plateau: int = Field(0, ge=0)
+    """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
+    held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
+    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a file."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        names = [HELD_OUT, *(each.name for each in self.held_out)]
+        require(
+            len(set(names)) == len(names),
+            f"evaluation.held_out: a name stands twice in {names}, the first of which is the set "
+            "that training's own prompts give: rename one",
+        )
+        of_sets = {f"evaluation.held_out {s.name!r}: ": s.num_samples for s in self.held_out}
+        for where, num_samples in {"evaluation.": self.num_samples, **of_sets}.items():
+            require(
+                self.temperature != 0 or num_samples in (1, None),
+                f"{where}num_samples ({num_samples}) must be 1 at evaluation.temperature 0: "
+                "the likeliest answer is always the same",
+            )
+        require(
+            not self.stop_after_plateau or self.every_steps > 0,
+            f"evaluation.stop_after_plateau ({self.stop_after_plateau}) needs evaluations while "
+            "training goes on: set evaluation.every_steps",
+        )
+        return self
+
+    def num_samples_of(self, held_out: str) -> int:
+        own = next((each.num_samples for each in self.held_out if each.name == held_out), None)
+        return own or self.num_samples
+
+    def sampling(self) -> dict[str, float]:
+        own = {name: getattr(self, name) for name in WHOLE_DISTRIBUTION}
+        return own if self.temperature is None else {**own, "temperature": self.temperature}
+
+
+class TrackingSettings(Settings):
+    """MLflow: a database beside the runs unless a server's address is given."""
+
+    enabled: bool = True
+    """Whether metrics and models go to MLflow."""
+    sink: str = "mlflow"
+    """Where numbers, model versions and datasets are shown: a name in `tracking.registry`."""
+    uri: str = ""
+    """MLflow's address; empty: a database beside the runs."""
+    experiment: str = "areal-flow"
+    """MLflow's experiment."""
+    registered_model: str = "areal-flow"
+    """The name under which checkpoints are registered."""

@@ -87,6 +87,7 @@ def test_seeds_reproduce_after_a_crowd(subject: Subject) -> None:
     assert [plain(c.tokens) for c in found] == [plain(c.tokens) for c in fresh]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_500_updates(subject: Subject) -> None:
     engine = subject.make()
     weights = [subject.weights(version) for version in range(4)]

@@ -85,6 +85,7 @@ def test_stopped_driver_is_unknown_without_proc(monkeypatch: pytest.MonkeyPatch)
     assert not lease._is_stopped(os.getpid())
 
 
+@pytest.mark.slow
 def test_all_modules_are_imported_without_what_only_linux_has() -> None:
     """Module by module, in a process that has lost it."""
     deleted = "\n".join(

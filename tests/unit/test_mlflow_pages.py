@@ -58,6 +58,7 @@ def wait_for(url: str) -> str:
             time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_first_page_is_that_of_the_newest_run_and_an_interrupt_ends_all(tmp_path: Path) -> None:
     client = MlflowClient(default_tracking_uri(tmp_path))
     older, newer = (client.create_experiment(name, tmp_path.as_uri()) for name in ("a", "b"))

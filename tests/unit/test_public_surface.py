@@ -48,6 +48,7 @@ def test_driver_and_reward_workers_never_import_torch() -> None:
     assert "transformers" not in loaded
 
 
+@pytest.mark.slow
 def test_policies_are_trained_without_what_no_language_model_needs() -> None:
     unneeded = {"sklearn", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
     policy = "import torch, areal_flow.models.policy as policy, areal_flow.trainer.adamw as adamw"

@@ -127,6 +127,7 @@ def test_ranks_get_parts_of_a_single_group(num_ranks: int) -> None:
     assert all(len(unit) > 1 for unit in units)
 
 
+@pytest.mark.slow
 def test_gradients_of_shared_prompts_have_the_same_bits_by_two_threads() -> None:
     """A prompt's last token predicts the first of each completion: it has all of their gradients.
 

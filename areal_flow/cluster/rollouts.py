@@ -16,7 +16,7 @@ from distributed.client import FuturesCancelledError
 
 from areal_flow.cluster import generator_tasks, reward_tasks
 from areal_flow.cluster.pool import WorkerPool
-from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task
+from areal_flow.cluster.results import KillsWorkers, result_of, run_reward_task, run_task
 from areal_flow.errors import ArealFlowError, InfrastructureError
 from areal_flow.types import Episode, GroupReceipt, Score
 from areal_flow.weights.channel import WeightsReader
@@ -116,7 +116,7 @@ class Scoring:
         One after the other, since a worker that dies takes all tasks with it that it has.
         """
         killed, scores = reward_tasks.SCORING_KILLS, list[Score]()
-        num_rows = await run_reward_task(self._client, self._pool.executions, len, table)
+        num_rows = await run_task(self._client, len, table, resource="generator", num_slots=0)
         for row in range(num_rows):
             if scores == [killed] * reward_tasks.MAX_KILLING_ROWS:
                 return [killed] * num_rows

@@ -72,7 +72,7 @@ def wait_for_step(process: object, layout: RunLayout, step: int) -> None:
 
 
 def kill_workers(layout: RunLayout, *names: str) -> None:
-    address, network = scheduler_of(layout.root.parent, layout.name)[1:]
+    address, network = scheduler_of(layout.root.parent, layout.name)
     pids = {status.name: status.pid for status in asyncio.run(list_workers(address, network))}
     for name in names:
         os.kill(pids[name], signal.SIGKILL)

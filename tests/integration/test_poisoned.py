@@ -32,7 +32,8 @@ async def test_tasks_that_wait_beside_those_that_kill_their_worker_get_their_res
         tasks = [run_reward_task(cluster.client, executions, judge, n) for n in range(8)]
         found = await asyncio.gather(*tasks, return_exceptions=True)
         (record,) = cluster.pool.registry.all()
-        assert len(record.deaths) == 2 * len(POISONED)
+        # One that only waited when the other one killed is tried again, and kills once more.
+        assert 2 * len(POISONED) <= len(record.deaths) <= 3 * len(POISONED)
         assert not record.is_quarantined
     for number, result in enumerate(found):
         assert isinstance(result, KillsWorkers) if number in POISONED else result == number

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
@@ -72,7 +72,7 @@ class EvaluationResult:
     """Pass rates, mean rewards, and the answers behind them: rows of the evaluation schema."""
 
     table: EvaluationTable
-    answers: list[dict[str, Any]]
+    answers: list[dict[str, Any]] = field(repr=False)
     title: str = ""
     """What the model is called."""
     pass_threshold: float = PASS_THRESHOLD

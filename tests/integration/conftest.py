@@ -33,8 +33,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
             recipe = small_recipe(
                 num_steps=6,
                 prompts={"num_held_out": 8},
-                controller={"max_staleness": 1},
-                # Small micro-batches make the trainer slower than the generator, which runs ahead.
+                # Large batches in small micro-batches: the generator runs ahead of the trainer.
+                controller={"batch_size": 128},
                 trainer={"tokens_per_micro_batch": 32, "learning_rate": 2e-3},
                 weights={"medium": "directory"},
                 rewards=[{"verifier": "tests.integration.verifiers:length_that_raises_at_times"}],

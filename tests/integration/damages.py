@@ -175,7 +175,7 @@ DAMAGES: dict[str, tuple[str, Damage]] = {
     "the watermark goes back": ("watermark-order", edit_ledger(put(4, trajectory_watermark=1))),
     "the cursor goes back": ("cursor-order", edit_ledger(put(4, next_submission_index=1))),
     "an older writer": ("epoch-order", edit_ledger(put(1, writer_epoch=2))),
-    "another recipe": ("config-hash", edit_recipe("max_staleness = 1", "max_staleness = 2")),
+    "another recipe": ("config-hash", edit_recipe("batch_size = 128", "batch_size = 64")),
     "a fork of another ledger": ("fork-recorded", other_fork),
     "not the policy that was forked": (
         "fork-genesis",

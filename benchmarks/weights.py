@@ -31,7 +31,7 @@ from areal_flow.models.hashing import hash_tensors
 from areal_flow.models.policy import assign_tensors, empty_policy, policy_tensors
 from areal_flow.types import GroupRequest, Sampling, as_tokens
 from areal_flow.weights.channel import WeightsWriter
-from areal_flow.weights.directory_deltas import DeltaWriter
+from areal_flow.weights.directory import DirectoryWriter
 from areal_flow.weights.media import ChosenChannel
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import free_segments
@@ -148,7 +148,7 @@ def measure_deltas(name: str, policy: Any, directory: Path) -> dict[str, Any]:
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=DELTA_RATE, betas=(0.9, 0.95))
     root = directory / "deltas"
-    writer = DeltaWriter(root)
+    writer = DirectoryWriter(root)
     num_bytes = []
     for version in range(NUM_DELTAS + 1):
         tensors = policy_tensors(policy).items()

@@ -38,7 +38,7 @@ from areal_flow.run.parents import Parent, find_parent, read_parent
 from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.weights.broadcast import DESCRIPTION_FILE
-from areal_flow.weights.directory_deltas import DeltaReader
+from areal_flow.weights.directory import DirectoryReader
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.ArrowException)
 
@@ -121,7 +121,7 @@ def read_directories(
     """Yield what checkpoints or published weights describe, and hashes of their tensors."""
     describe = partial(_checkpoint, layout)
     if kind == "weights":
-        describe = partial(_weights, DeltaReader(_weights_root(layout)))
+        describe = partial(_weights, DirectoryReader(_weights_root(layout)))
     for path in paths:
         found: dict[str, Any] | Finding
         place, expected = path.relative_to(layout.root).as_posix(), "published weights"
@@ -275,7 +275,7 @@ def _intact(layout: RunLayout) -> list[Path]:
     return [file for file in known if file.is_file() and file_hash(file) == known[file]]
 
 
-def _weights(reader: DeltaReader, path: Path) -> dict[str, Any]:
+def _weights(reader: DirectoryReader, path: Path) -> dict[str, Any]:
     step = int(path.name)
     _, recorded, found = reader.read(step)
     return {"step": step, "recorded_hash": recorded, "tensors_hash": found}

@@ -34,8 +34,13 @@ from areal_flow.weights.broadcast_sender import (
     StagedVersion,
     broadcast,
 )
-from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryWriter
-from areal_flow.weights.directory_deltas import DeltaReader
+from areal_flow.weights.directory import (
+    KEEP_VERSIONS,
+    DirectoryReader,
+    DirectoryWriter,
+    published,
+    staged,
+)
 from areal_flow.weights.gloo import first_line, serve_store
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ class BroadcastWriter(DirectoryWriter):
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
     ) -> None:
         described = {name: (str(t.dtype), tuple(t.shape)) for name, t in like.items()}
-        (self._staged(version) / DESCRIPTION_FILE).write_text(json.dumps(described))
+        (staged(self.root, version) / DESCRIPTION_FILE).write_text(json.dumps(described))
         copies = {name: tensor.clone() for name, tensor in tensors}
         self._held.pop(version, None)  # the order is that of staging
         self._held[version] = StagedVersion(copies)
@@ -91,7 +96,7 @@ class BroadcastWriter(DirectoryWriter):
         return sender
 
 
-class BroadcastReader(DeltaReader):
+class BroadcastReader(DirectoryReader):
     """A `WeightsReader` that asks the trainer's process."""
 
     def __init__(self, root: Path, *, host: str) -> None:
@@ -99,7 +104,7 @@ class BroadcastReader(DeltaReader):
         self._host = host
 
     def _tensors(self, version: int) -> dict[str, Tensor]:
-        description = self._published(version) / DESCRIPTION_FILE
+        description = published(self.root, version) / DESCRIPTION_FILE
         if not description.exists():  # of a program that only generates
             return super()._tensors(version)
         described = json.loads(description.read_text())

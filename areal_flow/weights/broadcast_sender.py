@@ -145,11 +145,7 @@ class Sender:
 
 
 def broadcast(store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: str) -> None:
-    """Send (rank 0) or receive tensors, in place, as a member of a group.
-
-    Raises:
-        RuntimeError: a member left, or was silent for too long.
-    """
+    """Send (rank 0) or receive tensors, in place, as a member of a group."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     group = connect_gloo(

@@ -57,12 +57,7 @@ class StreamedTensors(Mapping[str, Any]):
     """Weights of which each tensor is made when it is read: gathered from ranks, or converted."""
 
     def __init__(self, like: Mapping[str, Any], *, read: Callable[[str], Any]) -> None:
-        """Take what is known of the tensors, and what makes one of them.
-
-        Args:
-            like: for each name a tensor of the type and the shape, on torch's meta device.
-            read: returns the tensor of a name, on any device; later reads leave it as it is.
-        """
+        """Take what is known of the tensors, and what makes one of them."""
         self.like = like
         self._read = read
 

@@ -55,7 +55,7 @@ def are_alike(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool
     return described[0] == described[1]
 
 
-def may_change_little(tensors: Mapping[str, Tensor]) -> bool:
+def is_delta_candidate(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether it may be worth the time to look for what has changed."""
     return all(tensor.element_size() <= 2 for tensor in tensors.values())
 
@@ -64,7 +64,7 @@ def smaller_delta(
     base: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, TensorDelta] | None:
     """Return what to ship to a reader that has `base`; None where that is not less than all."""
-    if not (may_change_little(weights) and are_alike(base, weights)):
+    if not (is_delta_candidate(weights) and are_alike(base, weights)):
         return None
     delta = make_delta(base, weights)
     return delta if is_smaller(delta, weights) else None
@@ -73,11 +73,7 @@ def smaller_delta(
 def is_smaller(
     delta: Mapping[str, TensorDelta], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
 ) -> bool:
-    """Return whether a delta has fewer bytes than all weights.
-
-    Args:
-        beside_bytes: what a reader may have to read with it.
-    """
+    """Return whether a delta has fewer bytes than all weights."""
     num_bytes = beside_bytes + sum(changed.nbytes for changed in delta.values())
     return num_bytes < sum(tensor.nbytes for tensor in weights.values())
 

@@ -43,16 +43,7 @@ def first_line(error: BaseException) -> str:
 
 
 def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:
-    """Return a group of processes once all are there.
-
-    Args:
-        store: torch's, by which they find each other; nobody else uses it.
-        host: where this process listens.
-        timeout_s: of this, and of each operation later.
-
-    Raises:
-        RuntimeError: one did not come, or left.
-    """
+    """Return a group of processes once all are there."""
     # Here, since not every build of torch has it.
     from torch.distributed import ProcessGroupGloo
 
@@ -63,11 +54,7 @@ def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s:
 
 
 def broadcast_tensors(group: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Send (rank 0) or receive tensors, in place.
-
-    Raises:
-        RuntimeError: a member left, or was silent for too long.
-    """
+    """Send (rank 0) or receive tensors, in place."""
     for piece in _pieces(tensors):
         group.broadcast([piece]).wait()
 

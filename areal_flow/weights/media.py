@@ -18,7 +18,6 @@ from areal_flow.errors import ConfigError, StorageError
 from areal_flow.weights.broadcast import BroadcastReader, BroadcastWriter
 from areal_flow.weights.channel import described
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader, DirectoryWriter
-from areal_flow.weights.directory_deltas import DeltaReader, DeltaWriter
 from areal_flow.weights.settings import Medium
 from areal_flow.weights.shared_memory import (
     SHARED_MEMORY,
@@ -81,7 +80,7 @@ class ChosenChannel:
             elif self._medium == "broadcast":
                 self._writes = BroadcastWriter(self.root, host=self._host)
             else:
-                self._writes = DeltaWriter(self.root)
+                self._writes = DirectoryWriter(self.root)
         return self._writes
 
     def _reader(self) -> DirectoryReader:
@@ -93,7 +92,7 @@ class ChosenChannel:
             elif self._medium == "broadcast":
                 self._reads = BroadcastReader(self.root, host=self._host)
             else:
-                self._reads = DeltaReader(self.root)
+                self._reads = DirectoryReader(self.root)
         return self._reads
 
 

@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from areal_flow.errors import StorageError
-from areal_flow.weights.directory import HASH_FILE, MODEL_FILE, DirectoryReader, DirectoryWriter
+from areal_flow.recovery.checkpoints import MODEL_FILE
+from areal_flow.weights.directory import (
+    HASH_FILE,
+    DirectoryReader,
+    DirectoryWriter,
+    HeldWeights,
+    published,
+    staged,
+)
 from areal_flow.weights.tensor_file import DTYPES, write_tensors
 
 if TYPE_CHECKING:
@@ -86,7 +94,10 @@ class SharedMemoryReader(DirectoryReader):
         super().__init__(segments_of(root))
 
     def _tensors(self, version: int) -> dict[str, Tensor]:
-        return map_tensors(self._published(version) / MODEL_FILE)
+        return map_tensors(published(self.root, version) / MODEL_FILE)
+
+    def _hold(self, weights: HeldWeights) -> None:
+        """Keep nothing: a version that is held would keep its pages."""
 
 
 class SharedMemoryWriter(DirectoryWriter):
@@ -95,27 +106,27 @@ class SharedMemoryWriter(DirectoryWriter):
     def __init__(self, root: Path) -> None:
         super().__init__(segments_of(root))
 
-    def _prepare(self, staged: Path) -> None:
+    def _prepare(self, directory: Path) -> None:
         _require_own(self.root)
         for reusable in [*self.root.glob(".staged-*"), *self.root.glob(".spare-*")]:
-            if reusable != staged and staged.exists():
+            if reusable != directory and directory.exists():
                 shutil.rmtree(reusable)
             else:
-                reusable.rename(staged)
-        staged.mkdir(mode=0o700, exist_ok=True)
-        (staged / HASH_FILE).unlink(missing_ok=True)  # first: from here on it is not whole
+                reusable.rename(directory)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        (directory / HASH_FILE).unlink(missing_ok=True)  # first: from here on it is not whole
 
     def _write(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, like: Mapping[str, Tensor]
     ) -> None:
-        with os.fdopen(_own_pages(self._staged(version) / MODEL_FILE), "wb") as segment:
+        with os.fdopen(_own_pages(staged(self.root, version) / MODEL_FILE), "wb") as segment:
             write_tensors(tensors, segment, like=like)
 
-    def _retire(self, published: Path) -> None:
+    def _retire(self, directory: Path) -> None:
         if next(self.root.glob(".spare-*"), None) is None:
-            published.rename(self.root / f".spare-{published.name}")
+            directory.rename(self.root / f".spare-{directory.name}")
         else:
-            super()._retire(published)
+            super()._retire(directory)
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:

@@ -37,13 +37,7 @@ DTYPES = {
 def write_tensors(
     tensors: Iterable[tuple[str, Tensor]], file: BinaryIO, *, like: Mapping[str, Tensor]
 ) -> None:
-    """Write a safetensors file of tensors that come one after the other, in any order.
-
-    Args:
-        tensors: with their names; contiguous, in main memory.
-        file: at its begin. What it had before beyond what is written goes.
-        like: tensors of the same names, types and shapes, whose values are not used.
-    """
+    """Write a safetensors file of tensors that come one after the other, in any order."""
     import torch
 
     header, offsets = file_header(like)
@@ -60,10 +54,6 @@ def file_header(
     """Return what a file begins with, and where in it each tensor does.
 
     Those of larger values come first, so that all are aligned.
-
-    Args:
-        like: see `write_tensors`.
-        metadata: text for whoever reads the file.
     """
     described: dict[str, Any] = {}
     end = 0

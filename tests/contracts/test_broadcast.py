@@ -164,7 +164,7 @@ def test_reader_that_stops_in_mid_transfer_holds_up_neither_trainer_nor_readers(
         if held:
             assert tell(stopped, "reads") == hash_tensors(reader.load(0))
             publish_weights(writer, 1, made[1])
-        version = writer.newest()
+        version = reader.newest()
         monkeypatch.setattr(broadcast_sender, "GATHER_S", 1.0)
         other = threads.submit(reader.load, version)
         assert tell(stopped, "stops") == "stopped"

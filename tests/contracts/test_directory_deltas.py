@@ -17,8 +17,12 @@ from areal_flow.errors import WeightsError
 from areal_flow.models.hashing import hash_tensors
 from areal_flow.run.layout import RunLayout
 from areal_flow.weights.channel import StreamedTensors
-from areal_flow.weights.directory import KEEP_VERSIONS
-from areal_flow.weights.directory_deltas import DELTA_FILE, DeltaReader, DeltaWriter
+from areal_flow.weights.directory import (
+    DELTA_FILE,
+    KEEP_VERSIONS,
+    DirectoryReader,
+    DirectoryWriter,
+)
 
 NUM_VALUES = 40_000
 
@@ -47,7 +51,7 @@ def versions(count: int, share: float = 0.02) -> list[Weights]:
     return made
 
 
-def publish(writer: DeltaWriter, version: int, weights: Mapping[str, Tensor]) -> None:
+def publish(writer: DirectoryWriter, version: int, weights: Mapping[str, Tensor]) -> None:
     writer.stage(version, weights)
     writer.publish(version)
 
@@ -62,11 +66,11 @@ def is_whole(root: Path, version: int) -> bool:
 
 
 def test_all_readers_have_the_published_bits_and_few_bytes_are_written(tmp_path: Path) -> None:
-    writer, follower = DeltaWriter(tmp_path), DeltaReader(tmp_path)
-    sometimes, made = DeltaReader(tmp_path), versions(12)
+    writer, follower = DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
+    sometimes, made = DirectoryReader(tmp_path), versions(12)
     for version, weights in enumerate(made):
         publish(writer, version, weights)
-        readers = [follower, DeltaReader(tmp_path), *([sometimes] if version % 5 == 0 else [])]
+        readers = [follower, DirectoryReader(tmp_path), *([sometimes] if version % 5 == 0 else [])]
         for reader in readers:
             assert hash_tensors(reader.load(version)) == hash_tensors(weights)
         assert is_whole(tmp_path, version) == (version == 0)
@@ -76,7 +80,7 @@ def test_all_readers_have_the_published_bits_and_few_bytes_are_written(tmp_path:
 
 
 def test_what_a_reader_has_does_not_change_with_the_next_version(tmp_path: Path) -> None:
-    writer, reader, made = DeltaWriter(tmp_path), DeltaReader(tmp_path), versions(4)
+    writer, reader, made = DirectoryWriter(tmp_path), DirectoryReader(tmp_path), versions(4)
     loaded = []
     for version, weights in enumerate(made):
         publish(writer, version, weights)
@@ -85,17 +89,17 @@ def test_what_a_reader_has_does_not_change_with_the_next_version(tmp_path: Path)
 
 
 def test_caller_may_go_on_with_the_tensors_that_were_staged(tmp_path: Path) -> None:
-    writer, weights = DeltaWriter(tmp_path), first_weights()
+    writer, weights = DirectoryWriter(tmp_path), first_weights()
     for version in range(3):
         publish(writer, version, weights)
-        assert hash_tensors(DeltaReader(tmp_path).load(version)) == hash_tensors(weights)
+        assert hash_tensors(DirectoryReader(tmp_path).load(version)) == hash_tensors(weights)
         weights["matrix"][version] *= 1.5
 
 
 def test_version_is_whole_again_before_its_deltas_outweigh_it_and_older_ones_go(
     tmp_path: Path,
 ) -> None:
-    writer, whole = DeltaWriter(tmp_path), []
+    writer, whole = DirectoryWriter(tmp_path), []
     for version, weights in enumerate(versions(24, share=0.1)):
         publish(writer, version, weights)
         if is_whole(tmp_path, version):
@@ -105,13 +109,13 @@ def test_version_is_whole_again_before_its_deltas_outweigh_it_and_older_ones_go(
         assert kept[0] == max(each for each in whole if each <= newest_needed)
         last = range(whole[-1], version + 1)
         assert sum(size_of(tmp_path, each) for each in last) < 2.1 * size_of(tmp_path, whole[-1])
-        assert hash_tensors(DeltaReader(tmp_path).load(newest_needed))
+        assert hash_tensors(DirectoryReader(tmp_path).load(newest_needed))
     assert len(whole) > 2
 
 
 def test_streamed_weights_are_the_files_that_weights_in_memory_are(tmp_path: Path) -> None:
     roots = [tmp_path / "held", tmp_path / "streamed"]
-    writers = [DeltaWriter(root) for root in roots]
+    writers = [DirectoryWriter(root) for root in roots]
     for version, weights in enumerate([*versions(5), first_weights(seed=7)]):
         like = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
         publish(writers[0], version, weights)
@@ -126,7 +130,7 @@ def test_streamed_weights_are_the_files_that_weights_in_memory_are(tmp_path: Pat
 def test_writer_keeps_a_copy_only_of_weights_that_may_change_little(
     tmp_path: Path, dtype: torch.dtype, num_kept: int
 ) -> None:
-    writer, shape = DeltaWriter(tmp_path), (7, 1009)
+    writer, shape = DirectoryWriter(tmp_path), (7, 1009)
     for version in range(3):
         publish(writer, version, {"a": torch.rand(shape).to(dtype)})
         tensors = [each for each in gc.get_objects() if type(each) is Tensor]
@@ -134,16 +138,16 @@ def test_writer_keeps_a_copy_only_of_weights_that_may_change_little(
 
 
 def test_version_is_whole_where_a_delta_is_no_smaller(tmp_path: Path) -> None:
-    writer = DeltaWriter(tmp_path)
+    writer = DirectoryWriter(tmp_path)
     for version, weights in enumerate([*versions(3, share=1.0), *[{"a": torch.zeros(1000)}] * 2]):
         publish(writer, version, weights)
         assert is_whole(tmp_path, version)
 
 
 def test_writer_that_was_started_anew_begins_whole_and_readers_follow(tmp_path: Path) -> None:
-    made, reader = versions(6), DeltaReader(tmp_path)
+    made, reader = versions(6), DirectoryReader(tmp_path)
     for begin in (0, 3):
-        writer = DeltaWriter(tmp_path)
+        writer = DirectoryWriter(tmp_path)
         for version in range(begin, begin + 3):
             publish(writer, version, made[version])
             assert hash_tensors(reader.load(version)) == hash_tensors(made[version])
@@ -151,7 +155,7 @@ def test_writer_that_was_started_anew_begins_whole_and_readers_follow(tmp_path: 
 
 
 def test_replayed_versions_change_nothing_and_the_next_one_follows(tmp_path: Path) -> None:
-    made, writer, reader = versions(6), DeltaWriter(tmp_path), DeltaReader(tmp_path)
+    made, writer, reader = versions(6), DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     for version in range(5):
         publish(writer, version, made[version])
     reader.load(4)
@@ -160,12 +164,12 @@ def test_replayed_versions_change_nothing_and_the_next_one_follows(tmp_path: Pat
     writer.publish(4)
     publish(writer, 5, made[5])
     assert not is_whole(tmp_path, 5)
-    for each in (reader, DeltaReader(tmp_path)):
+    for each in (reader, DirectoryReader(tmp_path)):
         assert hash_tensors(each.load(5)) == hash_tensors(made[5])
 
 
 def test_fork_takes_the_place_of_a_version_that_readers_have(tmp_path: Path) -> None:
-    made, writer, reader = versions(4), DeltaWriter(tmp_path), DeltaReader(tmp_path)
+    made, writer, reader = versions(4), DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     for version in range(3):
         publish(writer, version, made[version])
     reader.load(2)
@@ -174,7 +178,7 @@ def test_fork_takes_the_place_of_a_version_that_readers_have(tmp_path: Path) -> 
         writer.stage(version, weights)
         if version > 1:
             writer.publish(version)
-    for each in (reader, DeltaReader(tmp_path)):
+    for each in (reader, DirectoryReader(tmp_path)):
         for version in (2, 3):
             assert hash_tensors(each.load(version)) == hash_tensors(forked[version - 1])
 
@@ -182,7 +186,7 @@ def test_fork_takes_the_place_of_a_version_that_readers_have(tmp_path: Path) -> 
 def test_writer_that_dies_while_it_stages_is_not_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, writer, reader = versions(3), DeltaWriter(tmp_path), DeltaReader(tmp_path)
+    made, writer, reader = versions(3), DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     for version in range(2):
         publish(writer, version, made[version])
 
@@ -195,7 +199,7 @@ def test_writer_that_dies_while_it_stages_is_not_noticed(
         with pytest.raises(SystemExit):
             writer.stage(2, made[2])
     assert (tmp_path / ".staged-00000002" / DELTA_FILE).exists()
-    for found in (writer, DeltaWriter(tmp_path)):
+    for found in (writer, DirectoryWriter(tmp_path)):
         with pytest.raises(WeightsError, match="never staged"):
             found.publish(2)
     assert hash_tensors(reader.load(reader.newest())) == hash_tensors(made[1])
@@ -204,7 +208,7 @@ def test_writer_that_dies_while_it_stages_is_not_noticed(
 
 
 def test_damaged_delta_is_refused_by_all_that_need_it(tmp_path: Path) -> None:
-    made, writer, follower = versions(3), DeltaWriter(tmp_path), DeltaReader(tmp_path)
+    made, writer, follower = versions(3), DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     for version in range(2):
         publish(writer, version, made[version])
     follower.load(1)
@@ -214,15 +218,15 @@ def test_damaged_delta_is_refused_by_all_that_need_it(tmp_path: Path) -> None:
     file.write_bytes(content)
     publish(writer, 2, made[2])
     with pytest.raises(WeightsError, match="version 2: expected weights with hash"):
-        DeltaReader(tmp_path).load(2)
+        DirectoryReader(tmp_path).load(2)
     assert hash_tensors(follower.load(2)) == hash_tensors(made[2])
     file.unlink()
     with pytest.raises(WeightsError, match="version 2 cannot be read"):
-        DeltaReader(tmp_path).load(2)
+        DirectoryReader(tmp_path).load(2)
 
 
 def test_engine_that_changes_what_it_was_given_still_gets_the_next_version(tmp_path: Path) -> None:
-    made, writer, reader = versions(2), DeltaWriter(tmp_path), DeltaReader(tmp_path)
+    made, writer, reader = versions(2), DirectoryWriter(tmp_path), DirectoryReader(tmp_path)
     publish(writer, 0, made[0])
     reader.load(0)["matrix"].zero_()
     publish(writer, 1, made[1])
@@ -231,7 +235,7 @@ def test_engine_that_changes_what_it_was_given_still_gets_the_next_version(tmp_p
 
 def test_audit_reads_versions_through_their_deltas(tmp_path: Path) -> None:
     layout, made = RunLayout(tmp_path), versions(4)
-    writer = DeltaWriter(layout.weights_of(0))
+    writer = DirectoryWriter(layout.weights_of(0))
     hashes = [hash_tensors(weights) for weights in made]
     for version, weights in enumerate(made):
         publish(writer, version, weights)

@@ -72,7 +72,7 @@ def test_sound_rows_do_not_wait_for_pandera(monkeypatch: pytest.MonkeyPatch) -> 
     assert violations(arrow_schema(EvaluationRow).empty_table(), EvaluationRow) == []
 
 
-def test_check_that_arrow_does_not_know_is_left_to_pandera() -> None:
+def test_any_check_of_pandera_is_a_rule_of_the_quick_way() -> None:
     class Small(pandera.DataFrameModel):
         number: pl.Int64 = pandera.Field(lt=3)
 

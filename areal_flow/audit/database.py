@@ -51,12 +51,7 @@ class AuditDatabase:
         self._with("stored_ledger", rows, _sql("tables") + read_sql("consumed") + _sql("consumed"))
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
-        """Keep what rules ask for of trajectories.
-
-        Args:
-            rows: of `TrajectoryRow`'s schema, with their commit order as `_rowid`.
-            prompts: what the prompt table has for the same submissions, in the same order.
-        """
+        """Keep what rules ask for of trajectories."""
         piece = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
         expected = rows if prompts is None else prompts
         for name in _PROMPT_COLUMNS:
@@ -73,11 +68,7 @@ class AuditDatabase:
         self._connection.execute(_sql("recounted"))
 
     def broken(self, name: str) -> Iterator[tuple[Finding, int]]:
-        """Ask the rules of one file in `sql/`.
-
-        Yields:
-            At most `MAX_PER_RULE` findings of each rule, and how many more there are after it.
-        """
+        """Ask the rules of one file in `sql/`."""
         for rule, advice, query in rules_of(name):
             found = self._connection.execute(
                 f"SELECT *, count(*) OVER () FROM (\n{query}) ORDER BY 1 LIMIT {MAX_PER_RULE}"

@@ -81,15 +81,7 @@ def _together(read: list[Piece]) -> Piece:
 def check_schema(
     piece: Piece, model: type[pa_polars.DataFrameModel], *, kind: str
 ) -> tuple[list[Finding], pa.Table | None]:
-    """Judge rows by a schema.
-
-    Args:
-        kind: of what is damaged if they break it, as in `ADVICE`.
-
-    Returns:
-        One finding for each column and rule that the rows break; and their columns in the schema's
-        types, with the commit order, if all are there and can be computed with.
-    """
+    """Judge rows by a schema."""
     stored, schema = piece.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
     if odd := sorted(set(schema.names) ^ set(stored.schema.names)):
         broken = [f"missing or unknown columns: {', '.join(odd)}"]

@@ -74,15 +74,7 @@ async def restore_policy(
     *,
     on_replayed: Callable[[int, int], None],
 ) -> tuple[str, int]:
-    """Bring all trainer ranks to the ledger's head and publish its weights.
-
-    Args:
-        on_replayed: called after each replayed step with how many there were and will be.
-
-    Returns:
-        The hash of the weights, another than the ledger's after a fork, and how many steps were
-        replayed.
-    """
+    """Bring all trainer ranks to the ledger's head and publish its weights."""
     replay = await restore_newest(
         trainer,
         ledger,

@@ -33,15 +33,7 @@ async def write_version_0(
     fresh_optimizer: str,
     on_replayed: Callable[[int, int], None],
 ) -> None:
-    """Write checkpoint 0 of a new run, and note in its run.json which step it was.
-
-    Args:
-        layout: the new run.
-        recipe: its own.
-        step: the parent's; that of its newest usable checkpoint by default.
-        fresh_optimizer: why the optimizer's state is left out; empty: it is taken along.
-        on_replayed: called before each replayed step with its number and the last one's.
-    """
+    """Write checkpoint 0 of a new run, and note in its run.json which step it was."""
     checkpoints = checkpoint_hashes(parent.checkpoints)
     wanted = on_this_machine(load_recipe(parent.config))
     if step is None or step in checkpoints:

@@ -42,14 +42,7 @@ def plan_initial_state(
     committed: CommittedGroups,
     watermark: int,
 ) -> InitialState:
-    """Return where the flow goes on.
-
-    Args:
-        ledger: `PLAN_COLUMNS` of every row, by step.
-        unconsumed: committed trajectories that no row trained or discarded.
-        committed: what the log holds in all.
-        watermark: rows of the trajectory log.
-    """
+    """Return where the flow goes on."""
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
     waiting: dict[int, list[TrajectoryReceipt]] = {}

@@ -78,12 +78,7 @@ def replay_step(
     changes: Mapping[str, Any] | None = None,
     loss: TokenLoss | None = None,
 ) -> Replayed:
-    """Compute one step again, from the newest checkpoint below it or from a given one.
-
-    Args:
-        changes: settings to compute the step with a second time, a nested table as in a recipe.
-        loss: to minimise that second time.
-    """
+    """Compute one step again, from the newest checkpoint below it or from a given one."""
     recipe = changed_recipe(layout.config, changes or {})
     local = LocalTrainer(layout, on_this_machine(load_recipe(layout.config)))
     _check_step(layout, step, head=local.ledger.head)
@@ -143,11 +138,7 @@ class LocalTrainer:
         self.rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read_rows)
 
     async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:
-        """Restore the newest usable checkpoint up to a step; None if there is none.
-
-        Args:
-            checkpoints: weights hash by step, of those that may be used.
-        """
+        """Restore the newest usable checkpoint up to a step; None if there is none."""
         return await restore_newest(
             self,
             self.ledger,

@@ -178,12 +178,7 @@ class LedgerReplay:
         )
 
     async def advance(self) -> ComparedStep:
-        """Train the next row again; return the step beside its record.
-
-        Raises:
-            TrainerLost: a rank died.
-            TrainingError: the step cannot be computed.
-        """
+        """Train the next row again; return the step beside its record."""
         row = self.rows[self.step + 1 - self.checkpoint]
         after_fork = self.forked or self.hashes.weights_hash != row["parent_hash"]
         replayed = await self.trainer.step(self.next_request)
@@ -202,20 +197,7 @@ async def restore_newest(
     max_staleness: int,
     on_damaged: Callable[[int, TrainingError], None],
 ) -> LedgerReplay | None:
-    """Restore the newest checkpoint that can be read and is what the ledger recorded.
-
-    Args:
-        checkpoints: weights hash by step, of those that may be used.
-        at_most: the last step whose checkpoint may be used.
-        max_staleness: of the run, in versions.
-        on_damaged: called with each checkpoint that cannot be read; an older one is tried then.
-
-    Returns:
-        The trainer at that checkpoint, or None where no checkpoint is usable.
-
-    Raises:
-        TrainerLost: a rank died meanwhile.
-    """
+    """Restore the newest checkpoint that can be read and is what the ledger recorded."""
     known = ledger.rows(["weights_hash"])[: at_most + 1]
     recorded = {row["step"]: row["weights_hash"] for row in known}
     for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):

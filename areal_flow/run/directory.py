@@ -36,11 +36,7 @@ class RunState:
 
 
 def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> None:
-    """Make the directory of a new run.
-
-    Args:
-        recipe_name: what the recipe is called, if it has a name.
-    """
+    """Make the directory of a new run."""
     if layout.root.exists():
         raise RunError(
             f"run {layout.name!r} exists already in {layout.root.parent}: choose another --name, "
@@ -99,11 +95,7 @@ def find_run(runs: Path, reference: str) -> RunLayout:
 
 @contextmanager
 def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
-    """Be the one driver of a run.
-
-    Args:
-        take_over: even if another driver is alive; it hangs, or it will find itself refused.
-    """
+    """Be the one driver of a run."""
     with hold_lease(layout.writers, take_over=take_over) as writer:
         driven = read_state(layout).seconds_driven
         _write_state(layout, RunState("running", seconds_driven=driven))
@@ -113,11 +105,7 @@ def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
 def leave_run(
     layout: RunLayout, writer: Writer, state: State, *, seconds: float, reason: str = ""
 ) -> None:
-    """Record how a run ended and how long this driver had it; a full disk cannot keep it from it.
-
-    Args:
-        seconds: wall time of this driver's life.
-    """
+    """Record how a run ended and how long this driver had it; a full disk is only logged."""
     if writer.is_superseded:
         return  # the state is another driver's
     driven = read_state(layout).seconds_driven + seconds

@@ -66,13 +66,7 @@ def record_inputs(
     model: Path,
     reference: Path | None = None,
 ) -> None:
-    """Write what a prepared run is made of.
-
-    Args:
-        recipe: as it was given, before names became files.
-        model: the directory that the first policy comes from.
-        reference: the directory of the policy that the loss compares with, unless it is the first.
-    """
+    """Write what a prepared run is made of."""
     prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
     copies = (*prompts, layout.sft_rows)
     held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.held_out))
@@ -115,12 +109,7 @@ def reference_directory(layout: RunLayout) -> Path | None:
 
 
 def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool) -> list[str]:
-    """Return what there is to say of inputs that changed and do not matter.
-
-    Args:
-        verifier: as it is now.
-        accept_verifier: even if it is another one.
-    """
+    """Return what there is to say of inputs that changed and do not matter."""
     recorded = read_inputs(layout)
     changed = [*changed_files(layout, recorded)]
     changed += [

@@ -74,11 +74,7 @@ class Writer:
         return _lease_path(self.root, self.writer_epoch + 1).exists()
 
     def check_current(self) -> None:
-        """Return if this is the newest lease.
-
-        Raises:
-            RunError: another driver took over; this one must end and change nothing.
-        """
+        """Return if this is the newest lease."""
         if self.is_superseded:
             raise RunError(
                 f"this driver (epoch {self.writer_epoch}) hung, and the run was taken over by "
@@ -88,15 +84,7 @@ class Writer:
 
 @contextmanager
 def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
-    """Become the one writer; the lease ends with the block, or with the process.
-
-    Args:
-        root: the folder of leases; made if need be.
-        take_over: even if the driver before is alive. That one will be refused when it writes.
-
-    Raises:
-        RunError: another driver holds the run; says which and since when.
-    """
+    """Become the one writer; the lease ends with the block, or with the process."""
     root.mkdir(parents=True, exist_ok=True)
     before = newest_lease(root)
     if before and not take_over and is_held(root, before.writer_epoch):

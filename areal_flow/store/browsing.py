@@ -132,11 +132,7 @@ class ShownTrajectory:
 def show_trajectory(
     run: Run, which: str, *, selection: Selection, at: int | None = None
 ) -> ShownTrajectory:
-    """Read one trajectory and, if a step trained it, that step's batch.
-
-    Args:
-        which: its id, or its number in the listing that `selection` makes.
-    """
+    """Read one trajectory and, if a step trained it, that step's batch."""
     recipe = load_recipe(run.layout.config)
     max_staleness = recipe.controller.max_staleness
     with closing(run.database(at=at)) as database:

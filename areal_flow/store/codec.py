@@ -58,11 +58,7 @@ def rollout_table(
     started_at: datetime,
     engine_stats: EngineStats,
 ) -> pa.Table:
-    """Return the groups' rows as the generator knows them: everything but the score.
-
-    Args:
-        groups: at least one has a draft.
-    """
+    """Return the groups' rows as the generator knows them: everything but the score."""
     finished_at = datetime.now(UTC)
     rows = [
         {

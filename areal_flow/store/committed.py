@@ -68,11 +68,7 @@ async def _maintain(maintenance: Maintenance) -> None:
 def read_unconsumed(
     trajectories: Path, writers: Path, ledger: Ledger, *, verifier: str
 ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
-    """Return the trajectories that no ledger row names, and the account of all that there are.
-
-    Args:
-        verifier: the one that counts now.
-    """
+    """Return the trajectories that no ledger row names, and the account of all that there are."""
     columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
     stored = read_rows(trajectories, writers, sorted(columns))
     statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]

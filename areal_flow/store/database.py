@@ -61,15 +61,6 @@ def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:
     """Return what became of each trajectory of the log, one row each, in its order.
 
     Found by columns, so that a long past costs no memory: of most rows only ids are read.
-
-    Args:
-        steps: `LEDGER_COLUMNS` of the ledger.
-        log: `LOG_COLUMNS` of the trajectories.
-
-    Returns:
-        `LOG_COLUMNS`, and `status` ("trained", "discarded" or "waiting"), `step` (the one whose row
-        says so; null while it waits), `policy_version` (that this step started from) and `reason`
-        (null unless discarded).
     """
     log = log.select(LOG_COLUMNS).append_column("position", pa.array(range(len(log)), pa.int64()))
     with empty_database() as connection:
@@ -86,15 +77,7 @@ def connect(
     max_staleness: int,
     pass_threshold: float = PASS_THRESHOLD,
 ) -> duckdb.DuckDBPyConnection:
-    """Return a connection with the views of this module.
-
-    Args:
-        tables: Arrow tables or datasets by name: `stored` (trajectories), `consumption`, `steps`,
-            `stored_evaluations` if there are any, and whatever else the run has.
-        decode: turns tokens into text.
-        max_staleness: of the run, in versions.
-        pass_threshold: of the run.
-    """
+    """Return a connection with the views of this module."""
     connection = empty_database()
     _OPEN.add(connection)
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins
@@ -117,9 +100,6 @@ def compared_answers(answers: pa.Table, *, pass_threshold: float) -> list[dict[s
 
     Two prompts of each of the first eight difficulties, always the same ones. Only evaluations with
     the verifier of the last one count; there are no rows unless two policies gave the answers.
-
-    Args:
-        answers: rows of the evaluations.
     """
     with empty_database() as connection:
         connection.register("answers", answers)

@@ -58,12 +58,7 @@ def create_dataset(
     *,
     stable_row_ids: bool = False,
 ) -> lance.LanceDataset:
-    """Create a dataset of these tables, of none if there are none: others see nothing or all of it.
-
-    Args:
-        stable_row_ids: number rows in the order of their commits (`COMMIT_ORDER`). Each commit then
-            costs every later manifest some 25 bytes.
-    """
+    """Create a dataset of these tables; others see nothing or all of it."""
     if path.exists():
         raise RunError(f"{path} exists already")
     aside = path.with_name(f".{path.name}.partial")
@@ -103,12 +98,7 @@ def has_version(path: Path, version: int) -> bool:
 def read_rows(
     path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
-    """Return the rows of a run's dataset that count.
-
-    Args:
-        columns: read only these.
-        where: an SQL condition, evaluated by Lance.
-    """
+    """Return the rows of a run's dataset that count."""
     names = None if columns is None else list(columns)
     condition = conjunction(where, fence_condition(path, writers))
     return open_dataset(path).to_table(columns=names, filter=condition)
@@ -242,12 +232,7 @@ def unreferenced_files(path: Path) -> list[str]:
 
 
 def remove_orphans(path: Path, *, written_before: float) -> int:
-    """Remove unreferenced files that are older than a moment; return how many.
-
-    Args:
-        written_before: seconds since the epoch. Nobody who wrote before it may be alive: a younger
-            file may be somebody's next commit, and a manifest that names a missing file is broken.
-    """
+    """Remove unreferenced files that are older than a moment; return how many."""
     num_removed = 0
     for name in unreferenced_files(path):
         with suppress(FileNotFoundError):

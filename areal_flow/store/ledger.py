@@ -36,10 +36,6 @@ def read_steps(
 
     A column is null where a row's map lacks its name; means, rates and durations are null at the
     genesis, which has trained nothing.
-
-    Args:
-        columns: read only these; any of the schema, and any name of a metric.
-        where: an SQL condition on the schema's columns, evaluated by Lance.
     """
     wanted = {*STEPS.names} if columns is None else {*columns, "step"}
     if wanted - {*STEPS.names}:

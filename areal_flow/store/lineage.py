@@ -54,12 +54,7 @@ class Lineage:
     def trajectories(
         self, format: TableFormat = "pandas", *, columns: Sequence[str] | None = None
     ) -> Any:
-        """Return the trajectories that were trained, one row each, by step; tokens left out.
-
-        Args:
-            format: as in `Run.trajectories`; "duckdb" is a lazy relation.
-            columns: any of `Run.database`'s view, instead of the usual ones.
-        """
+        """Return the trajectories that were trained, one row each, by step; tokens left out."""
         if columns is None:
             return self._read("FROM used", format)
         return self._read(
@@ -134,11 +129,7 @@ class Lineage:
         return json.loads(path.read_text())["sha256"] if path.is_file() else None
 
     def hash_checks(self, recorded: Mapping[str, str]) -> tuple[HashCheck, ...]:
-        """Compare weights hashes with the ledger's: those given, and the version's checkpoint's.
-
-        Args:
-            recorded: hashes by what carries them.
-        """
+        """Compare weights hashes with the ledger's: those given, and the version's checkpoint's."""
         found = dict(recorded)
         checkpoints = self.run.layout.checkpoints
         if self.version in list_checkpoints(checkpoints):

@@ -35,12 +35,7 @@ def names_row_columns(columns: Sequence[str] | None) -> bool:
 def with_row_columns(
     read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path
 ) -> pa.Table:
-    """Return what is read with columns of the prompts' rows, null where a row lacks one.
-
-    Args:
-        read: takes the stored columns to read.
-        prompts: the table of the prompts, each of whose rows is parsed once.
-    """
+    """Return what is read with columns of the prompts' rows, null where a row lacks one."""
     of_rows = [name for name in columns if name.startswith(OF_ROW)]
     table = read(columns=[*({*columns, "prompt_id"} - {*of_rows})])
     with pa.memory_map(str(prompts)) as file:

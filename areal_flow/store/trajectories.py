@@ -47,11 +47,7 @@ def validate_groups(table: pa.Table) -> None:
 
 
 def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
-    """Write validated groups, to be committed together; until then their rows are invisible.
-
-    Returns:
-        Fragment descriptions for `TrajectoryCommitter.commit`.
-    """
+    """Write validated groups, to be committed together; until then their rows are invisible."""
     rows = table.replace_schema_metadata(None)
     with storage_errors(path):
         fragments = write_fragments(rows, str(path), schema=TRAJECTORIES, mode="append")
@@ -77,11 +73,7 @@ class TrajectoryCommitter:
         return int(self._dataset.count_rows())
 
     def commit(self, receipts: Sequence[GroupReceipt]) -> int:
-        """Append the groups' fragments in one version, but for groups that are there already.
-
-        Returns:
-            The watermark after it.
-        """
+        """Append the groups' fragments in one version, but for groups that are there already."""
         new = [r for r in receipts if not self._is_committed(r.submission_index)]
         descriptions = dict.fromkeys(f for receipt in new for f in receipt.fragments)
         fragments = [*map(FragmentMetadata.from_json, descriptions)]

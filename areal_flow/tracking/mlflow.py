@@ -66,11 +66,7 @@ class MlflowTracker:
     """A `Tracker` over an MLflow server or database."""
 
     def __init__(self, layout: RunLayout, settings: TrackingSettings, uri: str = "") -> None:
-        """Remember what to deliver where; the first call connects.
-
-        Args:
-            uri: of tracking and registry; the database beside the runs, if empty.
-        """
+        """Remember what to deliver where; the first call connects."""
         self.uri = uri or default_tracking_uri(layout.root.parent)
         self.run_id = ""
         self.model_version: str | None = None

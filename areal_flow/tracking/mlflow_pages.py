@@ -72,11 +72,7 @@ def first_page(client: Any) -> str:
 
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
-    """Return the state of MLflow's charts in which a value and its bounds are one chart.
-
-    Args:
-        metrics: names; the bounds of `NAME` are `NAME_low` and `NAME_high`.
-    """
+    """Return the state of MLflow's charts in which a value and its bounds are one chart."""
     known = set(metrics)
     bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(known)}
     bounds = {name: both for name, both in bounds.items() if known.issuperset(both)}

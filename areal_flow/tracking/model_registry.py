@@ -49,11 +49,7 @@ class Aliases:
         return {alias: str(version) for alias, version in found.items()}
 
     def keeping(self, *, without: str) -> frozenset[str]:
-        """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases.
-
-        Args:
-            without: the alias of the run that asks, which only follows.
-        """
+        """Return the versions whose checkpoints are kept: of `best`, and of users' own aliases."""
         moving = {CURRENT, without}
         return frozenset(v for alias, v in self.versions().items() if alias not in moving)
 

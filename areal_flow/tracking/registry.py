@@ -100,11 +100,7 @@ class RunTracking:
         return self._protected
 
     def close(self, status: str | None, *, timeout_s: float = 20.0) -> None:
-        """Deliver what can be delivered within the time, mark the run ended, stop.
-
-        Args:
-            status: FINISHED, KILLED or FAILED; None if another driver goes on with the run.
-        """
+        """Deliver what can be delivered within the time, mark the run ended, stop."""
         self._status = status
         self._closing.set()
         self._wake.set()
@@ -177,11 +173,7 @@ def untrack(layout: RunLayout, recipe: Recipe) -> int:
 
 
 def track(run_directory: Path, uri: str) -> int:
-    """Deliver a run to a server, whatever it has of the run; return how many steps it lacked.
-
-    Args:
-        uri: of the server or database, which need not be the one that the run was tracked by.
-    """
+    """Deliver a run to a server, whatever it has of the run; return how many steps it lacked."""
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)
     sink = make_tracker(layout, settings_of(load_recipe(layout.config)), uri)

@@ -12,9 +12,9 @@ from areal_flow.evaluation.pass_rates import HELD_OUT, PASS_RATE
 from areal_flow.run.directory import State, create_run, hold_run, leave_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.store.committed import append_evaluation
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import append_evaluation, create_logs
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import trajectory_id
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import written_group
@@ -68,16 +68,15 @@ def make_finished_run(
     layout = RunLayout(root)
     create_run(layout, Recipe(num_steps=max(1, num_steps)))
     write_tiny_model(layout.model, max_model_len=32)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
+    create_logs(layout)
     with hold_run(layout) as writer:
         _fill(layout, writer, num_steps, accepted_at=accepted_at)
         if evaluated:
             before = answers("before", 0, reward=0.0, text=HOSTILE)
-            append_evaluation(layout.evaluations, before, writer)
+            append_evaluation(layout, before, writer)
             last = "numeric@1" if accepted_at else "numeric@0"
             after = answers("after", num_steps, reward=1.0, text="#### 4", verifier=last)
-            append_evaluation(layout.evaluations, after, writer)
+            append_evaluation(layout, after, writer)
         if state != "crashed":
             leave_run(layout, writer, state, seconds=1.0)
     return layout
@@ -85,8 +84,8 @@ def make_finished_run(
 
 def _fill(layout: RunLayout, writer: Writer, num_steps: int, *, accepted_at: int | None) -> None:
     committer, ledger = (
-        TrajectoryCommitter(layout.trajectories, writer),
-        Ledger(layout.steps, writer),
+        TrajectoryCommitter(layout, writer),
+        Ledger(layout, writer),
     )
     for step in range(num_steps + 1):
         accepted = accepted_at is not None and step >= accepted_at

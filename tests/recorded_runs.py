@@ -17,8 +17,9 @@ from areal_flow.models.policy import load_policy
 from areal_flow.run.directory import create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import create_logs
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
 from areal_flow.trainer.rank import TrainerRank
 from areal_flow.types import StepRequest
 from areal_flow.weights.channel import HashingWriter
@@ -36,12 +37,11 @@ def make_recorded_run(root: Path, **settings: Any) -> RunLayout:
     recipe = build_recipe({"algorithm": algorithm, **settings}, source="")
     create_run(layout, recipe)
     write_model_directory(layout.model)
-    create_ledger(layout.steps)
-    create_trajectories(layout.trajectories)
+    create_logs(layout)
     written = [written_group(layout.trajectories, index) for index in range(4)]
-    TrajectoryCommitter(layout.trajectories, WRITER).commit(written)
-    ledger = Ledger(layout.steps, WRITER)
-    read = TrainingRows(layout.trajectories, layout.writers)
+    TrajectoryCommitter(layout, WRITER).commit(written)
+    ledger = Ledger(layout, WRITER)
+    read = TrainingRows(layout)
     rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read)
     rank.adopt(load_policy(layout.model))
     hashes, environment = rank.stage_initial_policy()

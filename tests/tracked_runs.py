@@ -14,7 +14,8 @@ from areal_flow.run.directory import create_run
 from areal_flow.run.inputs import Verifier, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer, hold_lease
-from areal_flow.store.ledger import Ledger, create_ledger
+from areal_flow.store.dataset import create_dataset
+from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.types import PolicyHashes
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -28,7 +29,7 @@ def make_run(root: Path) -> RunLayout:
         path.parent.mkdir()
         path.write_text(path.name)
     record_inputs(made, Recipe(), verifier=Verifier("numeric@0"), model=made.model)
-    create_ledger(made.steps)
+    create_dataset(made.steps, STEPS)
     append_steps(made, 0, 1, 2, 3)
     return made
 
@@ -54,6 +55,6 @@ def step_row(step: int, **columns: Any) -> dict[str, Any]:
 
 def append_steps(layout: RunLayout, *steps: int) -> None:
     with hold_lease(layout.writers) as writer:
-        ledger = Ledger(layout.steps, Writer(layout.writers, writer.writer_epoch))
+        ledger = Ledger(layout, Writer(layout.writers, writer.writer_epoch))
         for step in steps:
             ledger.append(step_row(step))

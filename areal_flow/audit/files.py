@@ -87,7 +87,7 @@ def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]
         return None, f"no run of its identity in {layout.root.parent}"
     try:
         with read_errors(place.steps):
-            rows = LedgerReader(place.steps, place.writers).rows(["weights_hash"])
+            rows = LedgerReader(place).rows(["weights_hash"])
         return str(rows[parent.step]["weights_hash"]), ""
     except (ArealFlowError, IndexError) as error:
         return None, str(error)

@@ -27,7 +27,7 @@ from areal_flow.prompts.table import PromptTable
 from areal_flow.run.code_version import CODE_VERSION
 from areal_flow.run.inputs import read_inputs
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.dataset import fence_condition, open_dataset
+from areal_flow.store.dataset import Log, fence_condition, open_dataset
 from areal_flow.store.ledger import STEPS
 from areal_flow.workflows.agent import Agent
 from schemas import EvaluationRow, StepRow, TrajectoryRow
@@ -113,7 +113,7 @@ class _Audit:
             self._judge("log")
         self._files(checkpoints, published)
         if layout.evaluations.exists():
-            list(self._rows(layout.evaluations, EvaluationRow, "evaluation answers", "evaluations"))
+            list(self._rows("evaluations", EvaluationRow, "evaluation answers", "evaluations"))
         self.report.add(*files.broken_descriptions(layout))
         self.report.add(*files.changed_chat_template(layout))
         self.report.add(*files.leftovers(layout))
@@ -139,10 +139,10 @@ class _Audit:
                 yield value
 
     def _rows(
-        self, path: Path, model: type[pa_polars.DataFrameModel], counted: str, kind: str
+        self, log: Log, model: type[pa_polars.DataFrameModel], counted: str, kind: str
     ) -> Iterator[pa.Table | None]:
         """Judge a dataset's rows by their schema; yield those of use, None for those of none."""
-        for piece in scan(path, fence_condition(path, self.layout.writers)):
+        for piece in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
             rows = None
             if isinstance(piece, Finding):
                 self.report.add(piece)
@@ -184,7 +184,7 @@ class _Audit:
 
     def _ledger(self) -> bool:
         """Read the ledger; return whether rules can be asked of it."""
-        read = list(self._rows(self.layout.steps, StepRow, "steps", "ledger"))
+        read = list(self._rows("steps", StepRow, "steps", "ledger"))
         tables = [table for table in read if table is not None]
         has_ledger = len(tables) == len(read)
         rows = pa.concat_tables(tables) if tables and has_ledger else STEPS.empty_table()
@@ -195,7 +195,7 @@ class _Audit:
         """Read every trajectory; return whether all of them can be judged."""
         prompts = self._prompts(recipe)
         all_read = True
-        for rows in self._rows(self.layout.trajectories, TrajectoryRow, "trajectories", "log"):
+        for rows in self._rows("trajectories", TrajectoryRow, "trajectories", "log"):
             if rows is None:
                 all_read = False
                 continue

@@ -144,9 +144,7 @@ def _rows(context: WorkerContext) -> RowsAhead:
     from areal_flow.store.trajectories import TrainingRows
 
     layout = context.layout
-    return context.ensure(
-        RowsAhead, lambda: RowsAhead(TrainingRows(layout.trajectories, layout.writers))
-    )
+    return context.ensure(RowsAhead, lambda: RowsAhead(TrainingRows(layout)))
 
 
 def _writer(context: WorkerContext) -> Writer:

@@ -43,7 +43,7 @@ def take_over(layout: RunLayout, writer: Writer) -> None:
         fence = Fence(
             writer.writer_epoch,
             trajectory_watermark=open_dataset(layout.trajectories).count_rows(),
-            step=Ledger(layout.steps, writer).head,
+            step=Ledger(layout, writer).head,
             evaluation_watermark=open_dataset(evaluations).count_rows()
             if evaluations.exists()
             else 0,

@@ -131,10 +131,10 @@ class LocalTrainer:
     def __init__(self, layout: RunLayout, recipe: Recipe) -> None:
         """Take a run, and its recipe as far as this machine can follow it."""
         check_schema_version(layout)
-        self.ledger = LedgerReader(layout.steps, layout.writers)
+        self.ledger = LedgerReader(layout)
         self._environments = self.ledger.rows(["numeric_environment"])
         self.recipe = recipe
-        read_rows = TrainingRows(layout.trajectories, layout.writers)
+        read_rows = TrainingRows(layout)
         self.rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read_rows)
 
     async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:

@@ -200,7 +200,7 @@ def _batch(
         "arrow", columns=["trajectory_ids", "committed_at"], where=f"step = {row['step']}"
     ).to_pylist()[0]
     identifiers = step["trajectory_ids"]
-    read = TrainingRows(run.layout.trajectories, run.layout.writers)
+    read = TrainingRows(run.layout)
     sequences = sequences_from_rows(
         read(identifiers), policy_version=row["policy_version"], max_staleness=max_staleness
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lance
@@ -14,11 +13,12 @@ import pyarrow.compute as pc
 
 from areal_flow.errors import StorageError
 from areal_flow.recovery.plan import CommittedGroups
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.store.codec import RECEIPT_COLUMNS, receipts
+from areal_flow.store.codec import RECEIPT_COLUMNS, TRAJECTORIES, receipts
 from areal_flow.store.database import LEDGER_COLUMNS, LOG_COLUMNS, consumption_table
 from areal_flow.store.dataset import Maintenance, create_dataset, read_rows, storage_errors
-from areal_flow.store.ledger import Ledger
+from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import GroupReceipt, TrajectoryReceipt
 from schemas import EvaluationRow, arrow_schema, validate
@@ -65,12 +65,17 @@ async def _maintain(maintenance: Maintenance) -> None:
         logger.warning("a dataset could not be compacted, it only grows: %s", error)
 
 
+def create_logs(layout: RunLayout) -> None:
+    create_dataset(layout.trajectories, TRAJECTORIES, stable_row_ids=True)
+    create_dataset(layout.steps, STEPS)
+
+
 def read_unconsumed(
-    trajectories: Path, writers: Path, ledger: Ledger, *, verifier: str
+    layout: RunLayout, ledger: Ledger, *, verifier: str
 ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
     """Return the trajectories that no ledger row names, and the account of all that there are."""
     columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
-    stored = read_rows(trajectories, writers, sorted(columns))
+    stored = read_rows(layout, "trajectories", sorted(columns))
     statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
     waiting = stored.filter(pc.equal(statuses, "waiting"))
     other = waiting.filter(pc.not_equal(waiting["verifier"], verifier))
@@ -83,27 +88,27 @@ def read_unconsumed(
     return receipts(waiting), committed
 
 
-def append_evaluation(path: Path, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
+def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
     """Validate and append held-out answers, all of one evaluation; the first make the dataset."""
     table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
     writer.check_current()
+    path = layout.evaluations
     if not path.exists():
         create_dataset(path, EVALUATIONS, stable_row_ids=True)
     with storage_errors(path):
         lance.write_dataset(table, str(path), mode="append")
 
 
-def evaluation_names(path: Path, writers: Path) -> list[str]:
-    if not path.is_dir():
+def evaluation_names(layout: RunLayout) -> list[str]:
+    if not layout.evaluations.is_dir():
         return []
-    found = pc.unique(read_rows(path, writers, ["evaluation"])["evaluation"]).to_pylist()
-    return sorted(found)
+    found = read_rows(layout, "evaluations", ["evaluation"])["evaluation"]
+    return sorted(pc.unique(found).to_pylist())
 
 
-def read_evaluation(path: Path, writers: Path, name: str) -> list[dict[str, Any]]:
+def read_evaluation(layout: RunLayout, name: str) -> list[dict[str, Any]]:
     """Return the rows of an evaluation, those that count; none if it was never made."""
-    if not path.is_dir():
+    if not layout.evaluations.is_dir():
         return []
-    found = read_rows(path, writers, where=f"evaluation = '{name}'")
-    rows: list[dict[str, Any]] = found.to_pylist()
-    return rows
+    found = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")
+    return found.to_pylist()  # type: ignore[no-any-return]

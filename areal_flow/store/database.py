@@ -24,13 +24,15 @@ import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import duckdb
 import pyarrow as pa
 
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
+
+TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
 Decode = Callable[[pa.Array], pa.Array]
 """Turns a column of token ids into a column of texts."""
@@ -55,6 +57,25 @@ def empty_database() -> duckdb.DuckDBPyConnection:
     with suppress(duckdb.InvalidInputException):
         connection.execute("SET enable_progress_bar = false")
     return connection
+
+
+def convert(table: pa.Table, format: TableFormat) -> Any:
+    """Return an Arrow table in the format that was asked for."""
+    match format:
+        case "arrow":
+            return table
+        case "pandas":
+            import pandas as pd
+
+            return table.to_pandas(types_mapper=pd.ArrowDtype)
+        case "polars":
+            import polars as pl
+
+            return pl.from_arrow(table)
+        case "duckdb":
+            return empty_database().from_arrow(table)
+        case _:
+            raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")
 
 
 def consumption_table(steps: pa.Table, log: pa.Table) -> pa.Table:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 
 import lance
 import pyarrow as pa
@@ -26,6 +27,7 @@ from lance.optimize import Compaction
 
 from areal_flow.errors import ArealFlowError, RunError, StorageError
 from areal_flow.run.durable import force_to_disk
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import read_fences
 
 if hasattr(builtins, "__IPYTHON__"):  # `!command` forks, but only to start another program
@@ -38,11 +40,8 @@ COMMIT_ORDER = "_rowid"
 compaction beside an append puts its older rows behind the newer ones."""
 CACHE_BYTES = 16 << 20
 """What an open dataset may remember. Lance's default is a GiB and more, and appends fill it up."""
-_BEFORE_FENCE = {
-    "trajectories.lance": f"{COMMIT_ORDER} < {{fence.trajectory_watermark}}",
-    "steps.lance": "step <= {fence.step}",
-    "evaluations.lance": f"{COMMIT_ORDER} < {{fence.evaluation_watermark}}",
-}
+Log = Literal["trajectories", "steps", "evaluations"]
+"""The datasets of a run, as `RunLayout` names them."""
 
 COMMITS_BETWEEN_ROUNDS = 50
 ROWS_PER_FRAGMENT = 1024
@@ -96,26 +95,28 @@ def has_version(path: Path, version: int) -> bool:
 
 
 def read_rows(
-    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
+    layout: RunLayout, log: Log, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
     """Return the rows of a run's dataset that count."""
     names = None if columns is None else list(columns)
-    condition = conjunction(where, fence_condition(path, writers))
-    return open_dataset(path).to_table(columns=names, filter=condition)
+    condition = conjunction(where, fence_condition(layout, log))
+    return open_dataset(getattr(layout, log)).to_table(columns=names, filter=condition)
 
 
-def fence_condition(path: Path, writers: Path) -> str | None:
-    """Return the condition on the rows of a run's dataset, by its name; None where all count.
+def fence_condition(layout: RunLayout, log: Log) -> str | None:
+    """Return the condition on the rows of a run's dataset; None where all count.
 
     A row counts if it is of a fence's epoch or a later one, or was there before the fence.
     """
-    before = _BEFORE_FENCE[path.name]
-    return conjunction(
-        *(
-            f"writer_epoch >= {fence.writer_epoch} OR {before.format(fence=fence)}"
-            for fence in read_fences(writers)
-        )
-    )
+    conditions = []
+    for fence in read_fences(layout.writers):
+        before = {
+            "trajectories": f"{COMMIT_ORDER} < {fence.trajectory_watermark}",
+            "steps": f"step <= {fence.step}",
+            "evaluations": f"{COMMIT_ORDER} < {fence.evaluation_watermark}",
+        }
+        conditions.append(f"writer_epoch >= {fence.writer_epoch} OR {before[log]}")
+    return conjunction(*conditions)
 
 
 def conjunction(*conditions: str | None) -> str | None:

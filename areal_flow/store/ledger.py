@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lance
@@ -11,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from areal_flow.errors import RunError, StorageError
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.dataset import (
     Maintenance,
     conjunction,
-    create_dataset,
     fence_condition,
     open_dataset,
     read_rows,
@@ -25,12 +24,8 @@ from schemas import StepRow, arrow_schema
 STEPS = arrow_schema(StepRow)
 
 
-def create_ledger(path: Path) -> None:
-    create_dataset(path, STEPS)
-
-
 def read_steps(
-    path: Path, writers: Path, columns: Sequence[str] | None = None, where: str | None = None
+    layout: RunLayout, columns: Sequence[str] | None = None, where: str | None = None
 ) -> pa.Table:
     """Return step rows in order, with a column for each name in their `metrics` map.
 
@@ -42,12 +37,12 @@ def read_steps(
         wanted.add("metrics")
     stored = [name for name in STEPS.names if name in wanted]
     # A compaction beside an append leaves its older rows behind the newer ones.
-    steps = flatten_metrics(read_rows(path, writers, stored, where).sort_by("step"))
+    steps = flatten_metrics(read_rows(layout, "steps", stored, where).sort_by("step"))
     steps = _without_means_of_nothing(steps)
     if missing := set(columns or ()).difference(steps.column_names):
         raise RunError(
-            f"expected columns of the ledger or names of metrics that a step of {path} has, found "
-            f"{', '.join(sorted(missing))}; it has {', '.join(steps.column_names)}"
+            f"expected columns of the ledger or names of metrics that a step of {layout.steps} "
+            f"has, found {', '.join(sorted(missing))}; it has {', '.join(steps.column_names)}"
         )
     return steps if columns is None else steps.select(columns)
 
@@ -79,10 +74,10 @@ class LedgerReader:
     head: int
     """The newest step, -1 before the genesis."""
 
-    def __init__(self, path: Path, writers: Path) -> None:
-        self._path = path
-        self._counted = fence_condition(path, writers)
-        self._dataset = open_dataset(path)
+    def __init__(self, layout: RunLayout) -> None:
+        self._path = layout.steps
+        self._counted = fence_condition(layout, "steps")
+        self._dataset = open_dataset(self._path)
         self.head = max(self.table(["step"])["step"].to_pylist(), default=-1)
 
     def rows(self, columns: list[str] | None = None, *, since: int = 0) -> list[dict[str, Any]]:
@@ -109,10 +104,10 @@ class Ledger(LedgerReader):
     of the whole table costs more than a small step and belongs to tests and audits.
     """
 
-    def __init__(self, path: Path, writer: Writer) -> None:
-        super().__init__(path, writer.root)
+    def __init__(self, layout: RunLayout, writer: Writer) -> None:
+        super().__init__(layout)
         self._writer = writer
-        self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
+        self.maintenance = Maintenance(self._path, num_fragments=len(self._dataset.get_fragments()))
 
     def append(self, row: dict[str, Any]) -> None:
         assert row["step"] == self.head + 1, "a step follows the one before"

@@ -20,10 +20,11 @@ from areal_flow.recovery.checkpoints import (
     read_checkpoint_state,
 )
 from areal_flow.run.parents import find_parent, read_parent
+from areal_flow.store.database import TableFormat, convert, read_sql
 from areal_flow.store.dataset import read_errors
 
 if TYPE_CHECKING:
-    from areal_flow.store.queries import Run, TableFormat
+    from areal_flow.store.queries import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +183,11 @@ class Lineage:
         return records
 
     def _read(self, query: str, format: TableFormat = "pandas") -> Any:
-        from areal_flow.store.queries import convert
-
         relation = self._database.sql(query)
         return relation if format == "duckdb" else convert(relation.to_arrow_table(), format)
 
     @cached_property
     def _database(self) -> Any:
-        from areal_flow.store.database import read_sql
-
         database = self.run.database(at=self.version)
         database.execute(read_sql("lineage"))
         return database

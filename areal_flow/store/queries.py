@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -19,12 +19,15 @@ from areal_flow.run.layout import RunLayout
 from areal_flow.store.database import (
     LEDGER_COLUMNS,
     LOG_COLUMNS,
+    TableFormat,
     connect,
     consumption_table,
+    convert,
     empty_database,
 )
 from areal_flow.store.dataset import (
     COMMIT_ORDER,
+    Log,
     conjunction,
     fence_condition,
     open_dataset,
@@ -35,8 +38,6 @@ from areal_flow.store.lineage import Lineage
 from areal_flow.store.row_columns import names_row_columns, refuse_row_columns, with_row_columns
 from areal_flow.types import as_tokens
 from schemas.content import row_arrays
-
-TableFormat = Literal["pandas", "polars", "arrow", "duckdb"]
 
 
 class Run:
@@ -84,7 +85,7 @@ class Run:
             return self._read_view(format, columns, where, at)
         if at is not None:
             where = conjunction(where, f"{COMMIT_ORDER} < {self._watermark(at)}")
-        return self._read(self.layout.trajectories, format, columns, where)
+        return self._read("trajectories", format, columns, where)
 
     def steps(
         self,
@@ -97,7 +98,7 @@ class Run:
 
         Each metric of the algorithm is a column, too, which `where` does not know.
         """
-        steps = read_steps(self.layout.steps, self.layout.writers, columns, where)
+        steps = read_steps(self.layout, columns, where)
         return convert(steps, format)
 
     def evaluations(
@@ -112,7 +113,7 @@ class Run:
             read = partial(self.evaluations, "arrow", where=where)
             prompts = self.layout.held_out_prompts
             return convert(with_row_columns(read, columns or (), prompts), format)
-        return self._read(self.layout.evaluations, format, columns, where)
+        return self._read("evaluations", format, columns, where)
 
     def consumption(self, format: TableFormat = "pandas", *, at: int | None = None) -> Any:
         """Return what became of every trajectory: trained, discarded or waiting.
@@ -219,15 +220,15 @@ class Run:
         return int(found["trajectory_watermark"][0].as_py())
 
     def _read(
-        self, path: Path, format: TableFormat, columns: Sequence[str] | None, where: str | None
+        self, log: Log, format: TableFormat, columns: Sequence[str] | None, where: str | None
     ) -> Any:
         refuse_row_columns(where)
-        by_lance = fence_condition(path, self.layout.writers) or COMMIT_ORDER in (where or "")
+        by_lance = fence_condition(self.layout, log) or COMMIT_ORDER in (where or "")
         if format == "duckdb" and not by_lance:
-            relation = empty_database().from_arrow(open_dataset(path))
+            relation = empty_database().from_arrow(open_dataset(getattr(self.layout, log)))
             relation = relation.filter(where) if where else relation
             return relation.select(*columns) if columns else relation
-        return convert(read_rows(path, self.layout.writers, columns, where), format)
+        return convert(read_rows(self.layout, log, columns, where), format)
 
     def _read_view(
         self,
@@ -260,22 +261,3 @@ def open_run(path: Path | str) -> Run:
 
 def _until(step: int | None) -> str | None:
     return None if step is None else f"step <= {step}"
-
-
-def convert(table: pa.Table, format: TableFormat) -> Any:
-    """Return an Arrow table in the format that was asked for."""
-    match format:
-        case "arrow":
-            return table
-        case "pandas":
-            import pandas as pd
-
-            return table.to_pandas(types_mapper=pd.ArrowDtype)
-        case "polars":
-            import polars as pl
-
-            return pl.from_arrow(table)
-        case "duckdb":
-            return empty_database().from_arrow(table)
-        case _:
-            raise ValueError(f"expected pandas, polars, arrow or duckdb, found {format!r}")

@@ -17,12 +17,12 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import FragmentMetadata, LanceFragment, write_fragments
 
 from areal_flow.errors import StorageError
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES, array_rows
 from areal_flow.store.dataset import (
     Maintenance,
     conjunction,
-    create_dataset,
     fence_condition,
     open_dataset,
     read_rows,
@@ -36,10 +36,6 @@ BYTES_AT_ONCE, IO_BUFFER_BYTES = 8 << 20, 32 << 20
 """Of Lance's reading. By its defaults a batch of long rows takes three times its size meanwhile."""
 NEWEST_FRAGMENTS = 64
 """Where a step's rows are looked for first."""
-
-
-def create_trajectories(path: Path) -> None:
-    create_dataset(path, TRAJECTORIES, stable_row_ids=True)
 
 
 def validate_groups(table: pa.Table) -> None:
@@ -57,13 +53,13 @@ def write_groups(path: Path, table: pa.Table) -> tuple[str, ...]:
 class TrajectoryCommitter:
     """The one writer of versions. Not for concurrent use: the controller commits one at a time."""
 
-    def __init__(self, path: Path, writer: Writer) -> None:
-        self._path = path
+    def __init__(self, layout: RunLayout, writer: Writer) -> None:
         self._writer = writer
-        self._dataset = open_dataset(path)
-        self.maintenance = Maintenance(path, num_fragments=len(self._dataset.get_fragments()))
+        self._dataset = open_dataset(layout.trajectories)
+        num_fragments = len(self._dataset.get_fragments())
+        self.maintenance = Maintenance(layout.trajectories, num_fragments=num_fragments)
         self._committed = bytearray()
-        stored = read_rows(path, writer.root, ["submission_index"])
+        stored = read_rows(layout, "trajectories", ["submission_index"])
         for index in pc.unique(stored["submission_index"]).to_pylist():
             self._mark(index)
 
@@ -122,20 +118,19 @@ class TrainingRows:
         "content_hash",
     )
 
-    def __init__(self, path: Path, writers: Path) -> None:
+    def __init__(self, layout: RunLayout) -> None:
         """Remember where the log is; it is opened on first use."""
-        self._path = path
-        self._writers = writers
+        self._layout = layout
         self._rows_at_once = 32
         """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
 
     @cached_property
     def _dataset(self) -> LanceDataset:
-        return open_dataset(self._path)
+        return open_dataset(self._layout.trajectories)
 
     @cached_property
     def _counted(self) -> str | None:
-        return fence_condition(self._path, self._writers)
+        return fence_condition(self._layout, "trajectories")
 
     def __call__(self, trajectory_ids: Sequence[str]) -> Sequence[Mapping[str, Any]]:
         """Return exactly these rows, in this order, as `array_rows`."""
@@ -152,7 +147,7 @@ class TrainingRows:
                 raise StorageError(
                     f"trajectory {rows[place]['trajectory_id']} is not what was written: expected "
                     f"content_hash {rows[place]['content_hash']}, found {hashes[place]}. Restore "
-                    f"{self._path.name} from a copy"
+                    f"{self._layout.trajectories.name} from a copy"
                 )
         return [rows[place] for place in places.to_pylist()]
 

@@ -200,7 +200,7 @@ class Projection:
         self._checkpoints = known
 
     def _ledger(self) -> LedgerReader:
-        return LedgerReader(self._layout.steps, self._layout.writers)
+        return LedgerReader(self._layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def fork_of(found: Reference, *, reset_optimizer: bool = False) -> Fork:
             f"`areal-flow sft` made is a model: give it to --model"
         )
     with read_errors(parent.steps):
-        head = LedgerReader(parent.steps, parent.writers).head
+        head = LedgerReader(parent).head
     if head < 0:
         raise RunError(
             f"run {parent.name} has no policy yet: it is still before its version 0; "

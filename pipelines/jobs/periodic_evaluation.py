@@ -105,12 +105,8 @@ def read_periodic(
     Args:
         verifier: the one that counts now; what another one scored is not compared with it.
     """
-    names = evaluation_names(layout.evaluations, layout.writers)
-    answers = {
-        name: read_evaluation(layout.evaluations, layout.writers, name)
-        for name in names
-        if name.startswith(_PREFIX)
-    }
+    names = evaluation_names(layout)
+    answers = {name: read_evaluation(layout, name) for name in names if name.startswith(_PREFIX)}
     return {
         name: tabulate(rows, threshold=threshold)
         for name, rows in answers.items()
@@ -161,13 +157,13 @@ class HeldOutEvaluations:
             writer_epoch=self.writer.writer_epoch,
             decode=partial(texts_of, tokenizer),
         )
-        await asyncio.to_thread(append_evaluation, self.layout.evaluations, rows, self.writer)
+        await asyncio.to_thread(append_evaluation, self.layout, rows, self.writer)
         self.tracking.wake()
         threshold = self.recipe.pass_threshold
         self.tables[name] = await asyncio.to_thread(tabulate, rows, threshold=threshold)
 
     def answered(self, name: str, version: int) -> list[dict[str, Any]]:
-        rows = read_evaluation(self.layout.evaluations, self.layout.writers, name)
+        rows = read_evaluation(self.layout, name)
         return [row for row in rows if row["policy_version"] == version]
 
     def beside_training(self, flow: Flow) -> PeriodicEvaluations:
@@ -181,7 +177,7 @@ class HeldOutEvaluations:
             self.progress.phase(f"evaluation {name}: pass rate {rate}, mean reward {reward}")
             self.stop_on_plateau(flow)
 
-        made = evaluation_names(layout.evaluations, layout.writers)
+        made = evaluation_names(layout)
         return PeriodicEvaluations(evaluate, self.recipe, made=made)
 
     def stop_on_plateau(self, flow: Flow) -> None:

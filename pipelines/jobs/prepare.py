@@ -12,8 +12,7 @@ from areal_flow.prompts.rendering import why_chat_template
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.inputs import record_inputs
 from areal_flow.run.layout import RunLayout
-from areal_flow.store.ledger import create_ledger
-from areal_flow.store.trajectories import create_trajectories
+from areal_flow.store.committed import create_logs
 from areal_flow.trainer.supervised import OBJECTIVES
 from areal_flow.workflows.registry import load_workflow
 from pipelines.console.prompt_report import describe_prompts
@@ -68,6 +67,5 @@ def prepare_run(layout: RunLayout, recipe: Recipe) -> str:
     record_inputs(
         layout, given, verifier=verifier, model=initial_model(given, layout), reference=reference
     )
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
+    create_logs(layout)
     return describe_prompts(prepared, layout, notes)

@@ -119,8 +119,8 @@ class Training:
         self.held_out = HeldOutEvaluations(
             layout, recipe, writer, verifier, self.rollouts.answer, self.progress, self.tracking
         )
-        self.ledger = Ledger(layout.steps, writer)
-        self.committer = TrajectoryCommitter(layout.trajectories, writer)
+        self.ledger = Ledger(layout, writer)
+        self.committer = TrajectoryCommitter(layout, writer)
         self.logs = CommittedLogs(self.committer, self.ledger)
         self.replicas = TrainerReplicas(
             cluster.client, num_ranks=recipe.cluster.num_trainers, replace=cluster.pool.replace
@@ -253,9 +253,7 @@ class Training:
 
     def _plan(self) -> InitialState:
         layout, verifier = self.layout, self.provenance.verifier
-        unconsumed, committed = read_unconsumed(
-            layout.trajectories, layout.writers, self.ledger, verifier=verifier
-        )
+        unconsumed, committed = read_unconsumed(layout, self.ledger, verifier=verifier)
         rows = self.ledger.rows(PLAN_COLUMNS)
         return plan_initial_state(rows, unconsumed, committed, self.committer.watermark)
 

@@ -20,8 +20,7 @@ from areal_flow.models.hashing import hash_files, hash_tensors
 from areal_flow.recovery.bootstrap import take_over
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
-from areal_flow.store.ledger import create_ledger
-from areal_flow.store.trajectories import create_trajectories
+from areal_flow.store.committed import create_logs
 from areal_flow.weights import media, shared_memory
 from areal_flow.weights.directory import KEEP_VERSIONS, DirectoryReader
 from areal_flow.weights.media import ChosenChannel, check_medium
@@ -150,8 +149,7 @@ def test_successor_frees_what_a_killed_run_left_and_nothing_else(tmp_path: Path)
     layouts = [RunLayout(tmp_path / name) for name in ("killed", "other")]
     roots = [layout.weights_of(1) for layout in layouts]
     for layout, root in zip(layouts, roots, strict=True):
-        create_trajectories(layout.trajectories)
-        create_ledger(layout.steps)
+        create_logs(layout)
         with hold_lease(layout.writers):
             publish(ChosenChannel(root, "shared_memory"), 0)
     copied = RunLayout(tmp_path / "copied")

@@ -29,9 +29,10 @@ from areal_flow.run.inputs import Verifier, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
+from areal_flow.store.committed import create_logs
 from areal_flow.store.dataset import open_dataset
-from areal_flow.store.ledger import STEPS, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.ledger import STEPS
+from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.trainer.metrics import batch_metrics
 from areal_flow.types import VersionSpan
 from schemas import TrajectoryRow, content_hashes
@@ -368,12 +369,12 @@ def test_verifier_is_the_one_that_was_accepted_for_its_writer() -> None:
     ]
 
 
-def grown(path: Path) -> TrajectoryCommitter:
+def grown(layout: RunLayout) -> TrajectoryCommitter:
     """Return the committer of a dataset of three commits, which are three fragments."""
-    create_trajectories(path)
-    committer = TrajectoryCommitter(path, Writer(path.parent / "writers", 1))
+    create_logs(layout)
+    committer = TrajectoryCommitter(layout, Writer(layout.writers, 1))
     for index in range(3):
-        committer.commit([written_group(path, index)])
+        committer.commit([written_group(layout.trajectories, index)])
     return committer
 
 
@@ -386,8 +387,9 @@ def clean_up(path: Path) -> None:
 def test_scan_says_that_its_version_was_cleaned_up_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "trajectories.lance"
-    grown(path)
+    layout = RunLayout(tmp_path)
+    path = layout.trajectories
+    grown(layout)
     monkeypatch.setattr("areal_flow.audit.rows.BYTES_AT_ONCE", 1)  # a piece a batch
     pieces = scan(path)
     first = next(pieces)
@@ -400,8 +402,9 @@ def test_scan_says_that_its_version_was_cleaned_up_meanwhile(
 
 
 def test_missing_fragment_of_a_version_that_is_there_is_a_finding(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.lance"
-    grown(path)
+    layout = RunLayout(tmp_path)
+    path = layout.trajectories
+    grown(layout)
     next((path / "data").iterdir()).unlink()
     kinds = [type(piece) for piece in scan(path)]
     assert sorted(kind.__name__ for kind in kinds) == ["Finding", "Piece"]
@@ -413,8 +416,7 @@ def test_run_is_read_again_when_its_version_went(
 ) -> None:
     layout = RunLayout(tmp_path)
     layout.config.write_text(dump_recipe(Recipe()))
-    grown(layout.trajectories)
-    create_ledger(layout.steps)
+    grown(layout)
     undisturbed = check_run(layout)
     assert undisturbed.findings
     num_scans = 0

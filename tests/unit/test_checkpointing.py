@@ -16,8 +16,9 @@ from areal_flow.recovery.checkpointing import Checkpoints
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import create_logs
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrajectoryCommitter
 from areal_flow.types import PolicyHashes
 from tests.checkpoints import write_fake_checkpoint
 
@@ -85,16 +86,15 @@ class Driver:
 @asynccontextmanager
 async def driving(root: Path, **deaths: int) -> AsyncIterator[Driver]:
     layout = RunLayout(root)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
+    create_logs(layout)
     with hold_lease(layout.writers) as writer:
-        ledger = Ledger(layout.steps, writer)
+        ledger = Ledger(layout, writer)
         trainer, registry = FakeTrainer(layout, **deaths), FakeRegistry()
         checkpoints = Checkpoints(
             layout,
             TrainerSettings(checkpoint_every_steps=2, keep_checkpoints=2),
             ledger=ledger,
-            trajectories=TrajectoryCommitter(layout.trajectories, writer).maintenance,
+            trajectories=TrajectoryCommitter(layout, writer).maintenance,
             trainer=trainer,
             registry=registry,
             writer=writer,

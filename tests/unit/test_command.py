@@ -191,7 +191,7 @@ def test_next_commands_ask_the_registry_only_where_it_is_beside_the_runs(
             recipe=Recipe(tracking=TrackingSettings(uri=uri)),
             tracking=SimpleNamespace(alias="x", model_version="1"),
             held_out=SimpleNamespace(tables={}),
-            ledger=Ledger(layout.steps, WRITER),
+            ledger=Ledger(layout, WRITER),
             began=0.0,
             writer=SimpleNamespace(check_current=lambda: None),
         )

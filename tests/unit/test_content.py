@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 from areal_flow.errors import StorageError
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import create_logs
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
 from schemas import content_hashes
 from schemas.content import CONTENT_COLUMNS
 from tests.rows import group_table, written_group
-
-NOBODY = Path("nobody")
 
 
 def changed(table: pa.Table, column: str) -> pa.Table:
@@ -63,12 +63,13 @@ def test_hash_does_not_depend_on_chunks_and_slices() -> None:
 
 
 def test_row_that_was_changed_trains_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.lance"
-    create_trajectories(path)
+    layout = RunLayout(tmp_path)
+    path = layout.trajectories
+    create_logs(layout)
     receipts = [written_group(path, index) for index in range(2)]
-    TrajectoryCommitter(path, Writer(NOBODY, 1)).commit(receipts)
+    TrajectoryCommitter(layout, Writer(layout.writers, 1)).commit(receipts)
     ids = [t.trajectory_id for receipt in receipts for t in receipt.trajectories]
-    assert [row["reward"] for row in TrainingRows(path, NOBODY)(ids)] == [1.0, 0.0, 1.0, 0.0]
+    assert [row["reward"] for row in TrainingRows(layout)(ids)] == [1.0, 0.0, 1.0, 0.0]
     lance.dataset(str(path)).update({"reward": "1.0"}, where=f"trajectory_id = '{ids[1]}'")
     with pytest.raises(StorageError, match=f"{ids[1]} is not what was written"):
-        TrainingRows(path, NOBODY)(ids)
+        TrainingRows(layout)(ids)

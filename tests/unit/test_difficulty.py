@@ -19,9 +19,9 @@ from areal_flow.run.directory import create_run, hold_run
 from areal_flow.run.inputs import Verifier, read_inputs, record_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.codec import receipts
-from areal_flow.store.ledger import create_ledger
+from areal_flow.store.committed import create_logs
 from areal_flow.store.queries import Run
-from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
+from areal_flow.store.trajectories import TrajectoryCommitter, write_groups
 from areal_flow.types import GroupReceipt
 from pipelines.console.prompt_report import describe_prompts, report_difficulty
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
@@ -49,11 +49,10 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     create_run(layout, recipe)
     write_tiny_model(layout.model, max_model_len=96)
     prepare_prompts(recipe, layout)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
+    create_logs(layout)
     prompts = PromptTable(layout.train_prompts, seed=0)
     with hold_run(layout) as writer:
-        committer = TrajectoryCommitter(layout.trajectories, writer)
+        committer = TrajectoryCommitter(layout, writer)
         for place, rewards in enumerate(REWARDS):
             table = group_table(place, rewards=rewards)
             tokens = [prompts.row(place).tokens.tolist()] * len(rewards)

@@ -32,7 +32,8 @@ from areal_flow.rewards.registry import WeightedRewards
 from areal_flow.run.layout import RunLayout
 from areal_flow.settings import code_hash
 from areal_flow.store.codec import receipts, rollout_table
-from areal_flow.store.trajectories import create_trajectories, validate_groups
+from areal_flow.store.committed import create_logs
+from areal_flow.store.trajectories import validate_groups
 from areal_flow.types import (
     Completion,
     EngineStats,
@@ -261,7 +262,7 @@ def test_rows_of_an_agent_name_its_code_and_another_code_is_refused(
         rewards=[],
     )
     layout.config.write_text(dump_recipe(recipe))
-    create_trajectories(layout.trajectories)
+    create_logs(layout)
     group = group_of(layout, 0)
 
     async def graph() -> Any:
@@ -330,7 +331,7 @@ def test_several_groups_are_judged_at_once_where_the_verifier_waits(
     layout: RunLayout, worker: WorkerContext, verifier: str, most: int, num_groups: int
 ) -> None:
     running[:] = [0, 0]
-    create_trajectories(layout.trajectories)
+    create_logs(layout)
     recipe = small_recipe(rewards=[{"verifier": f"{__name__}:{verifier}"}])
     layout.config.write_text(dump_recipe(recipe))
     groups = [group_of(layout, index) for index in range(8)]

@@ -27,9 +27,10 @@ from areal_flow.recovery.checkpoints import (
 from areal_flow.run.directory import check_schema_version, create_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.parents import Parent, read_parent, record_parent
-from areal_flow.store.ledger import Ledger, LedgerReader, create_ledger
+from areal_flow.store.committed import create_logs
+from areal_flow.store.dataset import create_dataset
+from areal_flow.store.ledger import STEPS, Ledger, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.store.trajectories import create_trajectories
 from areal_flow.types import PolicyHashes
 from pipelines.jobs.forking import Fork, describe_parent, fork_of
 from pipelines.references import find_reference
@@ -53,19 +54,16 @@ def forked(
 
 
 def recorded_hash(layout: RunLayout, step: int) -> str:
-    return str(
-        LedgerReader(layout.steps, layout.writers).rows(["weights_hash"])[step]["weights_hash"]
-    )
+    return str(LedgerReader(layout).rows(["weights_hash"])[step]["weights_hash"])
 
 
 def begun(layout: RunLayout, weights_hash: str) -> RunLayout:
     """Write the logs of a fork that has made its version 0."""
     copy_model_description(checkpoint_path(layout.checkpoints, 0), layout.model)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
+    create_logs(layout)
     hashes = PolicyHashes(weights_hash, served_hash=weights_hash)
     row = genesis_row(hashes, provenance=PROVENANCE, numeric_environment="{}")
-    Ledger(layout.steps, WRITER).append(row)
+    Ledger(layout, WRITER).append(row)
     return layout
 
 
@@ -211,7 +209,7 @@ def test_run_without_a_policy_is_refused(parent: RunLayout, tmp_path: Path) -> N
     create_run(unprepared, load_recipe(parent.config))
     with pytest.raises(RunError, match="run young has no ledger"):
         fork_of(find_reference(tmp_path, "young"))
-    create_ledger(unprepared.steps)
+    create_dataset(unprepared.steps, STEPS)
     with pytest.raises(RunError, match=r"run young has no policy yet.*--resume young"):
         fork_of(find_reference(tmp_path, "young"))
 
@@ -285,7 +283,7 @@ def test_check_compares_the_genesis_with_the_parents_step(parent: RunLayout) -> 
 
 def test_first_checkpoint_of_a_fork_may_precede_its_row(parent: RunLayout) -> None:
     child = forked(parent, 2)
-    create_ledger(child.steps)
+    create_dataset(child.steps, STEPS)
     assert findings(child) == {}
     checkpoint = checkpoint_path(child.checkpoints, 0)
     checkpoint.rename(checkpoint_path(child.checkpoints, 1))

@@ -34,14 +34,15 @@ from areal_flow.run.lease import (
     record_fence,
 )
 from areal_flow.store.codec import TRAJECTORIES
-from areal_flow.store.committed import append_evaluation, read_evaluation, read_unconsumed
-from areal_flow.store.dataset import fence_condition, open_dataset
-from areal_flow.store.ledger import Ledger, create_ledger
-from areal_flow.store.trajectories import (
-    TrainingRows,
-    TrajectoryCommitter,
-    create_trajectories,
+from areal_flow.store.committed import (
+    append_evaluation,
+    create_logs,
+    read_evaluation,
+    read_unconsumed,
 )
+from areal_flow.store.dataset import fence_condition, open_dataset
+from areal_flow.store.ledger import Ledger
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
 from areal_flow.types import PolicyHashes
 from tests.rows import written_group
 
@@ -51,8 +52,7 @@ def layout(tmp_path: Path) -> RunLayout:
     made = RunLayout(tmp_path)
     made.config.write_text(dump_recipe(Recipe()))
     write_identity(made)
-    create_trajectories(made.trajectories)
-    create_ledger(made.steps)
+    create_logs(made)
     return made
 
 
@@ -106,8 +106,8 @@ def test_killed_holder_frees_the_run_and_a_stopped_one_is_named(tmp_path: Path) 
 def test_writer_that_was_taken_over_is_refused(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as stale:
         committer, ledger = (
-            TrajectoryCommitter(layout.trajectories, stale),
-            Ledger(layout.steps, stale),
+            TrajectoryCommitter(layout, stale),
+            Ledger(layout, stale),
         )
         ledger.append(row(0, 1))
         with hold_lease(layout.writers, take_over=True) as writer:
@@ -130,8 +130,8 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
         committer, ledger = (
-            TrajectoryCommitter(layout.trajectories, stale),
-            Ledger(layout.steps, stale),
+            TrajectoryCommitter(layout, stale),
+            Ledger(layout, stale),
         )
         ledger.append(row(0, 1))
         committer.commit([written_group(layout.trajectories, 0)])
@@ -139,8 +139,8 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
             take_over(layout, writer)
             ledger.append(row(1, 1, "stale"))
             committer.commit([written_group(layout.trajectories, index) for index in (1, 2)])
-            new_log = TrajectoryCommitter(layout.trajectories, writer)
-            new_ledger = Ledger(layout.steps, writer)
+            new_log = TrajectoryCommitter(layout, writer)
+            new_ledger = Ledger(layout, writer)
             assert new_ledger.head == 0
             new_group = written_group(layout.trajectories, 2, rewards=(0.5, 0.25), writer_epoch=2)
             head = new_log.commit([new_group])
@@ -155,11 +155,9 @@ def test_what_a_driver_writes_after_its_takeover_counts_for_nobody(layout: RunLa
     relation = run.trajectories("duckdb", where="member = 0", columns=["submission_index"])
     assert sorted(relation.fetchall()) == [(0,), (2,)]
     assert set(run.trajectories(at=1)["submission_index"]) == {0, 2}
-    (read,) = TrainingRows(layout.trajectories, layout.writers)(["00000002-0000-00"])
+    (read,) = TrainingRows(layout)(["00000002-0000-00"])
     assert read["reward"] == 0.5, "the new driver's, not the stale one's"
-    left, committed = read_unconsumed(
-        layout.trajectories, layout.writers, new_ledger, verifier="numeric@0"
-    )
+    left, committed = read_unconsumed(layout, new_ledger, verifier="numeric@0")
     assert committed.submission_indices == {0, 2}
     assert {receipt.trajectory_id[:8] for receipt in left} == {"00000000", "00000002"}
     assert [fence.writer_epoch for fence in read_fences(layout.writers)] == [2]
@@ -194,16 +192,16 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
 ) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers) as first:
-        Ledger(layout.steps, stale).append(row(0, 1))
+        Ledger(layout, stale).append(row(0, 1))
         if begun_before:
-            append_evaluation(layout.evaluations, answers_of(1, "before"), first)
+            append_evaluation(layout, answers_of(1, "before"), first)
         with hold_lease(layout.writers, take_over=True) as writer:
             take_over(layout, writer)
-            append_evaluation(layout.evaluations, answers_of(1, "after"), stale)
+            append_evaluation(layout, answers_of(1, "after"), stale)
             with pytest.raises(RunError, match="taken over"):
-                append_evaluation(layout.evaluations, answers_of(1, "after"), first)
-            append_evaluation(layout.evaluations, answers_of(2, "after"), writer)
-            append_evaluation(layout.evaluations, answers_of(1, "after"), stale)
+                append_evaluation(layout, answers_of(1, "after"), first)
+            append_evaluation(layout, answers_of(2, "after"), writer)
+            append_evaluation(layout, answers_of(1, "after"), stale)
     expected = [("before", 1)] * 3 * begun_before + [("after", 2)] * 3
     run = areal_flow.open_run(layout.root)
     found = run.evaluations("arrow", columns=["evaluation", "writer_epoch"]).to_pydict()
@@ -211,14 +209,14 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
     with run.database() as database:
         counted = database.sql("SELECT evaluation, writer_epoch FROM evaluations").fetchall()
     assert counted == expected
-    assert len(read_evaluation(layout.evaluations, layout.writers, "after")) == 3
-    audited = scan(layout.evaluations, fence_condition(layout.evaluations, layout.writers))
+    assert len(read_evaluation(layout, "after")) == 3
+    audited = scan(layout.evaluations, fence_condition(layout, "evaluations"))
     assert sum(len(piece.rows) for piece in audited if isinstance(piece, Piece)) == len(expected)
 
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as first:
-        Ledger(layout.steps, first).append(row(0, 1))
+        Ledger(layout, first).append(row(0, 1))
     with hold_lease(layout.writers) as hung, hold_lease(layout.writers, take_over=True) as writer:
         layout.weights_of(writer.writer_epoch).mkdir(parents=True)
         written_group(layout.trajectories, 0)
@@ -232,8 +230,8 @@ def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunL
 def test_driver_that_dies_before_its_fence_leaves_it_to_the_next(layout: RunLayout) -> None:
     stale = Asleep(layout.writers, 1)
     with hold_lease(layout.writers):
-        Ledger(layout.steps, stale).append(row(0, 1))
-        committer = TrajectoryCommitter(layout.trajectories, stale)
+        Ledger(layout, stale).append(row(0, 1))
+        committer = TrajectoryCommitter(layout, stale)
         with hold_lease(layout.writers, take_over=True):
             pass
         with hold_lease(layout.writers) as third:
@@ -245,8 +243,8 @@ def test_driver_that_dies_before_its_fence_leaves_it_to_the_next(layout: RunLayo
 
 def test_orphans_are_removed_only_when_no_earlier_driver_lives(layout: RunLayout) -> None:
     with hold_lease(layout.writers) as first:
-        committer = TrajectoryCommitter(layout.trajectories, first)
-        Ledger(layout.steps, first).append(row(0, 1))
+        committer = TrajectoryCommitter(layout, first)
+        Ledger(layout, first).append(row(0, 1))
         committer.commit([written_group(layout.trajectories, 0)])
         written_group(layout.trajectories, 1)
         with hold_lease(layout.writers, take_over=True) as second:

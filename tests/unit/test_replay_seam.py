@@ -94,7 +94,7 @@ def test_recorded_rates_are_found_again_whatever_num_steps_became(tmp_path: Path
 def test_hash_of_the_optimizer_stands_in_the_checkpoint_alone(layout: RunLayout) -> None:
     path = checkpoint_path(layout.checkpoints, 0)
     assert len(read_checkpoint_state(path).optimizer_hash) == 32
-    assert "optimizer_hash" not in Ledger(layout.steps, WRITER).rows()[0]
+    assert "optimizer_hash" not in Ledger(layout, WRITER).rows()[0]
     file = path / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "optimizer_hash": "0" * 32}))
     with pytest.raises(RunError, match="below step 1"):

@@ -18,7 +18,8 @@ from areal_flow.run.directory import (
     list_runs,
 )
 from areal_flow.run.layout import SCHEMA_VERSION, RunLayout
-from areal_flow.store.ledger import create_ledger
+from areal_flow.store.dataset import create_dataset
+from areal_flow.store.ledger import STEPS
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_new_run_can_be_opened_and_has_an_identity_of_its_own(layout: RunLayout)
 def test_run_of_another_schema_version_is_refused_at_every_door(
     layout: RunLayout, identity: str | None, found: str
 ) -> None:
-    create_ledger(layout.steps)
+    create_dataset(layout.steps, STEPS)
     if identity is None:
         layout.identity.unlink()
     else:
@@ -82,7 +83,7 @@ def test_run_of_another_schema_version_does_not_hide_the_others(
 
 
 def test_ledger_alone_is_of_another_schema_version(tmp_path: Path) -> None:
-    create_ledger(tmp_path / "old" / "steps.lance")
+    create_dataset(tmp_path / "old" / "steps.lance", STEPS)
     with pytest.raises(RunError, match="found none"):
         find_run(tmp_path, "old")
 

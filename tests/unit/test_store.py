@@ -26,12 +26,12 @@ from areal_flow.run.lease import Writer
 from areal_flow.step_metrics import StepMetrics
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, member_errors, receipts
-from areal_flow.store.dataset import open_dataset, storage_errors
-from areal_flow.store.ledger import STEPS, Ledger, create_ledger
+from areal_flow.store.committed import create_logs
+from areal_flow.store.dataset import create_dataset, open_dataset, storage_errors
+from areal_flow.store.ledger import STEPS, Ledger
 from areal_flow.store.trajectories import (
     TrainingRows,
     TrajectoryCommitter,
-    create_trajectories,
     validate_groups,
     write_groups,
 )
@@ -39,15 +39,33 @@ from areal_flow.types import Discard, GroupReceipt, PolicyHashes, StepRequest, S
 from schemas import EvaluationRow, PromptRow, StepRow, TrajectoryRow, arrow_schema, validate
 from tests.rows import group_table, written_group
 
-NOBODY = Path("nobody")
-WRITER = Writer(NOBODY, 1)
+WRITER = Writer(Path("nobody"), 1)
 PROVENANCE = Provenance(1, "config", "code")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    create_trajectories(tmp_path / "trajectories.lance")
-    return tmp_path / "trajectories.lance"
+def layout(tmp_path: Path) -> RunLayout:
+    """Return a run with empty logs."""
+    made = RunLayout(tmp_path)
+    made.config.write_text(dump_recipe(Recipe()))
+    write_identity(made)
+    create_logs(made)
+    return made
+
+
+@pytest.fixture
+def path(layout: RunLayout) -> Path:
+    return layout.trajectories
+
+
+@pytest.fixture
+def committer(layout: RunLayout) -> TrajectoryCommitter:
+    return TrajectoryCommitter(layout, WRITER)
+
+
+@pytest.fixture
+def ledger(layout: RunLayout) -> Ledger:
+    return Ledger(layout, WRITER)
 
 
 def ledger_row(step: int, parent: str = "parent") -> dict[str, Any]:
@@ -91,33 +109,26 @@ def test_schemas_have_plain_arrow_types() -> None:
     assert spans.value_type == pa.struct([("version", pa.int32()), ("length", pa.int32())])
 
 
-def test_written_groups_are_invisible_until_committed(path: Path) -> None:
-    receipt = written_group(path, 0)
-    assert open_dataset(path).count_rows() == 0
-    committer = TrajectoryCommitter(path, WRITER)
-    committer.commit([receipt])
-    assert open_dataset(path).count_rows() == committer.watermark == 2
-
-
-def test_a_group_is_committed_once_whatever_is_retried(path: Path) -> None:
-    committer = TrajectoryCommitter(path, WRITER)
+def test_a_group_is_seen_once_it_is_committed_and_committed_once_whatever_is_retried(
+    layout: RunLayout, path: Path, committer: TrajectoryCommitter
+) -> None:
     first = written_group(path, 0)
+    assert open_dataset(path).count_rows() == 0
     committer.commit([first])
     committer.commit([first])
     committer.commit([written_group(path, 0), written_group(path, 1)])
     assert committer.watermark == open_dataset(path).count_rows() == 4
-    reopened = TrajectoryCommitter(path, WRITER)
+    reopened = TrajectoryCommitter(layout, WRITER)
     reopened.commit([written_group(path, 1)])
     assert reopened.watermark == open_dataset(path).count_rows() == 4
 
 
 def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
-    path: Path,
+    path: Path, committer: TrajectoryCommitter
 ) -> None:
     tables = [group_table(index) for index in range(3)]
     fragments = write_groups(path, pa.concat_tables(tables))
     groups = [GroupReceipt(index, fragments, receipts(table)) for index, table in enumerate(tables)]
-    committer = TrajectoryCommitter(path, WRITER)
     with pytest.raises(StorageError, match=r"of 4 rows, those of groups \[0, 1\], found 6"):
         committer.commit(groups[:2])
     assert committer.commit(groups) == 6
@@ -125,8 +136,9 @@ def test_groups_that_were_written_together_are_committed_together_or_not_at_all(
     assert open_dataset(path).to_table()["submission_index"].to_pylist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Path) -> None:
-    committer = TrajectoryCommitter(path, WRITER)
+def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(
+    layout: RunLayout, path: Path, committer: TrajectoryCommitter
+) -> None:
     watermark = committer.commit([written_group(path, index) for index in (2, 0, 1)])
     assert watermark == 6
     indices = open_dataset(path).to_table()["submission_index"].to_pylist()
@@ -134,19 +146,22 @@ def test_first_commit_of_a_group_wins_and_groups_lie_in_the_order_given(path: Pa
     again = [written_group(path, 0, rewards=(0.5, 0.5)), written_group(path, 5)]
     assert committer.commit(again) == 8
     assert committer.commit(again) == committer.watermark == committer.commit([])
-    found = TrainingRows(path, NOBODY)(["00000000-0000-00", "00000000-0001-00"])
+    found = TrainingRows(layout)(["00000000-0000-00", "00000000-0001-00"])
     assert [row["reward"] for row in found] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("newest_fragments", [1, 2, 64])
 def test_reader_returns_the_rows_asked_for_in_that_order(
-    path: Path, newest_fragments: int, monkeypatch: pytest.MonkeyPatch
+    layout: RunLayout,
+    path: Path,
+    committer: TrajectoryCommitter,
+    newest_fragments: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However much of the log it has to look through for them."""
     monkeypatch.setattr(trajectories, "NEWEST_FRAGMENTS", newest_fragments)
-    committer = TrajectoryCommitter(path, WRITER)
     committer.commit([written_group(path, index) for index in range(6)])
-    read_rows = TrainingRows(path, NOBODY)
+    read_rows = TrainingRows(layout)
     assert read_rows(["00000000-0000-00"])
     committer.commit([written_group(path, index) for index in range(6, 9)])
     wanted = [f"{index:08d}-{member:04d}-00" for index in (7, 2, 5) for member in (1, 0)]
@@ -158,16 +173,9 @@ def test_reader_returns_the_rows_asked_for_in_that_order(
         read_rows([*wanted, "00000042-0000-00"])
 
 
-def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    layout.config.write_text(dump_recipe(Recipe()))
-    write_identity(layout)
-    create_trajectories(layout.trajectories)
-    create_ledger(layout.steps)
-    committer, ledger = (
-        TrajectoryCommitter(layout.trajectories, WRITER),
-        Ledger(layout.steps, WRITER),
-    )
+def test_time_travel_follows_commits_where_a_compaction_reorders_rows(
+    layout: RunLayout, committer: TrajectoryCommitter, ledger: Ledger
+) -> None:
     for index in range(3):
         committer.commit([written_group(layout.trajectories, index)])
     watermark = committer.watermark
@@ -177,7 +185,7 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
     rewritten = [task.execute(before_append) for task in plan.tasks]
     committer.commit([written_group(layout.trajectories, 3)])
     Compaction.commit(lance.dataset(str(layout.trajectories)), rewritten)
-    run = areal_flow.open_run(tmp_path)
+    run = areal_flow.open_run(layout.root)
     scanned = run.trajectories("arrow")["submission_index"].to_pylist()
     assert scanned[0] == 3
     for form in ("polars", "pandas"):
@@ -188,9 +196,10 @@ def test_time_travel_follows_commits_where_a_compaction_reorders_rows(tmp_path: 
         run.trajectories(at=7)
 
 
-def test_reading_survives_compaction(path: Path) -> None:
-    committer = TrajectoryCommitter(path, WRITER)
-    read_rows = TrainingRows(path, NOBODY)
+def test_reading_survives_compaction(
+    layout: RunLayout, path: Path, committer: TrajectoryCommitter
+) -> None:
+    read_rows = TrainingRows(layout)
     for index in range(20):
         committer.commit([written_group(path, index)])
         assert len(read_rows(["00000000-0000-00"])) == 1
@@ -205,7 +214,7 @@ def test_reading_survives_compaction(path: Path) -> None:
 def test_dataset_that_is_being_created_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
     paths = [tmp_path / f"{index}.lance" for index in range(20)]
     with ThreadPoolExecutor(1) as beside:
-        creating = [beside.submit(create_ledger, path) for path in paths]
+        creating = [beside.submit(create_dataset, path, STEPS) for path in paths]
         for path, created in zip(paths, creating, strict=True):
             while not path.is_dir() and not created.done():
                 pass
@@ -236,28 +245,23 @@ def test_receipts_carry_no_tokens_and_errors_their_cause() -> None:
     assert member_errors(table) == ("raised",)
 
 
-def test_ledger_rows_satisfy_their_schema_and_keep_their_order(tmp_path: Path) -> None:
-    create_ledger(tmp_path / "steps.lance")
-    ledger = Ledger(tmp_path / "steps.lance", WRITER)
+def test_ledger_rows_satisfy_their_schema_and_keep_their_order(
+    layout: RunLayout, ledger: Ledger
+) -> None:
     genesis = genesis_row(PolicyHashes("w0", "s"), provenance=PROVENANCE, numeric_environment="{}")
     rows = [genesis, ledger_row(1), ledger_row(2)]
     validate(pa.Table.from_pylist(rows, schema=STEPS), StepRow)
     for row in rows:
         ledger.append(row)
     assert [row["weights_hash"] for row in ledger.rows()] == ["w0", "w1", "w2"]
-    stored = Ledger(tmp_path / "steps.lance", WRITER).rows()[1]
+    stored = Ledger(layout, WRITER).rows()[1]
     assert stored["discarded"] == [{"trajectory_id": "00000001-0000-00", "reason": "stale"}]
     assert stored["failed_submissions"] == [4]
 
 
-def replace_step(row: dict[str, Any], step: int) -> dict[str, Any]:
-    return {**row, "step": step}
-
-
-def test_ledger_refuses_null_where_the_schema_does(tmp_path: Path) -> None:
-    create_ledger(tmp_path / "steps.lance")
+def test_ledger_refuses_null_where_the_schema_does(ledger: Ledger) -> None:
     with pytest.raises((pa.ArrowInvalid, StorageError, ValueError)):
-        Ledger(tmp_path / "steps.lance", WRITER).append({**ledger_row(0), "weights_hash": None})
+        ledger.append({**ledger_row(0), "weights_hash": None})
 
 
 def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
@@ -266,13 +270,11 @@ def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(path: Path) -> areal_flow.Run:
-    layout = RunLayout(path.parent)
-    layout.config.write_text(dump_recipe(Recipe()))
-    write_identity(layout)
-    create_ledger(layout.steps)
-    Ledger(layout.steps, WRITER).append(replace_step(ledger_row(1), 0))
-    TrajectoryCommitter(path, WRITER).commit([written_group(path, index) for index in range(3)])
+def run(
+    layout: RunLayout, path: Path, committer: TrajectoryCommitter, ledger: Ledger
+) -> areal_flow.Run:
+    ledger.append({**ledger_row(1), "step": 0})
+    committer.commit([written_group(path, index) for index in range(3)])
     return areal_flow.open_run(layout.root)
 
 
@@ -291,9 +293,8 @@ def test_run_reads_in_every_format(run: areal_flow.Run) -> None:
         run.trajectories("excel")  # type: ignore[arg-type]
 
 
-def test_metrics_of_steps_read_like_columns(run: areal_flow.Run) -> None:
+def test_metrics_of_steps_read_like_columns(run: areal_flow.Run, ledger: Ledger) -> None:
     """Whatever the algorithm computes: of two steps that computed something else, too."""
-    ledger = Ledger(run.layout.steps, WRITER)
     ledger.append({**ledger_row(1), "metrics": {"importance_weight_max": 2.5, "entropy": 0.1}})
     table = run.steps("arrow").sort_by("step")
     assert "metrics" not in table.column_names
@@ -310,9 +311,11 @@ def test_metrics_of_steps_read_like_columns(run: areal_flow.Run) -> None:
     assert ledger.rows()[1]["metrics"] == {"importance_weight_max": 2.5, "entropy": 0.1}
 
 
-def test_run_sees_what_is_committed_while_it_goes_on(run: areal_flow.Run, path: Path) -> None:
+def test_run_sees_what_is_committed_while_it_goes_on(
+    run: areal_flow.Run, path: Path, committer: TrajectoryCommitter
+) -> None:
     before = len(run.trajectories())
-    TrajectoryCommitter(path, WRITER).commit([written_group(path, 77)])
+    committer.commit([written_group(path, 77)])
     assert len(run.trajectories()) == before + 2
 
 
@@ -321,8 +324,8 @@ def test_opening_something_else_is_refused(tmp_path: Path) -> None:
         areal_flow.open_run(tmp_path)
 
 
-def test_receipt_is_what_recovery_reads_back(path: Path) -> None:
+def test_receipt_is_what_recovery_reads_back(path: Path, committer: TrajectoryCommitter) -> None:
     receipt = written_group(path, 4, version=2)
-    TrajectoryCommitter(path, WRITER).commit([receipt])
+    committer.commit([receipt])
     assert receipts(open_dataset(path).to_table()) == receipt.trajectories
     assert replace(receipt, fragments=()).trajectories == receipt.trajectories

@@ -14,10 +14,12 @@ import torch
 
 from areal_flow.models import directory
 from areal_flow.models.directory import texts_of
+from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
 from areal_flow.store import trajectories
 from areal_flow.store.codec import TRAJECTORIES, array_rows, rollout_table
-from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter, create_trajectories
+from areal_flow.store.committed import create_logs
+from areal_flow.store.trajectories import TrainingRows, TrajectoryCommitter
 from areal_flow.trainer.sequences import MicroBatches, pack_sequences
 from areal_flow.types import Completion, EngineStats, VersionSpan
 from areal_flow.workflows.group import RolledOutGroup
@@ -27,7 +29,6 @@ from tests.episodes import PROMPT, episode_of
 from tests.rows import written_group
 from tests.unit.test_trainer import make_sequences
 
-NOBODY = Path("nobody")
 LENGTHS = (5, 1, 300, 2)
 
 
@@ -109,14 +110,15 @@ def test_micro_batch_is_the_same_whenever_it_is_laid_out() -> None:
 def test_rows_are_read_a_bounded_number_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "trajectories.lance"
-    create_trajectories(path)
+    layout = RunLayout(tmp_path)
+    path = layout.trajectories
+    create_logs(layout)
     receipts = [written_group(path, index, length=50) for index in range(8)]
-    TrajectoryCommitter(path, Writer(NOBODY, 1)).commit(receipts)
+    TrajectoryCommitter(layout, Writer(layout.writers, 1)).commit(receipts)
     ids = [trajectory.trajectory_id for receipt in receipts for trajectory in receipt.trajectories]
-    whole = TrainingRows(path, NOBODY)(ids)
+    whole = TrainingRows(layout)(ids)
     monkeypatch.setattr(trajectories, "BYTES_AT_ONCE", 1000)
-    read = TrainingRows(path, NOBODY)
+    read = TrainingRows(layout)
     for _ in range(2):
         rows = read(ids)
         assert [row["content_hash"] for row in rows] == [row["content_hash"] for row in whole]

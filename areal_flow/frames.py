@@ -17,8 +17,7 @@ LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstd
 def users_frames(frames: StackSummary) -> list[FrameSummary]:
     """Return the frames from the first one in the user's code on, the innermost last.
 
-    Where a library that is installed is what failed, they are those beyond our own; where our own
-    code failed, they are all.
+    Where an installed library failed, those beyond our own; where our own code failed, all.
     """
     outer = [Path(frame.filename).is_relative_to(OWN_FILES) for frame in frames]
     beyond = max((place for place, is_own in enumerate(outer) if is_own), default=-1) + 1
@@ -32,6 +31,6 @@ def is_users(frame: FrameSummary) -> bool:
 
 
 def place(frames: Sequence[FrameSummary]) -> str:
-    """Return in words where frames stand: the innermost one of the user's own."""
+    """Describe the innermost frame of the user's own code."""
     frame = ([*filter(is_users, frames)] or frames)[-1]
     return f"{frame.name}, {Path(frame.filename).name}, line {frame.lineno}"

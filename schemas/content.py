@@ -56,7 +56,6 @@ def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:
 
 
 def _flat(values: pa.Array) -> NDArray[Any]:
-    """Return a NumPy array with one row an element; a struct's fields side by side."""
     if pa.types.is_struct(values.type):
         return np.stack([_flat(field) for field in values.flatten()], axis=1)
     flat: NDArray[Any] = values.to_numpy(zero_copy_only=False)

@@ -47,11 +47,10 @@ class AuditDatabase:
         self._connection.close()
 
     def add_ledger(self, rows: pa.Table) -> None:
-        """Take the ledger, of `StepRow`'s schema."""
         self._with("stored_ledger", rows, _sql("tables") + read_sql("consumed") + _sql("consumed"))
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
-        """Keep what rules ask for of trajectories."""
+        """Keep what rules ask for, beside what the prompt table has for the same submissions."""
         piece = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
         expected = rows if prompts is None else prompts
         for name in _PROMPT_COLUMNS:
@@ -64,11 +63,11 @@ class AuditDatabase:
             self._with("added", pa.Table.from_pylist(found), statement)
 
     def recount(self) -> None:
-        """Count the ledger's numbers again, once ledger, log, `dataset` and recipe are complete."""
+        """Count the ledger's numbers again, once all other tables are complete."""
         self._connection.execute(_sql("recounted"))
 
     def broken(self, name: str) -> Iterator[tuple[Finding, int]]:
-        """Ask the rules of one file in `sql/`."""
+        """Yield findings of the rules in a file; after a rule's last, how many more there are."""
         for rule, advice, query in rules_of(name):
             found = self._connection.execute(
                 f"SELECT *, count(*) OVER () FROM (\n{query}) ORDER BY 1 LIMIT {MAX_PER_RULE}"

@@ -44,7 +44,6 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, SafetensorError, pa.Arr
 
 
 def read_forks(layout: RunLayout) -> Iterator[dict[str, Any] | Finding]:
-    """Yield the recorded forks: step, recorded hash, hashes of what was replayed."""
     try:
         lines = layout.forks.read_text().splitlines() if layout.forks.exists() else []
     except (OSError, ValueError) as error:
@@ -94,7 +93,6 @@ def _hash_by_ledger(layout: RunLayout, parent: Parent) -> tuple[str | None, str]
 
 
 def read_prompts(layout: RunLayout, *, seed: int) -> PromptTable | Finding:
-    """Return the prompt table once all of it was found readable."""
     try:
         _validate_arrow(layout.train_prompts)
         return PromptTable(layout.train_prompts, seed=seed)
@@ -118,7 +116,6 @@ def listed_weights(layout: RunLayout) -> list[Path]:
 def read_directories(
     layout: RunLayout, kind: str, paths: Sequence[Path]
 ) -> Iterator[dict[str, Any] | Finding]:
-    """Yield what checkpoints or published weights describe, and hashes of their tensors."""
     describe = partial(_checkpoint, layout)
     if kind == "weights":
         describe = partial(_weights, DirectoryReader(_weights_root(layout)))
@@ -155,7 +152,6 @@ def _advice(kind: str, path: Path) -> str:
 
 
 def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
-    """Return whether an adapter's checkpoint cannot be judged since its base is damaged."""
     base = weight_files(path)[0].parent
     is_sound = isinstance(found, dict) and found["found_weights_hash"] == found["weights_hash"]
     if base == path or is_sound:
@@ -169,13 +165,11 @@ def _fails_for_its_base(path: Path, found: dict[str, Any] | Finding) -> bool:
 
 
 def not_prepared(layout: RunLayout) -> bool:
-    """Return whether a run is being prepared, or died of it: `inputs.json` says that it is done."""
     made = (layout.inputs, layout.steps, layout.weights)
     return not any(path.exists() for path in made)
 
 
 def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
-    """Return a note on how far a run is that has no policy of its own to train."""
     found = "not begun to train" if layout.steps.exists() else ""
     if layout.sft_rows.is_file():
         taken = max(list_checkpoints(layout.sft_checkpoints), default=0)
@@ -186,7 +180,6 @@ def before_training(layout: RunLayout, recipe: Recipe) -> Finding:
 
 
 def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
-    """Yield what the next start needs beside the log and cannot read."""
     model = layout.model
     descriptions = (layout.state, model / "config.json", model / "tokenizer.json")
     for path in (*descriptions, layout.held_out_prompts):
@@ -200,7 +193,6 @@ def broken_descriptions(layout: RunLayout) -> Iterator[Finding]:
 
 
 def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
-    """Yield the finding that model/ no longer has the chat template that rendered the prompts."""
     where = layout.chat_template.relative_to(layout.root).as_posix()
     if not layout.chat_template.exists():
         return
@@ -216,7 +208,6 @@ def changed_chat_template(layout: RunLayout) -> Iterator[Finding]:
 
 
 def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
-    """Yield the files that the run reads and that are not what it was prepared with."""
     for name, known in recorded.files.items():
         path = layout.root / name
         if path.is_file() and (found := file_hash(path)) != known:
@@ -225,7 +216,6 @@ def changed_inputs(layout: RunLayout, recorded: RunInputs) -> Iterator[Finding]:
 
 
 def leftovers(layout: RunLayout) -> Iterator[Finding]:
-    """Yield notes on what a crash, or a run that goes on, has written but not finished."""
     found = "leftover of an interrupted write"
     for rule, pattern in (
         ("staged-weights", "weights/*/.staged-*"),
@@ -259,10 +249,7 @@ def _checkpoint(layout: RunLayout, path: Path) -> dict[str, Any]:
 
 
 def _intact(layout: RunLayout) -> list[Path]:
-    """Return the files of the run's model directory that are as they were prepared.
-
-    One that changed is a finding of its own, and no fault of a checkpoint.
-    """
+    """Return the run's model files that are as prepared; a changed one is a finding of its own."""
     try:
         recorded = read_inputs(layout).files
     except RunError:

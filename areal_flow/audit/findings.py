@@ -42,8 +42,6 @@ ADVICE = {
 
 
 class Finding(NamedTuple):
-    """A rule that does not hold at a place."""
-
     rule: str
     where: str
     expected: str
@@ -58,7 +56,7 @@ def unreadable(where: str, error: object, advice: str = ADVICE["file"]) -> Findi
 
 
 class Report:
-    """What was looked at, by kind, and what was found: of each rule the first, the rest a count."""
+    """What was looked at, by kind, and the findings: of each rule the first, the rest a count."""
 
     def __init__(self, run: str, kinds: Iterable[str] = ()) -> None:
         self.run = run
@@ -67,7 +65,6 @@ class Report:
         self._num_more: Counter[str] = Counter()
 
     def add(self, *findings: Finding, num_more: int = 0) -> None:
-        """Keep findings, and count others of the last one's rule that nobody will see."""
         for finding in findings:
             if len(self._kept[finding.rule]) < MAX_PER_RULE:
                 self._kept[finding.rule].append(finding)

@@ -25,17 +25,12 @@ class VersionGone(Exception):
 
 
 class Piece(NamedTuple):
-    """Rows of one or more fragments, with their commit order as `_rowid`."""
-
     source: str
     rows: pa.Table
 
 
 def scan(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
-    """Yield the newest version's rows that meet `where`, about `BYTES_AT_ONCE` in a piece.
-
-    A fragment that cannot be read comes as a finding, and so does the dataset.
-    """
+    """Yield rows of the newest version, about `BYTES_AT_ONCE` together, or findings."""
     read: list[Piece] = []
     for batch in _batches(path, where):
         if isinstance(batch, Finding):
@@ -81,7 +76,7 @@ def _together(read: list[Piece]) -> Piece:
 def check_schema(
     piece: Piece, model: type[pa_polars.DataFrameModel], *, kind: str
 ) -> tuple[list[Finding], pa.Table | None]:
-    """Judge rows by a schema."""
+    """Return findings of broken rules, and the rows if rules over them can be computed."""
     stored, schema = piece.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
     if odd := sorted(set(schema.names) ^ set(stored.schema.names)):
         broken = [f"missing or unknown columns: {', '.join(odd)}"]

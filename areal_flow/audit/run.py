@@ -45,7 +45,6 @@ MOST_READINGS = 5
 
 
 def check_run(layout: RunLayout) -> Report:
-    """Return what is wrong with a run; raises nothing for it."""
     report = Report(layout.name, KINDS)
     if not layout.config.is_file():
         advice = "restore it from a copy: nothing was checked without it"
@@ -59,7 +58,7 @@ def check_run(layout: RunLayout) -> Report:
 
 
 def _read(layout: RunLayout) -> Report:
-    """Read the run, once more if what was being read was cleaned up meanwhile."""
+    """Read the run, again if a version that was being read was cleaned up."""
     for _ in range(MOST_READINGS):
         report = Report(layout.name, KINDS)
         try:
@@ -81,14 +80,11 @@ def _read(layout: RunLayout) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
-    """One reading of a run."""
-
     layout: RunLayout
     database: AuditDatabase
     report: Report
 
     def read(self) -> None:
-        """Read everything once, in the order that the module explains."""
         layout, database = self.layout, self.database
         recipe = self._recipe()
         self._inputs()
@@ -129,7 +125,7 @@ class _Audit:
     def _kept(
         self, values: Iterable[dict[str, Any] | Finding], counted: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield what could be read, and add what could not to the findings."""
+        """Yield what could be read; report the rest."""
         for value in values:
             if counted:
                 self.report.checked[counted] += 1
@@ -141,7 +137,7 @@ class _Audit:
     def _rows(
         self, log: Log, model: type[pa_polars.DataFrameModel], counted: str, kind: str
     ) -> Iterator[pa.Table | None]:
-        """Judge a dataset's rows by their schema; yield those of use, None for those of none."""
+        """Check a dataset's rows; yield those that rules can use, None for others."""
         for piece in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
             rows = None
             if isinstance(piece, Finding):
@@ -171,7 +167,6 @@ class _Audit:
         return recipe
 
     def _inputs(self) -> None:
-        """Take the verifiers that the run was prepared with, and judge the files that it reads."""
         try:
             recorded = read_inputs(self.layout)
         except RunError as error:
@@ -183,7 +178,6 @@ class _Audit:
         self.report.add(*files.changed_inputs(self.layout, recorded))
 
     def _ledger(self) -> bool:
-        """Read the ledger; return whether rules can be asked of it."""
         read = list(self._rows("steps", StepRow, "steps", "ledger"))
         tables = [table for table in read if table is not None]
         has_ledger = len(tables) == len(read)
@@ -192,7 +186,6 @@ class _Audit:
         return has_ledger
 
     def _log(self, recipe: Recipe | None) -> bool:
-        """Read every trajectory; return whether all of them can be judged."""
         prompts = self._prompts(recipe)
         all_read = True
         for rows in self._rows("trajectories", TrajectoryRow, "trajectories", "log"):
@@ -222,7 +215,6 @@ class _Audit:
         return prompts
 
     def _files(self, checkpoints: Sequence[Path], published: Sequence[Path]) -> None:
-        """Judge checkpoints and published weights; hashing them takes the longest."""
         found = files.read_directories(self.layout, "checkpoint", checkpoints)
         self.database.add("checkpoints", self._kept(found, "checkpoints"))
         found = files.read_directories(self.layout, "weights", published)

@@ -1,7 +1,7 @@
 """What a driver begins with: a run directory that is its own, and the policy of a new or old run.
 
-While an earlier driver is alive, and may wake up, a fence notes where the logs stood, so that
-nothing it still writes counts. Once all are dead, what they wrote and no log names is removed.
+While an earlier driver is alive, a fence notes where the logs stood: what it still writes does not
+count. Once all are dead, unfinished writes are removed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_over(layout: RunLayout, writer: Writer) -> None:
-    """Make a run directory this writer's, before it writes anything else.
-
-    Only what is older than its lease is removed: it may itself hang here and be taken over.
-    """
+    """Make a run directory this writer's; only what is older than its lease is removed."""
     writer.check_current()
     if not is_sole_writer(writer):
         evaluations = layout.evaluations
@@ -74,7 +71,7 @@ async def restore_policy(
     *,
     on_replayed: Callable[[int, int], None],
 ) -> tuple[str, int]:
-    """Bring all trainer ranks to the ledger's head and publish its weights."""
+    """Restore the ledger's head; return the weights hash and how many steps were replayed."""
     replay = await restore_newest(
         trainer,
         ledger,
@@ -101,8 +98,8 @@ async def restore_policy(
 def note_fork(layout: RunLayout, compared: ComparedStep) -> None:
     """Record a replayed step that made another policy than the ledger has, or refuse it.
 
-    Where the recorded numeric environment is this one, and it is a CPU's, hashes must be equal.
-    Elsewhere a difference is a fork: appended to forks.jsonl, and the run goes on from it.
+    In the same numeric environment of a CPU hashes must be equal. Elsewhere the run goes on
+    from the fork, which is appended to forks.jsonl.
     """
     if not compared.forked:
         return

@@ -1,7 +1,7 @@
 """Takes the checkpoints of a run: the logs are forced to disk, then the trainer's state is written.
 
-The trainer copies its state between two steps and writes the copy beside the steps that follow. One
-checkpoint is written at a time.
+The trainer copies its state between two steps and writes the copy beside later steps, one at a
+time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class SnapshotTrainer(Protocol):
 
 @dataclass
 class Checkpoints:
-    """Takes checkpoints of a run, and keeps as many as the recipe says."""
-
     layout: RunLayout
     settings: TrainerSettings
     ledger: Ledger
@@ -57,12 +55,11 @@ class Checkpoints:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def after_step(self, row: dict[str, Any]) -> None:
-        """Begin the checkpoint of a step that is due for one; its writing goes on meanwhile."""
         if row["step"] % self.settings.checkpoint_every_steps == 0:
             await self._begin(row)
 
     async def complete(self) -> None:
-        """Return when the ledger's head has its checkpoint, whatever happens to the trainer."""
+        """Return when the ledger's head has its checkpoint, even if trainers are lost."""
         rows = await asyncio.to_thread(self.ledger.rows, since=self.ledger.head)
         for _ in range(ATTEMPTS_AT_THE_END):
             await self._begin(rows[-1])

@@ -1,7 +1,4 @@
-"""Lists, describes and prunes a run's checkpoints. It does not read their tensors.
-
-A directory named by its step is complete; one that is being written has another name.
-"""
+"""Lists, describes and prunes a run's checkpoints; a directory named by its step is complete."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpoint knows beside its tensors."""
-
     step: int
     weights_hash: str
     next_submission_index: int
@@ -49,7 +44,7 @@ def list_checkpoints(root: Path) -> list[int]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights; what an adapter adapts lies in that of step 0."""
+    """Return the files of a checkpoint's weights; an adapter's base is in checkpoint 0."""
     if not (path / ADAPTER_FILE).is_file():
         return [path / MODEL_FILE]
     base = path if (path / MODEL_FILE).is_file() else checkpoint_path(path.parent, 0)
@@ -61,19 +56,17 @@ def read_checkpoint_state(path: Path) -> CheckpointState:
 
 
 def set_aside(path: Path) -> Path:
-    """Take a damaged checkpoint out of the list, for somebody to look at; return where it is."""
     aside = path.with_name(f".damaged-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
 
 
 def move_damaged_checkpoint(path: Path, error: Exception) -> None:
-    """Set a checkpoint aside that cannot be read, and say so: an older one is tried next."""
     logger.warning("%s; moved to %s, trying an older one", error, set_aside(path))
 
 
 def checkpoint_hashes(root: Path) -> dict[int, str]:
-    """Return the weights hash of every complete checkpoint that can be read, by step, ascending."""
+    """Return the weights hash of each checkpoint that can be read, by step, ascending."""
     hashes: dict[int, str] = {}
     for step in list_checkpoints(root):
         with suppress(OSError, ValueError, TypeError):  # a damaged one: there are older ones

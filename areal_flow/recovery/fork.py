@@ -1,7 +1,7 @@
 """Makes the first checkpoint of a run from a recorded step of another one, its parent.
 
-The step is loaded from its checkpoint, or replayed from the nearest one before it. Nothing is
-written into the parent, which may be running meanwhile.
+The step is loaded from its checkpoint, or replayed from the nearest earlier one. Nothing is written
+into the parent, which may be running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def write_version_0(
     fresh_optimizer: str,
     on_replayed: Callable[[int, int], None],
 ) -> None:
-    """Write checkpoint 0 of a new run, and note in its run.json which step it was."""
+    """Write checkpoint 0 of a new run from a parent's step, by default its newest checkpoint's."""
     checkpoints = checkpoint_hashes(parent.checkpoints)
     wanted = on_this_machine(load_recipe(parent.config))
     if step is None or step in checkpoints:

@@ -28,8 +28,6 @@ PLAN_COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class CommittedGroups:
-    """What the trajectory log holds in all."""
-
     submission_indices: Set[int] = frozenset()
     num_tokens: int = 0
     other_verifier: Set[str] = frozenset()
@@ -42,7 +40,6 @@ def plan_initial_state(
     committed: CommittedGroups,
     watermark: int,
 ) -> InitialState:
-    """Return where the flow goes on."""
     head = ledger[-1]
     given_up = {index for row in ledger for index in row["failed_submissions"]}
     waiting: dict[int, list[TrajectoryReceipt]] = {}

@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A step as recorded, as replayed and, if anything was changed, as it would have been."""
-
     checkpoint: int
     """The step whose checkpoint the replay began with."""
     before: tuple[ComparedStep, ...]
@@ -78,7 +76,7 @@ def replay_step(
     changes: Mapping[str, Any] | None = None,
     loss: TokenLoss | None = None,
 ) -> Replayed:
-    """Compute one step again, from the newest checkpoint below it or from a given one."""
+    """Compute a step again from a checkpoint below it, and once more with changes or a loss."""
     recipe = changed_recipe(layout.config, changes or {})
     local = LocalTrainer(layout, on_this_machine(load_recipe(layout.config)))
     _check_step(layout, step, head=local.ledger.head)
@@ -117,7 +115,7 @@ def replay_step(
 
 @contextmanager
 def threads_kept() -> Iterator[None]:
-    """Give torch back as many threads as it had: a step is replayed with its own number."""
+    """Restore torch's number of threads afterwards."""
     num_threads = torch.get_num_threads()
     try:
         yield
@@ -129,7 +127,6 @@ class LocalTrainer:
     """A `RestorableTrainer`: one rank in this process. Its weights are hashed, never served."""
 
     def __init__(self, layout: RunLayout, recipe: Recipe) -> None:
-        """Take a run, and its recipe as far as this machine can follow it."""
         check_schema_version(layout)
         self.ledger = LedgerReader(layout)
         self._environments = self.ledger.rows(["numeric_environment"])
@@ -138,7 +135,6 @@ class LocalTrainer:
         self.rank = TrainerRank(layout, recipe, channel=HashingWriter(), read_rows=read_rows)
 
     async def begin(self, checkpoints: Mapping[int, str], *, at_most: int) -> LedgerReplay | None:
-        """Restore the newest usable checkpoint up to a step; None if there is none."""
         return await restore_newest(
             self,
             self.ledger,
@@ -159,7 +155,7 @@ class LocalTrainer:
     def try_step(
         self, request: StepRequest, recipe: Recipe, *, loss: TokenLoss | None
     ) -> tuple[StepResult, list[TrajectoryOutcome]]:
-        """Compute a step under other settings, and see what it does; the rank stays where it is."""
+        """Compute a step under other settings; the rank stays where it is."""
         request = replace(request, max_staleness=recipe.controller.max_staleness)
         random_state = torch.get_rng_state()
         branch = self.rank.branch(recipe, loss=ClipWatch(loss or recipe.algorithm.loss))

@@ -32,7 +32,6 @@ The reference is among them, since a replay reads the one that the run was prepa
 
 
 def settings_of_a_step() -> list[str]:
-    """Return the dotted names of the settings that can change what a step computes."""
     algorithm = {f"algorithm.{name}": None for a in ALGORITHMS.values() for name in a.model_fields}
     trainer = flatten(TrainerSettings().model_dump(), "trainer.")
     names = [*algorithm, *trainer, "controller.max_staleness", "generation.temperature", "seed"]
@@ -40,7 +39,6 @@ def settings_of_a_step() -> list[str]:
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """Turn `SECTION.KEY=VALUE` texts into a nested table."""
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"--set {text}: expected SECTION.KEY=VALUE")
@@ -65,7 +63,6 @@ def changed_recipe(config: Path, changes: Mapping[str, Any]) -> Recipe:
 def describe_changes(
     recorded: Recipe, changed: Recipe, *, loss: TokenLoss | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return, by dotted name, the recorded and the changed value of what can change a step."""
     before, after = flatten(recorded.model_dump()), flatten(changed.model_dump())
     found = {
         name: (before.get(name), after.get(name))
@@ -86,7 +83,6 @@ def device_is_here(device: str) -> bool:
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:
-    """Return the recipe with a device that is here; the numeric environment will tell."""
     return recipe if device_is_here(recipe.trainer.device) else on_device(recipe, "cpu")
 
 

@@ -63,10 +63,7 @@ class ComparedStep:
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return what is recorded and what was replayed, by name, where they are not equal.
-
-        A metric that the version of this program which recorded the step did not know is none.
-        """
+        """Return recorded and replayed values by name; a metric that the record lacks is none."""
         recorded, replayed = compared_values(self.recorded), compared_values(self.replayed)
         return _differences(recorded, {name: replayed.get(name) for name in recorded})
 
@@ -76,15 +73,13 @@ class ComparedStep:
 
     @property
     def forked(self) -> bool:
-        """Return whether the replay made another policy than the one that is recorded."""
         return self.recorded.hashes != self.replayed.hashes
 
     @property
     def refused(self) -> bool:
-        """Return whether the step differs where it must not: in the same environment of a CPU.
+        """Return whether a step differs where it must not: in the same environment of a CPU.
 
-        Where ranks shared the policy or sequences, which one process has whole now: by more than
-        the tolerance.
+        Where ranks shared the policy or sequences, by more than the tolerance.
         """
         here = json.loads(self.replayed.numeric_environment)
         same = self.environment_differences.keys() <= SHARED and here["device"] == "cpu"
@@ -92,14 +87,12 @@ class ComparedStep:
 
     @property
     def tolerance(self) -> float:
-        """Return the relative difference that numbers may have; 0: all must be equal to the bit."""
         if not self.environment_differences.keys() & SHARED:
             return 0.0
         return SHARED_TOLERANCE[json.loads(self.recorded.numeric_environment)["dtype"]]
 
     @property
     def within_tolerance(self) -> bool:
-        """Return whether all is equal, or all numbers are where one process replays many."""
         tolerance = self.tolerance
         if not tolerance:
             return self.equal
@@ -114,7 +107,6 @@ class ComparedStep:
 
     @property
     def environment_differences(self) -> dict[str, tuple[Any, Any]]:
-        """Return what was there and what is here of the numeric environment, where it differs."""
         return _differences(
             json.loads(self.recorded.numeric_environment),
             json.loads(self.replayed.numeric_environment),
@@ -122,7 +114,6 @@ class ComparedStep:
 
 
 def compared_values(result: StepResult) -> dict[str, Any]:
-    """Return, by name, what a replay must find again."""
     metrics = {name: getattr(result.metrics, name) for name in COMPARED_METRICS}
     computed = {n: v for n, v in result.metrics.metrics.items() if not n.startswith(SPEED)}
     return {**metrics, **computed, **asdict(result.hashes)}
@@ -139,7 +130,6 @@ def _differences(
 
 
 def result_from_row(row: Mapping[str, Any]) -> StepResult:
-    """Return the result that a ledger row recorded."""
     metrics = {field.name: row[field.name] for field in fields(StepMetrics)}
     metrics["masked_fraction_by_tenth"] = tuple(metrics["masked_fraction_by_tenth"])
     hashes = PolicyHashes(row["weights_hash"], row["served_hash"])
@@ -148,8 +138,6 @@ def result_from_row(row: Mapping[str, Any]) -> StepResult:
 
 @dataclass
 class LedgerReplay:
-    """A restored trainer on its way through the ledger, row by row."""
-
     trainer: RestorableTrainer
     rows: Sequence[Mapping[str, Any]]
     """The ledger from the checkpoint's own row on."""
@@ -166,7 +154,6 @@ class LedgerReplay:
 
     @property
     def next_request(self) -> StepRequest:
-        """The request that the next row answered, on the weights at hand."""
         row = self.rows[self.step + 1 - self.checkpoint]
         return StepRequest(
             step=row["step"],
@@ -178,7 +165,6 @@ class LedgerReplay:
         )
 
     async def advance(self) -> ComparedStep:
-        """Train the next row again; return the step beside its record."""
         row = self.rows[self.step + 1 - self.checkpoint]
         after_fork = self.forked or self.hashes.weights_hash != row["parent_hash"]
         replayed = await self.trainer.step(self.next_request)
@@ -197,7 +183,7 @@ async def restore_newest(
     max_staleness: int,
     on_damaged: Callable[[int, TrainingError], None],
 ) -> LedgerReplay | None:
-    """Restore the newest checkpoint that can be read and is what the ledger recorded."""
+    """Restore the newest readable checkpoint with the ledger's hash; None if there is none."""
     known = ledger.rows(["weights_hash"])[: at_most + 1]
     recorded = {row["step"]: row["weights_hash"] for row in known}
     for checkpoint, weights_hash in sorted(checkpoints.items(), reverse=True):

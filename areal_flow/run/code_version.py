@@ -19,10 +19,7 @@ def how_to_install(extra: str) -> str:
 
 
 def git_commit(directory: Path = _PACKAGE) -> str:
-    """Return the commit of a clone, with `-dirty` if it was changed since; nothing of no clone.
-
-    A package that was installed into somebody's clone is no part of it.
-    """
+    """Return the commit that a clone of the package has, with `-dirty` if it was changed since."""
     described = _git(directory, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return described if _git(directory, "ls-files", "--", "*.py") else ""
 

@@ -27,8 +27,6 @@ State = Literal["running", "finished", "stopped", "failed", "crashed"]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run stands, as its last driver recorded it; `writers/` says who that was."""
-
     state: State = "running"
     reason: str = ""
     seconds_driven: float = 0.0
@@ -36,7 +34,6 @@ class RunState:
 
 
 def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> None:
-    """Make the directory of a new run."""
     if layout.root.exists():
         raise RunError(
             f"run {layout.name!r} exists already in {layout.root.parent}: choose another --name, "
@@ -48,7 +45,6 @@ def create_run(layout: RunLayout, recipe: Recipe, *, recipe_name: str = "") -> N
 
 
 def write_identity(layout: RunLayout, *, recipe_name: str = "") -> None:
-    """Give a new run its schema version, and an identity that outlives its name and place."""
     identity = {"schema_version": SCHEMA_VERSION, "run_id": uuid4().hex, "recipe": recipe_name}
     layout.identity.write_text(json.dumps(identity))
 
@@ -58,7 +54,7 @@ def recipe_name_of(layout: RunLayout) -> str:
 
 
 def check_schema_version(layout: RunLayout) -> str:
-    """Return the identity of a run that this version of areal-flow can read."""
+    """Return the identity of a run, which this version of areal-flow must be able to read."""
     version: Any = "none"
     run_id = ""
     try:
@@ -80,10 +76,7 @@ def check_schema_version(layout: RunLayout) -> str:
 
 
 def find_run(runs: Path, reference: str) -> RunLayout:
-    """Return the layout of a run by its name in `runs`, or by its directory.
-
-    A damaged run is found by its ledger, too.
-    """
+    """Return a run by its name in `runs`, or by its directory; a damaged one by its ledger."""
     for root in (runs / reference, Path(reference)):
         layout = RunLayout(root.resolve())
         if layout.config.is_file() or layout.steps.is_dir():
@@ -95,7 +88,6 @@ def find_run(runs: Path, reference: str) -> RunLayout:
 
 @contextmanager
 def hold_run(layout: RunLayout, *, take_over: bool = False) -> Iterator[Writer]:
-    """Be the one driver of a run."""
     with hold_lease(layout.writers, take_over=take_over) as writer:
         driven = read_state(layout).seconds_driven
         _write_state(layout, RunState("running", seconds_driven=driven))
@@ -123,7 +115,7 @@ def read_state(layout: RunLayout) -> RunState:
 
 
 def observed_state(layout: RunLayout) -> RunState:
-    """Return the state as it is: a run recorded as running that nobody holds has crashed."""
+    """Return the state; a run recorded as running that nobody holds has crashed."""
     recorded, lease = read_state(layout), newest_lease(layout.writers)
     held = lease is not None and is_held(layout.writers, lease.writer_epoch)
     if recorded.state == "running" and not held:
@@ -136,7 +128,6 @@ def _write_state(layout: RunLayout, state: RunState) -> None:
 
 
 def list_runs(runs: Path) -> list[RunLayout]:
-    """Return the runs in a folder, by name; those of another schema version are only logged."""
     found = []
     for entry in sorted(runs.iterdir()) if runs.is_dir() else ():
         layout = RunLayout(entry.resolve())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def force_to_disk(path: Path) -> None:
-    """Return when a file's content, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -16,7 +15,7 @@ def force_to_disk(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file new content; a reader sees the old or the new, never a part."""
+    """Give a file new content; a reader sees the old or the new."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)

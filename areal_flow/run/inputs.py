@@ -1,10 +1,9 @@
 """What a run is made of beside its recipe: recorded once it is prepared, compared at each resume.
 
-A run reads copies of its own: prompts, rows of supervised fine-tuning, configuration and tokenizer.
-One that changed is refused. A file that it was copied from may change, which changes nothing. The
-model directory counts until version 0 is made of it, that of a reference for good. A verifier is
-not copied, because its code may import anything: one that changed is refused, or accepted for what
-follows. This module does not load verifiers.
+A run reads its own copies of prompts, rows of fine-tuning, configuration and tokenizer, and refuses
+changed ones. The files that they were copied from may change. The model directory counts until
+version 0 is made of it, that of a reference for good. A verifier is not copied, because its code
+may import anything: a changed one is refused, or accepted for what follows.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ ACCEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """The code that scores: its identity, and the files that it stands in."""
-
     identity: str = ""
     files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """What `inputs.json` has. Files are named with a hash of their content."""
-
     verifiers: Sequence[tuple[int, str]]
     """The identity of the first, then of each that was accepted, after its first writer epoch."""
     files: Mapping[str, str]
@@ -66,7 +61,6 @@ def record_inputs(
     model: Path,
     reference: Path | None = None,
 ) -> None:
-    """Write what a prepared run is made of."""
     prompts = (layout.train_prompts, layout.held_out_prompts, layout.difficulty)
     copies = (*prompts, layout.sft_rows)
     held_out = (recipe.prompts.held_out_path, *(each.path for each in recipe.evaluation.held_out))
@@ -101,7 +95,6 @@ def read_inputs(layout: RunLayout) -> RunInputs:
 
 
 def reference_directory(layout: RunLayout) -> Path | None:
-    """Return the model directory that is the reference; None if it is the run's first policy."""
     recorded = read_inputs(layout).reference if layout.inputs.is_file() else {}
     if changed := [*_changes(recorded)]:
         raise RunError(f"the reference of run {layout.name} changed, restore it: {changed[0]}")
@@ -109,7 +102,7 @@ def reference_directory(layout: RunLayout) -> Path | None:
 
 
 def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool) -> list[str]:
-    """Return what there is to say of inputs that changed and do not matter."""
+    """Refuse changed inputs; return what there is to say of changes that do not matter."""
     recorded = read_inputs(layout)
     changed = [*changed_files(layout, recorded)]
     changed += [
@@ -135,13 +128,12 @@ def check_inputs(layout: RunLayout, verifier: Verifier, *, accept_verifier: bool
 
 
 def changed_files(layout: RunLayout, recorded: RunInputs) -> Iterator[str]:
-    """Yield what is to be said of each file of the run that is not what it was."""
     files = {str(layout.root / name): known for name, known in recorded.files.items()}
     yield from (f"{change}; restore it from a copy" for change in _changes(files))
 
 
 def accept(layout: RunLayout, verifier: Verifier, writer: Writer) -> None:
-    """Note that a verifier scores whatever this driver writes, and those after it."""
+    """Record that a verifier scores what this driver and later ones write."""
     recorded = read_inputs(layout)
     if verifier.identity != recorded.verifier:
         named = [*recorded.verifiers, (writer.writer_epoch, verifier.identity)]
@@ -149,10 +141,7 @@ def accept(layout: RunLayout, verifier: Verifier, writer: Writer) -> None:
 
 
 def check_verifier(layout: RunLayout, identity: str) -> None:
-    """Refuse to score with other code than the run's, as of a file that was edited meanwhile.
-
-    A directory that is no run's, made to evaluate a model, has no inputs and takes any.
-    """
+    """Refuse code that was edited meanwhile; a directory that is no run's takes any."""
     if layout.inputs.is_file() and identity != (known := read_inputs(layout).verifier):
         raise RewardError(
             f"expected the verifier {known}, found {identity} while run {layout.name} goes on: "

@@ -41,8 +41,6 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 
 
 class _Within:
-    """A path in a run directory."""
-
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
@@ -52,8 +50,6 @@ class _Within:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The paths of one run."""
-
     root: Path
 
     identity = _Within("run.json")
@@ -90,15 +86,12 @@ class RunLayout:
         return self.root.name
 
     def weights_of(self, writer_epoch: int) -> Path:
-        """Return the weights channel of one driver's life; no other driver's generators look."""
         return self.weights / f"{writer_epoch:08d}"
 
     def processes_of(self, writer_epoch: int) -> Path:
-        """Return what the processes of one driver's life share: certificates, what they execute."""
         return self.processes / f"{writer_epoch:08d}"
 
     def rendezvous_file(self, writer_epoch: int, name: str) -> Path:
-        """Return the file by which the ranks of one replica group find each other."""
         return self.rendezvous / f"{writer_epoch:08d}" / name
 
 

@@ -32,8 +32,6 @@ from areal_flow.run.durable import force_to_disk, replace_file_durably
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One driver: its epoch, its process, and when it began."""
-
     writer_epoch: int
     pid: int
     host: str
@@ -74,7 +72,7 @@ class Writer:
         return _lease_path(self.root, self.writer_epoch + 1).exists()
 
     def check_current(self) -> None:
-        """Return if this is the newest lease."""
+        """Raise a RunError if another driver took over: this one must end and change nothing."""
         if self.is_superseded:
             raise RunError(
                 f"this driver (epoch {self.writer_epoch}) hung, and the run was taken over by "
@@ -84,7 +82,7 @@ class Writer:
 
 @contextmanager
 def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
-    """Become the one writer; the lease ends with the block, or with the process."""
+    """Become the one writer until the block or the process ends; RunError if another driver is."""
     root.mkdir(parents=True, exist_ok=True)
     before = newest_lease(root)
     if before and not take_over and is_held(root, before.writer_epoch):
@@ -98,18 +96,15 @@ def hold_lease(root: Path, *, take_over: bool = False) -> Iterator[Writer]:
 
 
 def newest_lease(root: Path) -> Lease | None:
-    """Return the lease that counts, whether its driver is alive or not."""
     return next(reversed(leases(root)), None)
 
 
 def leases(root: Path) -> list[Lease]:
-    """Return the leases of all drivers that a run had, the newest last."""
     epochs = sorted(int(path.stem) for path in root.glob("[0-9]*.lock"))
     return [Lease(epoch, **json.loads(_lease_path(root, epoch).read_text())) for epoch in epochs]
 
 
 def is_held(root: Path, epoch: int) -> bool:
-    """Return whether the driver of an epoch is alive."""
     descriptor = os.open(_lease_path(root, epoch), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -121,17 +116,14 @@ def is_held(root: Path, epoch: int) -> bool:
 
 
 def is_sole_writer(writer: Writer) -> bool:
-    """Return whether every earlier driver is dead: nobody else can be about to write."""
     return not any(is_held(writer.root, epoch) for epoch in range(1, writer.writer_epoch))
 
 
 def record_fence(root: Path, fence: Fence) -> None:
-    """Write down, durably, where the logs stand as a writer takes over."""
     replace_file_durably(root / f"{fence.writer_epoch:08d}.fence.json", json.dumps(asdict(fence)))
 
 
 def read_fences(root: Path) -> tuple[Fence, ...]:
-    """Return the fences of all takeovers, oldest first."""
     paths = sorted(root.glob("[0-9]*.fence.json"))
     return tuple(Fence(**json.loads(path.read_text())) for path in paths)
 

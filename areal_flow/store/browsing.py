@@ -45,7 +45,7 @@ class Selection:
 def select_trajectories(
     database: duckdb.DuckDBPyConnection, selection: Selection
 ) -> tuple[list[str], int]:
-    """Return the selected ids, in order, and how many trajectories match, whatever the limit."""
+    """Return the selected ids, in order, and how many trajectories match without the limit."""
     columns = [name for name, *_ in database.sql("DESCRIBE trajectories").fetchall()]
     there_are = f"Columns are: {', '.join(sorted(columns))}"
     if selection.sort is not None and selection.sort not in columns:
@@ -85,7 +85,6 @@ def read_rows(
 def stream_rows(
     database: duckdb.DuckDBPyConnection, identifiers: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Yield every column of these trajectories, a bounded number of rows at a time."""
     for start in range(0, len(identifiers), ROWS_PER_BATCH):
         yield read_rows(database, identifiers[start : start + ROWS_PER_BATCH])
 
@@ -105,8 +104,6 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What the step that trained a trajectory made of it."""
-
     advantage: float | None
     """None where it is of a critic's values or of a KL divergence, which only a replay computes."""
     advantage_rule: str
@@ -132,7 +129,7 @@ class ShownTrajectory:
 def show_trajectory(
     run: Run, which: str, *, selection: Selection, at: int | None = None
 ) -> ShownTrajectory:
-    """Read one trajectory and, if a step trained it, that step's batch."""
+    """Read one trajectory by its id or its number in the selection."""
     recipe = load_recipe(run.layout.config)
     max_staleness = recipe.controller.max_staleness
     with closing(run.database(at=at)) as database:
@@ -190,7 +187,6 @@ def _tokens(
 def _batch(
     run: Run, row: dict[str, Any], algorithm: AlgorithmSettings, max_staleness: int
 ) -> TrainedBatch | None:
-    """Compute the advantages of the step that trained the row, as the trainer did."""
     if row["status"] != "trained":
         return None
     from areal_flow.trainer.sequences import sequences_from_rows

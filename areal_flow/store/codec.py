@@ -44,8 +44,6 @@ _TOKEN_COLUMNS = ("loss_mask", "prompt_tokens", "output_tokens", "behavior_logpr
 
 @dataclass(frozen=True, slots=True)
 class RolloutNotes:
-    """What is known of rolled-out rows beside the rows; `scores` has one entry a row."""
-
     engine_stats: EngineStats
     scores: tuple[Score | None, ...]
     errors: tuple[str, ...]
@@ -58,7 +56,7 @@ def rollout_table(
     started_at: datetime,
     engine_stats: EngineStats,
 ) -> pa.Table:
-    """Return the groups' rows as the generator knows them: everything but the score."""
+    """Return the groups' rows without their scores; at least one group has a draft."""
     finished_at = datetime.now(UTC)
     rows = [
         {
@@ -98,7 +96,6 @@ def rollout_table(
 
 
 def _ragged(rows: Sequence[np.ndarray], of: pa.ListType) -> pa.ListArray:
-    """Return a column with an array a row: all values, one row after the other, and offsets."""
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows), of.value_type), of)
 
@@ -109,7 +106,6 @@ def rollout_notes(table: pa.Table) -> RolloutNotes:
 
 
 def scored_table(table: pa.Table, scores: Sequence[Score], *, verifier: str) -> pa.Table:
-    """Return the rows with their scores, columns in the schema's order, notes as they were."""
     scored_at = datetime.now(UTC)
     columns = {
         "reward": [score.reward for score in scores],
@@ -149,7 +145,6 @@ def receipts(table: pa.Table) -> tuple[TrajectoryReceipt, ...]:
 
 
 def array_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the rows, their tokens as arrays that lie in the table, and their spans."""
     names = table.column_names  # made anew whenever it is asked for
     return [
         dict(zip(names, row, strict=True))
@@ -174,6 +169,5 @@ def _spans_of_rows(column: pa.ListArray) -> Iterator[tuple[VersionSpan, ...]]:
 
 
 def member_errors(table: pa.Table) -> tuple[str, ...]:
-    """Return the root cause of each row that its verifier could not score."""
     failed = table.filter(pc.is_null(table["reward"]))["reward_detail"].to_pylist()
     return tuple(json.loads(detail).get("error", "unknown") for detail in failed)

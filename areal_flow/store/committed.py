@@ -30,10 +30,7 @@ EVALUATIONS = arrow_schema(EvaluationRow)
 
 
 class CommittedLogs:
-    """The controller's `Logs` over Lance.
-
-    Writes in a thread, and has each dataset maintained beside that, one round at a time.
-    """
+    """The controller's `Logs` over Lance: writes in a thread, and maintains datasets beside it."""
 
     def __init__(self, committer: TrajectoryCommitter, ledger: Ledger) -> None:
         self._committer = committer
@@ -58,7 +55,6 @@ class CommittedLogs:
 
 
 async def _maintain(maintenance: Maintenance) -> None:
-    """Run one round; what it could not do the next one will."""
     try:
         await asyncio.to_thread(maintenance.run)
     except (OSError, RuntimeError, ValueError, StorageError) as error:
@@ -73,7 +69,7 @@ def create_logs(layout: RunLayout) -> None:
 def read_unconsumed(
     layout: RunLayout, ledger: Ledger, *, verifier: str
 ) -> tuple[Sequence[TrajectoryReceipt], CommittedGroups]:
-    """Return the trajectories that no ledger row names, and the account of all that there are."""
+    """Return trajectories that no ledger row names, and the account of all."""
     columns = {"submission_index", "verifier", *RECEIPT_COLUMNS, *LOG_COLUMNS}
     stored = read_rows(layout, "trajectories", sorted(columns))
     statuses = consumption_table(ledger.table(list(LEDGER_COLUMNS)), stored)["status"]
@@ -89,7 +85,7 @@ def read_unconsumed(
 
 
 def append_evaluation(layout: RunLayout, rows: Sequence[dict[str, Any]], writer: Writer) -> None:
-    """Validate and append held-out answers, all of one evaluation; the first make the dataset."""
+    """Append the answers of one evaluation; the first ones create the dataset."""
     table = validate(pa.Table.from_pylist(list(rows), schema=EVALUATIONS), EvaluationRow)
     writer.check_current()
     path = layout.evaluations
@@ -107,7 +103,6 @@ def evaluation_names(layout: RunLayout) -> list[str]:
 
 
 def read_evaluation(layout: RunLayout, name: str) -> list[dict[str, Any]]:
-    """Return the rows of an evaluation, those that count; none if it was never made."""
     if not layout.evaluations.is_dir():
         return []
     found = read_rows(layout, "evaluations", where=f"evaluation = '{name}'")

@@ -60,7 +60,6 @@ def empty_database() -> duckdb.DuckDBPyConnection:
 
 
 def convert(table: pa.Table, format: TableFormat) -> Any:
-    """Return an Arrow table in the format that was asked for."""
     match format:
         case "arrow":
             return table
@@ -98,7 +97,6 @@ def connect(
     max_staleness: int,
     pass_threshold: float = PASS_THRESHOLD,
 ) -> duckdb.DuckDBPyConnection:
-    """Return a connection with the views of this module."""
     connection = empty_database()
     _OPEN.add(connection)
     # DuckDB takes an Arrow dataset for one row and would build hash tables from payloads: joins
@@ -119,8 +117,8 @@ def connect(
 def compared_answers(answers: pa.Table, *, pass_threshold: float) -> list[dict[str, Any]]:
     """Return held-out answers of the first evaluation beside those of the last, by difficulty.
 
-    Two prompts of each of the first eight difficulties, always the same ones. Only evaluations with
-    the verifier of the last one count; there are no rows unless two policies gave the answers.
+    Two prompts of each of the first eight difficulties; only evaluations with the last one's
+    verifier count, and only if two policies answered.
     """
     with empty_database() as connection:
         connection.register("answers", answers)
@@ -132,6 +130,5 @@ def compared_answers(answers: pa.Table, *, pass_threshold: float) -> list[dict[s
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open: a connection with a Python function complains when the program ends."""
     for connection in list(_OPEN):
         connection.close()

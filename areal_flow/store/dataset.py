@@ -57,7 +57,6 @@ def create_dataset(
     *,
     stable_row_ids: bool = False,
 ) -> lance.LanceDataset:
-    """Create a dataset of these tables; others see nothing or all of it."""
     if path.exists():
         raise RunError(f"{path} exists already")
     aside = path.with_name(f".{path.name}.partial")
@@ -86,7 +85,6 @@ def open_dataset(path: Path) -> lance.LanceDataset:
 
 
 def has_version(path: Path, version: int) -> bool:
-    """Return whether a version is still there; old ones are cleaned up while a run goes on."""
     try:
         lance.dataset(str(path), version=version)
     except (OSError, ValueError):
@@ -120,13 +118,11 @@ def fence_condition(layout: RunLayout, log: Log) -> str | None:
 
 
 def conjunction(*conditions: str | None) -> str | None:
-    """Return a condition that holds where all do; None holds everywhere."""
     return " AND ".join(f"({condition})" for condition in conditions if condition) or None
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into one error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -154,12 +150,11 @@ def read_errors(path: Path) -> Iterator[None]:
 class Maintenance:
     """Keeps one dataset small, quick and durable.
 
-    Everything but `commit` may run in other threads, beside commits: each opens the dataset for
-    itself, since a Lance handle refuses whoever comes while another thread changes it.
+    Everything but `commit` may run in other threads beside commits: each opens the dataset itself,
+    since a Lance handle refuses other threads while one changes it.
     """
 
     def __init__(self, path: Path, *, num_fragments: int) -> None:
-        """Begin with the fragments that are there: earlier lives may have been too short."""
         self._path = path
         self._num_commits = num_fragments
         self._committing = Lock()
@@ -167,7 +162,6 @@ class Maintenance:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Hold the writer's lock around one commit, and count it."""
         with self._committing, storage_errors(self._path):
             yield
         self._num_commits += 1
@@ -179,11 +173,9 @@ class Maintenance:
     def run(self) -> None:
         """Merge small fragments and drop old versions; safe beside commits and readers.
 
-        The rows are rewritten beside the commits; only to name the result it holds the writer's
-        lock. Against a writer that commits all the time Lance's own retries do not win.
-
-        Manifests may take a quarter of the data's bytes, so that a reader finds the version that it
-        opened for as long as the space allows: with the defaults of Lance they would take
+        Rows are rewritten beside commits; only naming the result holds the writer's lock: Lance's
+        own retries lose against constant commits. Manifests may take a quarter of the data's bytes,
+        so that readers find the version that they opened; Lance's defaults would let them take
         everything. A cleanup reads every manifest that stays, so it waits until a quarter more are
         there.
         """
@@ -200,7 +192,7 @@ class Maintenance:
             dataset.cleanup_old_versions(retain_versions=retained)
 
     def sync(self) -> None:
-        """Force every file that exists now to disk, each once; Lance itself does not."""
+        """Force every file to disk, each once; Lance itself does not."""
         present = set()
         for folder, _, names in os.walk(self._path):
             for file in (Path(folder) / name for name in names):
@@ -223,7 +215,6 @@ def _force_to_disk(path: Path) -> None:
 
 
 def unreferenced_files(path: Path) -> list[str]:
-    """Return the data files that no version of the dataset names, relative to it."""
     stored = {file.relative_to(path).as_posix() for file in (path / "data").glob("*.lance")}
     with read_errors(path):
         for batch in open_dataset(path).tracked_files():
@@ -233,7 +224,10 @@ def unreferenced_files(path: Path) -> list[str]:
 
 
 def remove_orphans(path: Path, *, written_before: float) -> int:
-    """Remove unreferenced files that are older than a moment; return how many."""
+    """Remove unreferenced files written before a time, in seconds since 1970; return how many.
+
+    Nobody who wrote before it may be alive: a younger file may be in somebody's next commit.
+    """
     num_removed = 0
     for name in unreferenced_files(path):
         with suppress(FileNotFoundError):

@@ -48,7 +48,6 @@ def read_steps(
 
 
 def flatten_metrics(steps: pa.Table) -> pa.Table:
-    """Return step rows with a column for each name in their `metrics` map, if they have one."""
     if "metrics" not in steps.column_names:
         return steps
     maps = steps["metrics"].to_pylist(maps_as_pydicts="strict")
@@ -69,7 +68,7 @@ def _without_means_of_nothing(steps: pa.Table) -> pa.Table:
 
 
 class LedgerReader:
-    """Reads step rows, those that count, as of when it was opened."""
+    """Reads the step rows that count, as of when it was opened."""
 
     head: int
     """The newest step, -1 before the genesis."""
@@ -98,10 +97,9 @@ class LedgerReader:
 
 
 class Ledger(LedgerReader):
-    """Appends step rows, too: for the driver that holds the run.
+    """Appends step rows for the driver that holds the run.
 
-    Rows are ours, one a step, and checked against the Arrow schema on their way in; pandera's check
-    of the whole table costs more than a small step and belongs to tests and audits.
+    A row is checked against the Arrow schema; pandera's check costs more than a small step.
     """
 
     def __init__(self, layout: RunLayout, writer: Writer) -> None:

@@ -19,7 +19,6 @@ _IN_SQL = re.compile(rf"\b{re.escape(OF_ROW)}\w+")
 
 
 def refuse_row_columns(where: str | None) -> None:
-    """Refuse a condition over columns that are not stored beside the others."""
     if found := _IN_SQL.search(where or ""):
         raise RunError(
             f"where: {found[0]} is no stored column; expected it in `columns`, to filter the table "
@@ -28,14 +27,13 @@ def refuse_row_columns(where: str | None) -> None:
 
 
 def names_row_columns(columns: Sequence[str] | None) -> bool:
-    """Return whether a column of the prompts' rows is among some to read."""
     return any(name.startswith(OF_ROW) for name in columns or ())
 
 
 def with_row_columns(
     read: Callable[..., pa.Table], columns: Sequence[str], prompts: Path
 ) -> pa.Table:
-    """Return what is read with columns of the prompts' rows, null where a row lacks one."""
+    """Return what `read` gives with columns of the prompts' rows, null where a row lacks one."""
     of_rows = [name for name in columns if name.startswith(OF_ROW)]
     table = read(columns=[*({*columns, "prompt_id"} - {*of_rows})])
     with pa.memory_map(str(prompts)) as file:

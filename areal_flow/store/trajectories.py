@@ -65,7 +65,6 @@ class TrajectoryCommitter:
 
     @property
     def watermark(self) -> int:
-        """How many rows the log has; those that were superseded count, too."""
         return int(self._dataset.count_rows())
 
     def commit(self, receipts: Sequence[GroupReceipt]) -> int:
@@ -119,7 +118,6 @@ class TrainingRows:
     )
 
     def __init__(self, layout: RunLayout) -> None:
-        """Remember where the log is; it is opened on first use."""
         self._layout = layout
         self._rows_at_once = 32
         """How many of Lance's rows make `BYTES_AT_ONCE`, as the last batch had them."""
@@ -154,8 +152,8 @@ class TrainingRows:
     def _find(self, trajectory_ids: Sequence[str]) -> tuple[pa.Table, pa.Array]:
         """Return a table that has these rows, and the place of each; null where it has none.
 
-        They are looked for in ever more of the log, from its end on: a step's rows are among the
-        newest, and a log of a million rows has a thousand fragments.
+        The newest fragments are searched first: a step's rows are new, and a log may have a
+        thousand.
         """
         identifiers = pa.array(trajectory_ids, pa.string())
         indices = sorted({submission_index_of(identifier) for identifier in trajectory_ids})
@@ -180,7 +178,7 @@ class TrainingRows:
 
 
 def _portions(fragments: list[LanceFragment]) -> Iterator[list[LanceFragment]]:
-    """Yield a log's fragments from its end on, each portion several times as large as the last."""
+    """Yield fragments from the newest on, each portion eight times as large as the last."""
     size = NEWEST_FRAGMENTS
     while True:
         yield fragments[-size:]

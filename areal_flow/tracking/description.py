@@ -1,4 +1,4 @@
-"""What a run is, in the words of its own files: what a sink shows beside the numbers."""
+"""What a run is, read from its own files: what a sink shows beside the numbers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from areal_flow.workflows.agent import Agent
 
 @dataclass(frozen=True, slots=True)
 class InputPrompts:
-    """The prompts that a run is trained on."""
-
     path: Path
     content_hash: str
 

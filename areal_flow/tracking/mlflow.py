@@ -42,7 +42,7 @@ _FAST_FAILURE = {
 
 
 class _FailingFast:
-    """A client that gives up soon; it reads how soon from the environment, which is the user's."""
+    """A client whose calls give up soon; their limits stand in the user's environment."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -66,7 +66,6 @@ class MlflowTracker:
     """A `Tracker` over an MLflow server or database."""
 
     def __init__(self, layout: RunLayout, settings: TrackingSettings, uri: str = "") -> None:
-        """Remember what to deliver where; the first call connects."""
         self.uri = uri or default_tracking_uri(layout.root.parent)
         self.run_id = ""
         self.model_version: str | None = None
@@ -185,7 +184,6 @@ class MlflowTracker:
         return self._client
 
     def _known_run(self) -> Any | None:
-        """Return the MLflow run of this run, whatever both are called now."""
         found = self._client.get_experiment_by_name(self._experiment)
         mine = f"tags.`{IDENTITY_TAG}` = '{self._identity}'"
         runs = found and self._client.search_runs([found.experiment_id], mine, max_results=1)
@@ -211,7 +209,6 @@ class MlflowTracker:
         )
 
     def _tag(self, version: Any, tags: dict[str, str]) -> None:
-        """Give a version the tags that it lacks, or has otherwise."""
         for name, value in tags.items():
             if version.tags.get(name) != value:
                 self._client.set_model_version_tag(self._model, version.version, name, value)
@@ -220,7 +217,7 @@ class MlflowTracker:
         return Aliases(self._client, self._model)
 
     def _own_alias(self) -> str:
-        """Return the alias of this run, which it keeps for good."""
+        """Return the alias of this run, which never changes."""
         if known := self._client.get_run(self.run_id).data.tags.get(ALIAS_TAG):
             return str(known)
         alias = self._aliases().free_for(self._layout, identity=self._identity)
@@ -228,7 +225,6 @@ class MlflowTracker:
         return alias
 
     def _experiment_id(self) -> str:
-        """Return the experiment, made if need be, and opened in the view of model training."""
         if found := self._client.get_experiment_by_name(self._experiment):
             if KIND_TAG not in found.tags:
                 self._client.set_experiment_tag(found.experiment_id, KIND_TAG, KIND)
@@ -240,7 +236,6 @@ class MlflowTracker:
         return str(made)
 
     def _log_prompts(self, prompts: InputPrompts) -> None:
-        """Name the prompts as the run's input; the same ones are an input once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         source = json.dumps({"uri": str(prompts.path)})

@@ -1,7 +1,7 @@
-"""Serves MLflow's own pages over a folder of runs, opened where the newest run is.
+"""Serves MLflow's own pages over a folder of runs, opened at the newest run's experiment.
 
-MLflow's first page is about applications, and its charts have one metric each. So `/` leads to the
-newest run's experiment, in a view that draws a value and its bounds as one chart.
+MLflow's first page is about applications, and its charts have one metric each: here a value and its
+bounds are one chart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 
 
 def serve(uri: str, *, port: int) -> None:
-    """Serve until a signal; nothing is left behind, since it is all in this process."""
     from mlflow import MlflowClient
 
     page = first_page(MlflowClient(tracking_uri=uri, registry_uri=uri))
@@ -72,7 +71,6 @@ def first_page(client: Any) -> str:
 
 
 def interval_view(metrics: Iterable[str]) -> dict[str, Any]:
-    """Return the state of MLflow's charts in which a value and its bounds are one chart."""
     known = set(metrics)
     bounds = {name: [f"{name}_low", f"{name}_high"] for name in sorted(known)}
     bounds = {name: both for name, both in bounds.items() if known.issuperset(both)}

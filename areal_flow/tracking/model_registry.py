@@ -26,11 +26,11 @@ _RESERVED = re.compile(rf"{CURRENT}|{BEST}|latest|v\d+", re.IGNORECASE)
 
 
 def run_alias(name: str) -> str:
-    """Return the alias of a run, which follows its newest checkpoint: its name, where that can be.
+    """Return a run's alias: its name, where a registry allows it.
 
-    A registry allows letters, digits, dashes and underscores, and has `latest` and `v1` for itself.
-    Any other name gets underscores for its dots, and six digits of its hash, so that no two runs
-    have the same: `sums.2` becomes `sums_2-ee0c0b`.
+    It allows letters, digits, dashes and underscores, and reserves `latest` and `v1`. Other
+    names get underscores for dots and six digits of their hash: `sums.2` becomes
+    `sums_2-ee0c0b`.
     """
     if _ALLOWED.fullmatch(name) and not _RESERVED.fullmatch(name):
         return name
@@ -39,8 +39,6 @@ def run_alias(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """The aliases of one registered model."""
-
     client: Any
     model: str
 
@@ -54,10 +52,9 @@ class Aliases:
         return frozenset(v for alias, v in self.versions().items() if alias not in moving)
 
     def free_for(self, layout: RunLayout, *, identity: str) -> str:
-        """Return the alias that a run is to have: that of its name, if no other run has it.
+        """Return the alias of a run's name, with its identity where another run has that.
 
-        In a registry of several folders of runs there may be two of one name. One that was in the
-        same place is gone.
+        A registry of several folders may have two runs of one name; one in the same place is gone.
         """
         alias = run_alias(layout.name)
         if alias in self.versions():
@@ -67,7 +64,6 @@ class Aliases:
         return alias
 
     def point(self, alias: str, version: str) -> None:
-        """Have an alias point to a version, wherever it points now."""
         if self.versions().get(alias) != version:
             self.client.set_registered_model_alias(self.model, alias, version)
 
@@ -106,8 +102,6 @@ def default_tracking_uri(runs: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredVersion:
-    """A model version as the registry has it."""
-
     name: str
     version: str
     source: Path
@@ -115,7 +109,6 @@ class RegisteredVersion:
 
 
 def registered_version(uri: str, reference: str) -> RegisteredVersion:
-    """Return the model version behind `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
     database = uri.removeprefix(SQLITE)
     if database != uri and not Path(database).is_file():  # a client would make it
         raise ModelError(

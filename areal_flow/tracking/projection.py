@@ -1,7 +1,7 @@
-"""Fills one sink from a run directory, from wherever the sink stands.
+"""Fills one sink from a run directory, from the last step that the sink has.
 
-Everything that is delivered is in the run: ledger rows, evaluations, checkpoints, the recipe. So
-a sink that was away, or that is new, is filled by doing the same again.
+Everything that is delivered is in the run: ledger rows, evaluations, checkpoints, the recipe. A
+sink that was away, or that is new, is filled in the same way.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ _SAMPLE_COLUMNS = [
 
 
 def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a ledger row's numbers by the names that sinks show.
-
-    An entry of the row's `metrics` map is shown as `train/NAME`, unless its name has an area.
-    """
+    """Return a ledger row's numbers as sinks show them, `train/NAME` where it has no area."""
     fixed = {name: row.get(column) for name, column in METRICS.items()}
     entries = dict(row.get("metrics") or ())
     named = {name if "/" in name else f"train/{name}": value for name, value in entries.items()}
@@ -84,10 +81,7 @@ def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def held_out_metrics(found: EvaluationTable) -> dict[str, float]:
-    """Return an evaluation's numbers by the names that sinks show; of several sets, those of each.
-
-    They are `held_out/NAME` over all prompts, and `held_out/SET/NAME`.
-    """
+    """Return an evaluation's numbers as `held_out/NAME`, of several sets `held_out/SET/NAME`."""
     sets = {f"held_out/{name}": scores for name, scores in found.several_sets.items()}
     named = {"held_out": found.overall, **sets}
     return {
@@ -98,8 +92,6 @@ def held_out_metrics(found: EvaluationTable) -> dict[str, float]:
 
 
 class Projection:
-    """Delivers what one sink lacks; for one thread."""
-
     def __init__(self, layout: RunLayout, sink: Tracker) -> None:
         self._layout = layout
         self._sink = sink
@@ -125,7 +117,7 @@ class Projection:
         return num_steps
 
     def _attempt(self, what: str, deliver: Callable[..., None], *things: Any, **at: int) -> None:
-        """Deliver one thing; one that is refused must not block all later ones."""
+        """Deliver one thing; a refused one does not block the later ones."""
         try:
             deliver(*things, **at)
         except Exception as error:
@@ -165,7 +157,6 @@ class Projection:
         self._evaluations = version_now
 
     def _deliver_evaluation(self, run: Run, made: Mapping[str, Any]) -> None:
-        """Deliver an evaluation, unless all its answers are in what was delivered."""
         name, version = made["evaluation"], made["policy_version"]
         if self._num_answers.get((name, version)) == made["count_all"]:
             return
@@ -244,7 +235,6 @@ class FineTuningProjection:
 
 
 def _evaluations_made(run: Run) -> list[dict[str, Any]]:
-    """Return what tells evaluations apart, their numbers of answers and times, in their order."""
     keys = ["evaluation", "policy_version", "verifier"]
     answers = run.evaluations("arrow", columns=[*keys, "evaluated_at"])
     made = answers.group_by(keys).aggregate([("evaluated_at", "max"), ([], "count_all")])

@@ -60,11 +60,9 @@ def settings_of(recipe: Recipe) -> TrackingSettings:
 
 
 class RunTracking:
-    """Keeps a sink up to date on a thread of its own: nothing here raises or waits for a network
-    unbounded."""
+    """Keeps a sink up to date on its own thread; the caller never waits for the network."""
 
     def __init__(self, layout: RunLayout, sink: Tracker | None) -> None:
-        """Prepare to deliver from the first `wake` on; without a sink nothing is done."""
         self._layout = layout
         self._sink = sink
         self._protected: frozenset[Path] = frozenset()
@@ -83,24 +81,20 @@ class RunTracking:
 
     @property
     def model_version(self) -> str | None:
-        """The registered version of the newest checkpoint, as far as it is known."""
         return self._sink.model_version if self._sink else None
 
     @property
     def alias(self) -> str | None:
-        """The run's own alias in the registry, as far as it is known."""
         return self._sink.alias if self._sink else None
 
     def wake(self) -> None:
-        """Have delivered what was committed, within `DELIVER_EVERY_S`; returns at once."""
         self._wake.set()
 
     def protected(self) -> frozenset[Path]:
-        """Return the checkpoints that must not be pruned, as of the last delivery."""
         return self._protected
 
     def close(self, status: str | None, *, timeout_s: float = 20.0) -> None:
-        """Deliver what can be delivered within the time, mark the run ended, stop."""
+        """Deliver what the time allows and mark the run ended, unless another driver goes on."""
         self._status = status
         self._closing.set()
         self._wake.set()
@@ -131,7 +125,6 @@ class RunTracking:
                 self._wake.wait()
 
     def _record(self, protected: frozenset[Path]) -> None:
-        """Record the protected checkpoints for a later driver that cannot reach the sink."""
         if protected != self._protected:
             self._protected = protected
             names = sorted(path.name for path in protected)
@@ -155,7 +148,6 @@ def start_tracking(layout: RunLayout, recipe: Recipe) -> RunTracking:
 
 
 def untrack(layout: RunLayout, recipe: Recipe) -> int:
-    """Remove a run from the recipe's sink, if it has one; return how many versions it had."""
     settings = settings_of(recipe)
     if not settings.enabled:
         return 0
@@ -173,7 +165,6 @@ def untrack(layout: RunLayout, recipe: Recipe) -> int:
 
 
 def track(run_directory: Path, uri: str) -> int:
-    """Deliver a run to a server, whatever it has of the run; return how many steps it lacked."""
     layout = RunLayout(run_directory.resolve())
     check_schema_version(layout)
     sink = make_tracker(layout, settings_of(load_recipe(layout.config)), uri)

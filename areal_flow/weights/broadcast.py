@@ -1,13 +1,12 @@
-"""Weights over the network: the trainer's process broadcasts a version to all that ask for it.
+"""Weights over the network: the trainer's process broadcasts a version to the readers that ask.
 
     weights/address                                 where the trainer's process answers
     weights/00000012/{tensors.json, hash}           published: names, types, shapes
     weights/.staged-00000013/                       not yet
 
 A reader asks for a version, says which one it holds, and waits; `broadcast_sender` answers. A
-reader that dies, hangs or leaves ends the broadcast that it was in, and those that are left ask
-again. Whether a reader was sent everything or what has changed, the hash of what it then has is
-checked.
+reader that dies, hangs or leaves ends its broadcast, and the others ask again. The hash of what a
+reader then has is checked, whether it was sent everything or the changes.
 """
 
 from __future__ import annotations
@@ -97,8 +96,6 @@ class BroadcastWriter(DirectoryWriter):
 
 
 class BroadcastReader(DirectoryReader):
-    """A `WeightsReader` that asks the trainer's process."""
-
     def __init__(self, root: Path, *, host: str) -> None:
         super().__init__(root)
         self._host = host
@@ -168,7 +165,6 @@ def _ask(store: Any, question: Question) -> Place:
 
 
 def _followed(held: Mapping[str, Tensor], delta: Tensor) -> dict[str, Tensor]:
-    """Return what a delta, as bytes, leads to from the weights that a reader holds."""
     from safetensors.torch import load
 
     from areal_flow.weights.delta import apply_delta, delta_of_parts

@@ -58,8 +58,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedVersion:
-    """A version in the trainer's memory."""
-
     tensors: Mapping[str, Tensor]
     deltas: dict[int, Tensor | None] = field(default_factory=dict)
     """As bytes, by the version that they follow from; None where they are no less. They are made
@@ -68,7 +66,7 @@ class StagedVersion:
 
 @dataclass(slots=True)
 class Sender:
-    """Answers questions that readers leave in a store."""
+    """Answers the questions that readers leave in a store."""
 
     staged: Mapping[int, StagedVersion]
     """The trainer's thread adds and removes versions."""
@@ -78,7 +76,6 @@ class Sender:
     """Each group's once, however many members it has, and also if it did not get them all."""
 
     def run(self, ended: threading.Event) -> None:
-        """Answer questions as they come."""
         num_finished = num_answered = 0
         while not ended.wait(POLL_S):
             if self.store.add("num_questions", 0) > num_answered:
@@ -145,7 +142,6 @@ class Sender:
 
 
 def broadcast(store: Any, place: Place, tensors: Mapping[str, Tensor], *, host: str) -> None:
-    """Send (rank 0) or receive tensors, in place, as a member of a group."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     group = connect_gloo(

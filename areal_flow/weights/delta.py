@@ -29,8 +29,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorDelta:
-    """The changes of one tensor."""
-
     counts_K: Tensor
     """Changes in each block, uint8."""
     offsets_C: Tensor
@@ -41,7 +39,6 @@ class TensorDelta:
     """The bits of those that moved further."""
 
     def parts(self) -> dict[str, Tensor]:
-        """Return its tensors by their names."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -50,7 +47,6 @@ class TensorDelta:
 
 
 def are_alike(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-    """Return whether two versions have the same names, types and shapes."""
     described = [{n: (t.dtype, t.shape) for n, t in tensors.items()} for tensors in (base, weights)]
     return described[0] == described[1]
 
@@ -73,19 +69,16 @@ def smaller_delta(
 def is_smaller(
     delta: Mapping[str, TensorDelta], weights: Mapping[str, Tensor], *, beside_bytes: int = 0
 ) -> bool:
-    """Return whether a delta has fewer bytes than all weights."""
     num_bytes = beside_bytes + sum(changed.nbytes for changed in delta.values())
     return num_bytes < sum(tensor.nbytes for tensor in weights.values())
 
 
 def make_delta(base: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
-    """Return what leads from one version to another; they must be alike."""
     assert are_alike(base, weights), "versions of other policies have no delta"
     return {name: tensor_delta(base[name], weights[name]) for name in base}
 
 
 def tensor_delta(base: Tensor, tensor: Tensor) -> TensorDelta:
-    """Return what leads from one tensor to another of its type and shape."""
     bits_N, base_N = _bits(tensor), _bits(base)
     # NumPy's search for the few that differ takes a third of torch's time.
     positions_C = torch.from_numpy(np.flatnonzero(base_N.numpy() != bits_N.numpy()))
@@ -103,7 +96,7 @@ def tensor_delta(base: Tensor, tensor: Tensor) -> TensorDelta:
 
 
 def apply_delta(tensors: Mapping[str, Tensor], delta: Mapping[str, TensorDelta]) -> None:
-    """Change tensors, in place, to the version that a delta leads to, bit by bit."""
+    """Change tensors in place, bit by bit."""
     for name, changed in delta.items():
         bits_N, positions_C = _bits(tensors[name]), _changed_positions(changed)
         bits_N[positions_C] += changed.moves_C
@@ -111,7 +104,6 @@ def apply_delta(tensors: Mapping[str, Tensor], delta: Mapping[str, TensorDelta])
 
 
 def labelled_parts(delta: Mapping[str, TensorDelta]) -> dict[str, Tensor]:
-    """Return a delta as named tensors, for a file or a message."""
     return {
         f"{part}:{name}": tensor
         for name, changed in delta.items()
@@ -120,7 +112,6 @@ def labelled_parts(delta: Mapping[str, TensorDelta]) -> dict[str, Tensor]:
 
 
 def delta_of_parts(labelled: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
-    """Return the delta that `labelled_parts` were of."""
     parts: dict[str, dict[str, Tensor]] = {}
     for label, tensor in labelled.items():
         part, _, name = label.partition(":")
@@ -129,7 +120,6 @@ def delta_of_parts(labelled: Mapping[str, Tensor]) -> dict[str, TensorDelta]:
 
 
 def _changed_positions(delta: TensorDelta) -> Tensor:
-    """Return where in its tensor each change is, `[C]`."""
     starts_K = torch.arange(len(delta.counts_K)) * BLOCK_SIZE
     return starts_K.repeat_interleave(delta.counts_K.long()) + delta.offsets_C
 

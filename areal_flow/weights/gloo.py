@@ -31,19 +31,17 @@ def serve_store(host: str) -> tuple[Any, int]:
 
 
 def reach_store(host: str, port: int) -> Any:
-    """Return the store that another process serves."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(host, port, wait_for_workers=False)
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says without torch's stack."""
     return str(error).partition("\n")[0]
 
 
 def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:
-    """Return a group of processes once all are there."""
+    """Return a group once all its processes are there; nobody else may use its store."""
     # Here, since not every build of torch has it.
     from torch.distributed import ProcessGroupGloo
 
@@ -54,7 +52,7 @@ def connect_gloo(store: Any, *, rank: int, num_ranks: int, host: str, timeout_s:
 
 
 def broadcast_tensors(group: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Send (rank 0) or receive tensors, in place."""
+    """Send (rank 0) or receive tensors in place; RuntimeError if a member leaves or is silent."""
     for piece in _pieces(tensors):
         group.broadcast([piece]).wait()
 

@@ -1,8 +1,8 @@
-"""Chooses the medium of a driver's life, and stands for it wherever an end of it is needed.
+"""Chooses the medium of a driver's life, and stands for either end of it.
 
-Whoever stages first chooses, which is the trainer: it knows how many bytes there are. What it chose
-stands in the run directory: `root` is a directory, or a link into shared memory. Only a recipe
-chooses a broadcast.
+The trainer chooses when it stages first: it knows how many bytes there are. The choice stands in
+the run directory: `root` is a directory, or a link into shared memory. Only a recipe chooses a
+broadcast.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ reader still has."""
 
 @dataclass(frozen=True, slots=True)
 class LastLoad:
-    """What was loaded last through a channel: its version, the hash found, and how long it took."""
-
     version: int
     content_hash: str
     transfer_s: float
@@ -45,8 +43,6 @@ class ChosenChannel:
     """A `WeightsWriter` and a `WeightsReader` of the medium that `root` has, once it has one."""
 
     def __init__(self, root: Path, medium: Medium, *, host: str = "127.0.0.1") -> None:
-        """Take where the medium is or will be, what recipes call it, and where this process listens
-        if it has to."""
         self.root = root
         self.last_load: LastLoad | None = None
         self._medium = medium
@@ -97,7 +93,6 @@ class ChosenChannel:
 
 
 def check_medium(medium: Medium) -> None:
-    """Refuse a medium that this machine does not have, while nothing is started yet."""
     if medium == "shared_memory" and not available_bytes():
         raise ConfigError(
             f"weights.medium = 'shared_memory': expected free memory in {SHARED_MEMORY}, found "

@@ -45,13 +45,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def segments_of(root: Path) -> Path:
-    """Return where the versions of `root`, which need not be a link, lie in shared memory."""
     run = root.parent.stat()
     return SHARED_MEMORY / f"areal-flow-{run.st_dev:x}-{run.st_ino:x}-{root.name}"
 
 
 def create_segments(root: Path) -> None:
-    """Make `root` a link to an empty directory in shared memory."""
     root.parent.mkdir(parents=True, exist_ok=True)
     segments = segments_of(root)
     shutil.rmtree(segments, ignore_errors=True)  # of a directory that was removed by hand
@@ -59,7 +57,7 @@ def create_segments(root: Path) -> None:
 
 
 def _require_own(segments: Path) -> None:
-    """Make the directory of segments, if there is none; everybody may write around it."""
+    """Make the directory of segments unless it is there; other users may write around it."""
     with suppress(FileExistsError):
         segments.mkdir(mode=0o700)
     found = segments.lstat()
@@ -72,14 +70,12 @@ def _require_own(segments: Path) -> None:
 
 
 def free_segments(root: Path) -> None:
-    """Free what lies in shared memory for `root`, and remove the link; a directory stays."""
     if root.is_symlink():
         shutil.rmtree(segments_of(root), ignore_errors=True)
         root.unlink(missing_ok=True)
 
 
 def available_bytes() -> int:
-    """Return how much may still be put into shared memory; 0 where there is none."""
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:

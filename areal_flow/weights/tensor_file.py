@@ -1,7 +1,4 @@
-"""Safetensors files that are written one tensor at a time, so nobody has to hold them all.
-
-It does not depend on where a file is or who reads it.
-"""
+"""Writes safetensors files one tensor at a time, so that nobody has to hold them all."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ def write_tensors(
 def file_header(
     like: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return what a file begins with, and where in it each tensor does.
-
-    Those of larger values come first, so that all are aligned.
-    """
+    """Return a file's header and each tensor's offset; larger types first, so all are aligned."""
     described: dict[str, Any] = {}
     end = 0
     for name in sorted(like, key=lambda name: (-like[name].element_size(), name)):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from areal_flow.errors import WeightsError
 from areal_flow.generation.scheduler import SampledSequence, SlotScheduler
-from areal_flow.tracking.description import RunDescription
 from areal_flow.tracking.model_registry import BEST, CURRENT
-from areal_flow.tracking.protocol import PASS_RATE_TAG
+from areal_flow.tracking.protocol import PASS_RATE_TAG, RunDescription
 from areal_flow.types import Completion, GroupRequest, Sampling
 
 if TYPE_CHECKING:

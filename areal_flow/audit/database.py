@@ -11,7 +11,7 @@ found) for each place that breaks it. Nothing here reads a run.
     placed        `consumed`, and the place and watermark of the row that says so
     recounted     `steps`, and beside them the same numbers, counted from the log: `log_...`
     batch_metrics what the log has for each entry of `metrics` that a step's batch makes
-    forks, parents, recipe, files, checkpoints, published, dataset: see `sql/evidence.sql`
+    forks, parents, recipe, files, checkpoints, published, dataset: see `sql/tables.sql`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from areal_flow.audit.findings import ADVICE, MAX_PER_RULE, Finding
+from areal_flow.audit.findings import ADVICE, Finding
 from areal_flow.controller.ledger_row import batch_digest, member_seed
 from areal_flow.store.database import empty_database, read_sql
 from schemas import content_hashes
@@ -41,21 +41,22 @@ class AuditDatabase:
             ("seed_of", member_seed, ["BIGINT", "BIGINT", "BIGINT"], "BIGINT"),
         ):
             self._connection.create_function(name, function, parameters, returned)
-        self._connection.execute(read_sql("tokens") + read_sql("passing") + _sql("evidence"))
+        self._connection.execute(read_sql("tokens") + read_sql("passing") + _sql("tables"))
 
     def close(self) -> None:
         self._connection.close()
 
     def add_ledger(self, rows: pa.Table) -> None:
-        self._with("stored_ledger", rows, _sql("tables") + read_sql("consumed") + _sql("consumed"))
+        self._with(
+            "stored_ledger", rows, _sql("ledger_tables") + read_sql("consumed") + _sql("consumed")
+        )
 
     def add_trajectories(self, rows: pa.Table, prompts: pa.Table | None = None) -> None:
         """Keep what rules ask for, beside what the prompt table has for the same submissions."""
-        piece = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
-        expected = rows if prompts is None else prompts
+        batch = rows.append_column("found_hash", pa.array(content_hashes(rows), pa.string()))
         for name in _PROMPT_COLUMNS:
-            piece = piece.append_column(f"expected_{name}", expected[name])
-        self._with("piece", piece, _sql("kept"))
+            batch = batch.append_column(f"expected_{name}", (prompts or rows)[name])
+        self._with("batch", batch, _sql("insert_log"))
 
     def add(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if found := list(rows):
@@ -66,15 +67,13 @@ class AuditDatabase:
         """Count the ledger's numbers again, once all other tables are complete."""
         self._connection.execute(_sql("recounted"))
 
-    def broken(self, name: str) -> Iterator[tuple[Finding, int]]:
-        """Yield findings of the rules in a file; after a rule's last, how many more there are."""
+    def broken(self, name: str) -> Iterator[Finding]:
+        """Yield findings of the rules in a file."""
         for rule, advice, query in rules_of(name):
-            found = self._connection.execute(
-                f"SELECT *, count(*) OVER () FROM (\n{query}) ORDER BY 1 LIMIT {MAX_PER_RULE}"
-            ).fetchall()
-            for number, (where, expected, value, total) in enumerate(found, 1):
-                finding = Finding(rule, where, str(expected), str(value), ADVICE[advice])
-                yield finding, total - number if number == len(found) else 0
+            found = self._connection.execute(f"FROM (\n{query}) ORDER BY 1")
+            while row := found.fetchone():
+                where, expected, value = row
+                yield Finding(rule, where, str(expected), str(value), ADVICE[advice])
 
     def _with(self, name: str, table: pa.Table, statements: str) -> None:
         self._connection.register(name, table)

@@ -31,10 +31,10 @@ from areal_flow.recovery.checkpoints import (
     read_checkpoint_state,
     weight_files,
 )
+from areal_flow.run.directory import Parent, find_parent, read_parent
 from areal_flow.run.inputs import RunInputs, file_hash, read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
-from areal_flow.run.parents import Parent, find_parent, read_parent
 from areal_flow.store.dataset import read_errors, unreferenced_files
 from areal_flow.store.ledger import LedgerReader
 from areal_flow.weights.broadcast import DESCRIPTION_FILE

@@ -36,7 +36,7 @@ ADVICE = {
     "unprepared": "wait, or remove it if nobody is on it: there is nothing to resume",
     "before": "nothing: --resume goes on from there",
     "overtaken": "check again when the run commits less often, or has ended",
-    "unjudged": "mend what cannot be read, then check again",
+    "unjudged": "fix what cannot be read, then check again",
 }
 """What to do, by what is damaged."""
 
@@ -64,14 +64,12 @@ class Report:
         self._kept: defaultdict[str, list[Finding]] = defaultdict(list)
         self._num_more: Counter[str] = Counter()
 
-    def add(self, *findings: Finding, num_more: int = 0) -> None:
+    def add(self, *findings: Finding) -> None:
         for finding in findings:
             if len(self._kept[finding.rule]) < MAX_PER_RULE:
                 self._kept[finding.rule].append(finding)
             else:
                 self._num_more[finding.rule] += 1
-        if num_more:
-            self._num_more[findings[-1].rule] += num_more
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -24,27 +24,27 @@ class VersionGone(Exception):
     """The version that was being read was cleaned up: the run commits faster than it is read."""
 
 
-class Piece(NamedTuple):
+class Batch(NamedTuple):
     source: str
     rows: pa.Table
 
 
-def scan(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
+def scan(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
     """Yield rows of the newest version, about `BYTES_AT_ONCE` together, or findings."""
-    read: list[Piece] = []
+    read: list[Batch] = []
     for batch in _batches(path, where):
         if isinstance(batch, Finding):
             yield batch
             continue
         read.append(batch)
-        if sum(piece.rows.nbytes for piece in read) >= BYTES_AT_ONCE:
+        if sum(batch.rows.nbytes for batch in read) >= BYTES_AT_ONCE:
             yield _together(read)
             read = []
     if read:
         yield _together(read)
 
 
-def _batches(path: Path, where: str | None) -> Iterator[Piece | Finding]:
+def _batches(path: Path, where: str | None) -> Iterator[Batch | Finding]:
     try:
         with read_errors(path):
             dataset = open_dataset(path)
@@ -60,37 +60,37 @@ def _batches(path: Path, where: str | None) -> Iterator[Piece | Finding]:
                 for batch in fragment.to_batches(
                     columns=columns, filter=where, batch_size=ROWS_AT_ONCE
                 ):
-                    yield Piece(source, pa.Table.from_batches([batch]))
+                    yield Batch(source, pa.Table.from_batches([batch]))
         except ArealFlowError as error:
             if not has_version(path, dataset.version):
                 raise VersionGone(path.name) from error
             yield unreadable(source, error)
 
 
-def _together(read: list[Piece]) -> Piece:
+def _together(read: list[Batch]) -> Batch:
     first, last = read[0].source, read[-1].source
     source = first if first == last else f"{first} to {last.rsplit(' ', 1)[-1]}"
-    return Piece(source, pa.concat_tables([piece.rows for piece in read]))
+    return Batch(source, pa.concat_tables([batch.rows for batch in read]))
 
 
 def check_schema(
-    piece: Piece, model: type[pa_polars.DataFrameModel], *, kind: str
+    batch: Batch, model: type[pa_polars.DataFrameModel], *, kind: str
 ) -> tuple[list[Finding], pa.Table | None]:
     """Return findings of broken rules, and the rows if rules over them can be computed."""
-    stored, schema = piece.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
+    stored, schema = batch.rows.drop_columns([COMMIT_ORDER]), arrow_schema(model)
     if odd := sorted(set(schema.names) ^ set(stored.schema.names)):
         broken = [f"missing or unknown columns: {', '.join(odd)}"]
     else:
         broken = violations(stored, model)
     expected, advice = f"rows of {model.__name__}", ADVICE[kind]
-    findings = [Finding("schema", piece.source, expected, rule, advice) for rule in broken]
+    findings = [Finding("schema", batch.source, expected, rule, advice) for rule in broken]
     try:
         rows = stored.select(schema.names).cast(schema)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, KeyError):
         return findings, None
     if odd or any(_has_holes(rows[field.name], field) for field in schema):
         return findings, None
-    return findings, rows.append_column(COMMIT_ORDER, piece.rows[COMMIT_ORDER])
+    return findings, rows.append_column(COMMIT_ORDER, batch.rows[COMMIT_ORDER])
 
 
 def _has_holes(column: pa.ChunkedArray, field: pa.Field) -> bool:

@@ -119,8 +119,8 @@ class _Audit:
             self.report.add(files.before_training(self.layout, recipe))
 
     def _judge(self, rules: str) -> None:
-        for finding, num_more in self.database.broken(rules):
-            self.report.add(finding, num_more=num_more)
+        for finding in self.database.broken(rules):
+            self.report.add(finding)
 
     def _kept(
         self, values: Iterable[dict[str, Any] | Finding], counted: str | None = None
@@ -138,13 +138,13 @@ class _Audit:
         self, log: Log, model: type[pa_polars.DataFrameModel], counted: str, kind: str
     ) -> Iterator[pa.Table | None]:
         """Check a dataset's rows; yield those that rules can use, None for others."""
-        for piece in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
+        for batch in scan(getattr(self.layout, log), fence_condition(self.layout, log)):
             rows = None
-            if isinstance(piece, Finding):
-                self.report.add(piece)
+            if isinstance(batch, Finding):
+                self.report.add(batch)
             else:
-                self.report.checked[counted] += len(piece.rows)
-                findings, rows = check_schema(piece, model, kind=kind)
+                self.report.checked[counted] += len(batch.rows)
+                findings, rows = check_schema(batch, model, kind=kind)
                 self.report.add(*findings)
             yield rows
 

@@ -15,10 +15,9 @@ from areal_flow.recovery.checkpoints import CheckpointState, checkpoint_hashes
 from areal_flow.recovery.replay import LocalTrainer, threads_kept
 from areal_flow.recovery.replay_settings import on_device, on_this_machine
 from areal_flow.recovery.restore import LedgerReplay
-from areal_flow.run.directory import check_schema_version
+from areal_flow.run.directory import Parent, check_schema_version, record_parent
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.run.parents import Parent, record_parent
 from areal_flow.trainer.backend import SavedState
 from areal_flow.trainer.checkpoint import Snapshot, write_checkpoint
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -138,3 +138,39 @@ def list_runs(runs: Path) -> list[RunLayout]:
             except RunError as error:
                 logger.warning("%s", error)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The step whose policy is version 0 of a fork, which needs nothing of its parent any more."""
+
+    run_id: str
+    """The parent's identity, which outlives its name."""
+    name: str
+    """What the parent was called then."""
+    step: int
+    weights_hash: str
+    optimizer: str
+    """`kept`, or why the optimizer began without a state."""
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.name}"
+
+
+def record_parent(layout: RunLayout, parent: Parent) -> None:
+    identity = json.loads(layout.identity.read_text())
+    replace_file(layout.identity, json.dumps({**identity, "forked_from": asdict(parent)}))
+
+
+def read_parent(layout: RunLayout) -> Parent | None:
+    found = json.loads(layout.identity.read_text()).get("forked_from")
+    return Parent(**found) if found else None
+
+
+def find_parent(layout: RunLayout, parent: Parent) -> RunLayout | None:
+    """Return where the parent is now among the child's neighbours, whatever it is called."""
+    for identity in sorted(layout.root.parent.glob(f"*/{layout.identity.name}")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if json.loads(identity.read_text())["run_id"] == parent.run_id:
+                return RunLayout(identity.parent)
+    return None

@@ -19,7 +19,7 @@ from areal_flow.recovery.checkpoints import (
     list_checkpoints,
     read_checkpoint_state,
 )
-from areal_flow.run.parents import find_parent, read_parent
+from areal_flow.run.directory import find_parent, read_parent
 from areal_flow.store.database import TableFormat, convert, read_sql
 from areal_flow.store.dataset import read_errors
 

@@ -17,13 +17,13 @@ from typing import Any
 from areal_flow.config import TrackingSettings
 from areal_flow.run.directory import check_schema_version
 from areal_flow.run.layout import RunLayout
-from areal_flow.tracking.description import InputPrompts, RunDescription
 from areal_flow.tracking.model_registry import (
     SQLITE,
     Aliases,
     default_tracking_uri,
     source_path,
 )
+from areal_flow.tracking.protocol import InputPrompts, RunDescription
 
 IDENTITY_TAG = "areal_flow.run"
 DELIVERED_TAG = "areal_flow.delivered_step"

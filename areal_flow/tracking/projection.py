@@ -21,12 +21,12 @@ from areal_flow.store.database import compared_answers
 from areal_flow.store.dataset import open_dataset
 from areal_flow.store.ledger import STEPS, LedgerReader
 from areal_flow.store.queries import Run
-from areal_flow.tracking.description import describe_run
 from areal_flow.tracking.protocol import (
     BATCH_PASS_RATE_TAG,
     PASS_RATE_TAG,
     TRAINED_AT_TAG,
     Tracker,
+    describe_run,
 )
 from areal_flow.trainer.supervised import read_metrics
 

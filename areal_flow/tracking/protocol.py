@@ -1,12 +1,22 @@
-"""What a sink must do to show a run: the numbers come from the ledger, and twice is as once."""
+"""What a sink shows of a run and must do for it; doing it twice is as doing it once."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_flow.tracking.description import RunDescription
+from areal_flow.command import command
+from areal_flow.config import Recipe, load_recipe
+from areal_flow.rewards.protocol import part_names
+from areal_flow.run.directory import recipe_name_of
+from areal_flow.run.inputs import read_inputs
+from areal_flow.run.layout import RunLayout
+from areal_flow.run.lease import Lease, newest_lease
+from areal_flow.settings import flatten
+from areal_flow.workflows.agent import Agent
 
 TRAINED_AT_TAG = "trained_at"
 """Of a registered version: when the ledger had its step, as text that sorts by time."""
@@ -14,6 +24,31 @@ PASS_RATE_TAG = "held_out_pass_rate"
 """Of a registered version: what its newest held-out evaluation found, if there was one."""
 BATCH_PASS_RATE_TAG = "rollout_pass_rate"
 """Of a registered version: that of the batch of which it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputPrompts:
+    """The prompts that a run is trained on."""
+
+    path: Path
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """What a run is made of and where; the newest driver's host and code."""
+
+    parameters: Mapping[str, Any]
+    """The recipe, by dotted name."""
+    recipe: str
+    """The recipe as TOML."""
+    tags: Mapping[str, str]
+    """To find runs by; none is empty."""
+    text: str
+    """Markdown, for a reader."""
+    commit: str = ""
+    """Of the code, where it is a clone's; a changed one's ends in `-dirty`."""
+    prompts: InputPrompts | None = None
 
 
 class Tracker(Protocol):
@@ -69,3 +104,62 @@ class Tracker(Protocol):
     def end(self, status: str) -> None:
         """Mark the run ended: FINISHED, which gives its newest version the alias `current`, KILLED
         or FAILED."""
+
+
+def describe_run(layout: RunLayout) -> RunDescription:
+    """Read the description from a run's own files."""
+    toml, recipe = layout.config.read_text(), load_recipe(layout.config)
+    lease = newest_lease(layout.writers) or Lease(0, 0, "", "")
+    verifier, prompts = "", None
+    if layout.inputs.is_file():
+        inputs = read_inputs(layout)
+        verifier = inputs.verifier
+        for path in (layout.sft_rows, layout.train_prompts):
+            if known := inputs.files.get(path.relative_to(layout.root).as_posix()):
+                prompts = InputPrompts(path, known)
+    tags = {
+        "recipe": recipe_name_of(layout),
+        "recipe_digest": recipe.digest(),
+        "model": recipe.model,
+        "algorithm": recipe.algorithm.name,
+        "verifier": verifier,
+        "code_version": lease.code,
+        "host": lease.host,
+    }
+    return RunDescription(
+        flatten(tomllib.loads(toml)),
+        toml,
+        {name: value for name, value in tags.items() if value},
+        _text(layout, recipe),
+        lease.commit,
+        prompts,
+    )
+
+
+def _text(layout: RunLayout, recipe: Recipe) -> str:
+    sft = recipe.sft
+    if not layout.steps.exists():
+        return (
+            f"**{layout.name}** fine-tunes `{recipe.model}` (`{sft.objective}`): {sft.num_steps} "
+            f"steps of {sft.batch_size} rows\n\n- run directory: `{layout.root}`"
+        )
+    rewards = [f"`{recipe.workflow.path}`"] if isinstance(recipe.workflow, Agent) else []
+    rewards += [
+        f"`{name}`" + (f" × {reward.weight:g}" if reward.weight != 1 else "")
+        for reward, name in zip(recipe.rewards, part_names(recipe.rewards), strict=True)
+    ]
+    controller, runs = recipe.controller, layout.root.parent
+    return "\n".join(
+        [
+            f"**{layout.name}** trains `{recipe.model}` with `{recipe.algorithm.name}`, "
+            f"{'asynchronously' if recipe.schedule == 'async' else 'synchronously'}.",
+            "",
+            f"- {recipe.num_steps} steps of {controller.batch_size} completions, "
+            f"{controller.group_size} a prompt; staleness up to {controller.max_staleness}",
+            f"- rewards: {', '.join(rewards)}; a completion passes above {recipe.pass_threshold:g}",
+            f"- run directory: `{layout.root}`",
+            "",
+            f"`{command('report', layout.name, runs=runs)}` draws it; "
+            f"`{command('trajectories', layout.name, runs=runs)}` shows what the policy wrote.",
+        ]
+    )

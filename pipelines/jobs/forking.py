@@ -12,9 +12,9 @@ from typing import Any
 from areal_flow.config import Recipe, SftSettings, load_recipe
 from areal_flow.errors import ConfigError, RunError
 from areal_flow.recovery.checkpoints import checkpoint_path
+from areal_flow.run.directory import read_parent
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import Writer
-from areal_flow.run.parents import read_parent
 from areal_flow.settings import flatten, merge
 from areal_flow.store.dataset import read_errors
 from areal_flow.store.ledger import LedgerReader

@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from areal_flow.evaluation.pass_rates import PASS_RATE
 from areal_flow.recovery.checkpoints import checkpoint_path
-from areal_flow.run.directory import check_schema_version
+from areal_flow.run.directory import Parent, check_schema_version, record_parent
 from areal_flow.run.layout import RunLayout
-from areal_flow.run.parents import Parent, record_parent
 from areal_flow.store.codec import TRAJECTORIES
 from areal_flow.store.dataset import COMMIT_ORDER, create_dataset
 from areal_flow.store.ledger import STEPS

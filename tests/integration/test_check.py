@@ -13,7 +13,7 @@ import pytest
 
 from areal_flow.audit.database import rules_of
 from areal_flow.audit.findings import ADVICE, Finding
-from areal_flow.audit.rows import Piece, scan
+from areal_flow.audit.rows import Batch, scan
 from areal_flow.audit.run import check_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.dataset import COMMIT_ORDER
@@ -68,10 +68,10 @@ def test_damage_of_rows_is_found(
     changed = IN_MEMORY[damage].changed(finished)
     order = pa.array(range(len(changed)), pa.uint64())
 
-    def scan_changed(path: Path, where: str | None = None) -> Iterator[Piece | Finding]:
+    def scan_changed(path: Path, where: str | None = None) -> Iterator[Batch | Finding]:
         if path != IN_MEMORY[damage].path(finished):
             return scan(path, where)
-        return iter([Piece(path.name, changed.append_column(COMMIT_ORDER, order))])
+        return iter([Batch(path.name, changed.append_column(COMMIT_ORDER, order))])
 
     monkeypatch.setattr("areal_flow.audit.run.scan", scan_changed)
     found = {

@@ -26,7 +26,7 @@ from areal_flow.errors import TrainingError
 from areal_flow.run.directory import hold_run
 from areal_flow.run.layout import RunLayout
 from areal_flow.store.ledger import Ledger
-from areal_flow.tracking.description import describe_run
+from areal_flow.tracking.protocol import describe_run
 from areal_flow.tracking.registry import RunTracking
 from pipelines.cli.main import main
 from pipelines.jobs.job import SFT, TRAINING, supervised

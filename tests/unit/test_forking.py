@@ -24,9 +24,14 @@ from areal_flow.recovery.checkpoints import (
     list_checkpoints,
     read_checkpoint_state,
 )
-from areal_flow.run.directory import check_schema_version, create_run
+from areal_flow.run.directory import (
+    Parent,
+    check_schema_version,
+    create_run,
+    read_parent,
+    record_parent,
+)
 from areal_flow.run.layout import RunLayout
-from areal_flow.run.parents import Parent, read_parent, record_parent
 from areal_flow.store.committed import create_logs
 from areal_flow.store.dataset import create_dataset
 from areal_flow.store.ledger import STEPS, Ledger, LedgerReader

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import areal_flow
-from areal_flow.audit.rows import Piece, scan
+from areal_flow.audit.rows import Batch, scan
 from areal_flow.config import Recipe, dump_recipe
 from areal_flow.controller.ledger_row import Provenance, genesis_row
 from areal_flow.errors import RunError
@@ -211,7 +211,7 @@ def test_evaluation_after_a_takeover_counts_for_nobody(
     assert counted == expected
     assert len(read_evaluation(layout, "after")) == 3
     audited = scan(layout.evaluations, fence_condition(layout, "evaluations"))
-    assert sum(len(piece.rows) for piece in audited if isinstance(piece, Piece)) == len(expected)
+    assert sum(len(batch.rows) for batch in audited if isinstance(batch, Batch)) == len(expected)
 
 
 def test_driver_that_was_taken_over_before_it_began_removes_nothing(layout: RunLayout) -> None:

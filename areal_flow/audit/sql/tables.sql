@@ -1,7 +1,50 @@
--- Tables of the ledger, from what was read of it (`stored_ledger`): every row, `place` being how
--- findings name it, and `steps`, the first row of each step.
+-- Tables that are filled before any rule is asked; those of the ledger are in ledger_tables.sql.
 
-CREATE TABLE ledger AS SELECT *, 'step ' || step AS place FROM stored_ledger;
+CREATE MACRO differs(a, b) AS
+    isnan(a::DOUBLE) <> isnan(b::DOUBLE) OR abs(a - b) > 1e-9 * greatest(1, abs(a), abs(b));
 
-CREATE TABLE steps AS
-FROM ledger QUALIFY row_number() OVER (PARTITION BY step ORDER BY rowid) = 1;
+-- Every trajectory that was read. Only what rules ask for is kept: counts by version span, no token.
+CREATE TABLE log (
+    trajectory_id VARCHAR, group_id VARCHAR, submission_index BIGINT, member INTEGER,
+    branch INTEGER, seed BIGINT, reward DOUBLE, commit_order BIGINT, num_tokens BIGINT,
+    finite BOOLEAN, spans STRUCT("version" INTEGER, length INTEGER, num_chosen BIGINT)[],
+    verifier VARCHAR, writer_epoch INTEGER, difficulty INTEGER, truncated BOOLEAN,
+    other_content VARCHAR[], -- its content_hash and the hash of what was found, if they differ
+    other_prompt VARCHAR[] -- columns of the prompt that are not those of its submission
+);
+
+-- How many rows the dataset of trajectories has. Watermarks count superseded drivers' rows, too.
+CREATE TABLE dataset (num_rows BIGINT);
+
+-- What rules need of the recipe: one row, or none if it cannot be read.
+CREATE TABLE recipe (
+    config_hash VARCHAR, code_version VARCHAR, seed BIGINT, group_size BIGINT,
+    groups_per_step BIGINT, max_staleness BIGINT, pass_threshold DOUBLE
+);
+
+-- The verifiers that inputs.json names, and the first writer epoch of each.
+CREATE TABLE verifiers (since_epoch BIGINT, verifier VARCHAR);
+
+-- Replays that made other weights than recorded_hash.
+CREATE TABLE forks (
+    step BIGINT, recorded_hash VARCHAR, weights_hash VARCHAR, served_hash VARCHAR
+);
+
+-- Directories of checkpoints and of published weights, by the step in their name.
+CREATE TABLE files (kind VARCHAR, step BIGINT);
+
+-- What each checkpoint says of itself, and what was found of its files.
+CREATE TABLE checkpoints (
+    place VARCHAR, listed_step BIGINT, step BIGINT, next_submission_index BIGINT,
+    config_hash VARCHAR, weights_hash VARCHAR, optimizer_hash VARCHAR,
+    found_weights_hash VARCHAR, found_optimizer_hash VARCHAR, other_files VARCHAR
+);
+
+-- Published weights: the hash beside the tensors, and theirs.
+CREATE TABLE published (
+    place VARCHAR, step BIGINT, recorded_hash VARCHAR, tensors_hash VARCHAR
+);
+
+-- What the run was forked from, and the weights hash that the parent's ledger has of that step, null
+-- if nobody can say; no row for a run that began by itself.
+CREATE TABLE parents (name VARCHAR, step BIGINT, weights_hash VARCHAR, ledger_hash VARCHAR);

@@ -1,4 +1,4 @@
--- What is kept of trajectories that were read (`piece`).
+-- What is kept of trajectories that were read (`batch`).
 
 INSERT INTO log BY NAME
 SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
@@ -15,4 +15,4 @@ SELECT trajectory_id, group_id, submission_index, member, branch, seed, reward,
            CASE WHEN difficulty <> expected_difficulty THEN 'difficulty' END,
            CASE WHEN prompt_tokens <> expected_prompt_tokens THEN 'prompt_tokens' END
        ], lambda name: name IS NOT NULL) AS other_prompt
-FROM piece;
+FROM batch;

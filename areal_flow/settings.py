@@ -6,7 +6,6 @@ It does not import any component; a component keeps its own settings beside it.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import tomllib
@@ -16,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import ArealFlowError
 
 
@@ -124,7 +124,7 @@ def code_hash(code: Any) -> str:
 
 def text_hash(text: str) -> str:
     """Return what identifies a text: 12 hexadecimal digits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return sha256_hex(text, 12)
 
 
 def source_file(code: Any) -> str:

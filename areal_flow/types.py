@@ -7,7 +7,6 @@ arrays is equal to itself only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_flow.digests import seed_of
 from areal_flow.step_metrics import StepMetrics
 
 Tokens = NDArray[np.int32]
@@ -280,8 +280,7 @@ def trajectory_id(submission_index: int, member: int, branch: int = 0) -> str:
 
 def counter_seed(*counters: int) -> int:
     """Return a 63-bit seed that follows from some numbers alone, in any process."""
-    text = ":".join(map(str, counters)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return seed_of(":".join(map(str, counters)))
 
 
 def submission_index_of(identifier: str) -> int:

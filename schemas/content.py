@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from areal_flow.digests import row_hash
 
 CONTENT_COLUMNS = (
     "trajectory_id",
@@ -25,7 +26,7 @@ CONTENT_COLUMNS = (
 def content_hashes(table: pa.Table) -> list[str]:
     """Return the `content_hash` of each row, 32 hexadecimal digits, from `CONTENT_COLUMNS`."""
     return [
-        _hash(parts)
+        row_hash(parts)
         for batch in table.select(CONTENT_COLUMNS).to_batches()
         for parts in zip(*map(_bytes_of_rows, batch.columns), strict=True)
     ]
@@ -37,14 +38,6 @@ def row_arrays(column: pa.ListArray | pa.ChunkedArray) -> Iterator[NDArray[Any]]
         flat, offsets = _flat(chunk.flatten()), chunk.offsets.to_numpy()
         for begin, end in pairwise((offsets - offsets[0]).tolist()):
             yield flat[begin:end]
-
-
-def _hash(parts: tuple[bytes, ...]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _bytes_of_rows(column: pa.Array) -> Iterator[bytes]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from areal_flow.audit.findings import ADVICE, Finding, unreadable
 from areal_flow.config import Recipe
+from areal_flow.digests import file_hash
 from areal_flow.errors import ArealFlowError, ModelError, PromptError, RunError, WeightsError
 from areal_flow.models.directory import chat_template_of
 from areal_flow.prompts.table import PromptTable
@@ -32,7 +33,7 @@ from areal_flow.recovery.checkpoints import (
     weight_files,
 )
 from areal_flow.run.directory import Parent, find_parent, read_parent
-from areal_flow.run.inputs import RunInputs, file_hash, read_inputs
+from areal_flow.run.inputs import RunInputs, read_inputs
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.dataset import read_errors, unreferenced_files

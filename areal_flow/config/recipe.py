@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +16,7 @@ from areal_flow.config.sections import (
     TrainerSettings,
 )
 from areal_flow.controller.gate import ControllerSettings
+from areal_flow.digests import sha256_hex
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import GenerationSettings
 from areal_flow.prompts.settings import (
@@ -268,4 +268,4 @@ class Recipe(Settings):
         How long to train is left out: a resume may change it, and no step depends on it.
         """
         settings = self.model_dump_json(exclude={"num_steps", "max_minutes"})
-        return hashlib.sha256(settings.encode()).hexdigest()[:16]
+        return sha256_hex(settings, 16)

@@ -5,12 +5,12 @@ Pure functions and records.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from areal_flow.digests import sha256_hex
 from areal_flow.step_metrics import NOTHING_TRAINED
 from areal_flow.types import (
     Discard,
@@ -72,7 +72,7 @@ def group_seeds(run_seed: int, submission_index: int, group_size: int) -> tuple[
 def batch_digest(policy_version: int, trajectory_ids: Sequence[str]) -> str:
     """Return the identity of a step's input: trajectories, their order, and the policy."""
     text = "\n".join([str(policy_version), *trajectory_ids])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return sha256_hex(text, 32)
 
 
 def step_row(

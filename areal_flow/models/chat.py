@@ -8,12 +8,13 @@ tokenise.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+from areal_flow.digests import sha256_hex
 
 Message = Mapping[str, Any]
 """`role` and `content`; an assistant's calls of tools."""
@@ -36,7 +37,7 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256((self.source + self.tool_use).encode()).hexdigest()
+        return sha256_hex(self.source + self.tool_use)
 
     @cached_property
     def _with_tools(self) -> ChatTemplate:

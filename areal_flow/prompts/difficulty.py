@@ -6,7 +6,6 @@ identified by the hash of its text, so files may have other rows in another orde
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from contextlib import closing
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import PromptError
 from areal_flow.prompts.settings import DifficultySettings
 from areal_flow.run.directory import check_schema_version, find_run
@@ -65,7 +65,7 @@ class DifficultyFilter:
         settings = self._settings
         if not settings.run:
             return True
-        rate = self._rates.get(hashlib.sha256(row["prompt"].encode()).hexdigest())
+        rate = self._rates.get(sha256_hex(row["prompt"]))
         if rate is None:
             self.counts["unseen"] += 1
             return settings.keep_unseen

@@ -7,7 +7,6 @@ counted and listed. The prompts to train on and those held out are disjoint by t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from areal_flow.config import Recipe
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import PromptError
 from areal_flow.models.directory import prompt_tokens, tokenizer_of
 from areal_flow.prompts.difficulty import DifficultyFilter
@@ -265,7 +265,7 @@ def _prompt_row(
             f"the prompt has {len(tokens)} tokens, expected 1 to {room}: generation.max_model_len "
             f"({generation.max_model_len}) minus max_new_tokens ({generation.max_new_tokens})"
         )
-    prompt_id = columns["prompt_id"] or hashlib.sha256(text.encode()).hexdigest()[:16]
+    prompt_id = columns["prompt_id"] or sha256_hex(text, 16)
     made = {"prompt_id": prompt_id, "source": source, "prompt": text, "prompt_tokens": tokens}
     return {**columns, **made}
 

@@ -7,7 +7,6 @@ the reward worker, in a thread. A hash of its files is part of the verifier's id
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from areal_flow.digests import file_hash, sha256_hex
 from areal_flow.errors import ModelError, RewardError
 from areal_flow.models.auto_tokenizer import auto_tokenizer
 from areal_flow.models.directory import prompt_tokens, resolve_model
 from areal_flow.rewards.protocol import RewardInput, overlong
-from areal_flow.run.inputs import file_hash
 from areal_flow.types import Score
 
 FILES = ("config.json", "tokenizer.json", "*.safetensors")
@@ -160,4 +159,4 @@ def _check(directory: Path) -> str:
             f"{len(labels)}: save it with num_labels = 1"
         )
     hashes = [f"{file.name} {file_hash(file)}" for file in files]
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:12]
+    return sha256_hex("\n".join(hashes), 12)

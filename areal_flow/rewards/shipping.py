@@ -8,7 +8,6 @@ Loading a reward executes it: load only from run directories that you trust.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import pickle
 import re
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import RewardError
 from areal_flow.rewards.protocol import bare
 
@@ -84,4 +84,4 @@ def _source_of(code: Callable[..., Any]) -> str:
 
 
 def _hash(pickled: bytes, source: str) -> str:
-    return hashlib.sha256(pickled + source.encode()).hexdigest()[:12]
+    return sha256_hex(pickled + source.encode(), 12)

@@ -8,13 +8,13 @@ may import anything: a changed one is refused, or accepted for what follows.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from areal_flow.config import Recipe
+from areal_flow.digests import file_hash
 from areal_flow.errors import RewardError, RunError
 from areal_flow.recovery.checkpoints import list_checkpoints
 from areal_flow.run.directory import find_run
@@ -147,11 +147,6 @@ def check_verifier(layout: RunLayout, identity: str) -> None:
             f"expected the verifier {known}, found {identity} while run {layout.name} goes on: "
             "restore it, or stop the run and resume it with --accept-verifier"
         )
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:

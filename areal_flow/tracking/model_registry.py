@@ -5,12 +5,12 @@ Each run has one alias; `current` and `best` are of all runs; users have their o
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_flow.digests import sha256_hex
 from areal_flow.errors import ModelError
 from areal_flow.run.layout import RunLayout
 from areal_flow.tracking.protocol import PASS_RATE_TAG, TRAINED_AT_TAG
@@ -34,7 +34,7 @@ def run_alias(name: str) -> str:
     """
     if _ALLOWED.fullmatch(name) and not _RESERVED.fullmatch(name):
         return name
-    return f"{name.replace('.', '_')}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return f"{name.replace('.', '_')}-{sha256_hex(name, 6)}"
 
 
 @dataclass(frozen=True, slots=True)

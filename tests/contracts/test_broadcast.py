@@ -290,19 +290,6 @@ def test_reader_gives_up_on_a_trainer_that_does_not_come_back(
     assert monotonic() - began < 5
 
 
-def test_version_that_is_being_staged_anew_is_waited_for(
-    writer: BroadcastWriter, tmp_path: Path
-) -> None:
-    """As when the trainer is restored to the only version that there is."""
-    publish(writer, 0)
-    held = writer._held.pop(0)
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(reader_of(tmp_path).load, 0)
-        assert not wait([asked], timeout=0.5).done
-        writer._held[0] = held
-        assert hash_tensors(asked.result(timeout=20)) == hash_tensors(weights(0))
-
-
 def test_what_arrives_changed_is_refused(writer: BroadcastWriter, tmp_path: Path) -> None:
     publish(writer, 0)
     writer._held[0].tensors["half"][3] += 1

@@ -197,16 +197,19 @@ def test_publishing_again_is_fine(medium: Medium) -> None:
     assert medium.reader.newest() == 1
 
 
-def test_what_was_loaded_stays_as_it_was_while_versions_go_on(medium: Medium) -> None:
+@pytest.mark.parametrize("weights_of", [weights, half_weights])
+def test_what_was_loaded_stays_as_it_was_while_versions_go_on(
+    medium: Medium, weights_of: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
     loaded = {}
     for version in range(3 * KEEP_VERSIONS):
-        medium.writer.stage(version, weights(version))
+        medium.writer.stage(version, weights_of(version))
         medium.writer.publish(version)
         assert medium.reader.newest() == version
         if version < KEEP_VERSIONS:
             loaded[version] = medium.reader.load(version)
     for version, tensors in loaded.items():
-        assert hash_tensors(tensors) == hash_tensors(weights(version))
+        assert hash_tensors(tensors) == hash_tensors(weights_of(version))
 
 
 def test_another_policy_may_follow_in_the_place_of_a_retired_one(medium: Medium) -> None:
@@ -215,22 +218,6 @@ def test_another_policy_may_follow_in_the_place_of_a_retired_one(medium: Medium)
         medium.writer.stage(version, tensors)
         medium.writer.publish(version)
         assert hash_tensors(medium.reader.load(version)) == hash_tensors(tensors)
-
-
-def test_late_memory_reader_finds_the_newest() -> None:
-    writer = MemoryWriter()
-    for version in (0, 1):
-        writer.stage(version, weights(version))
-        writer.publish(version)
-    reader = MemoryReader(writer)
-    assert reader.newest() == 1
-    assert hash_tensors(reader.load(1)) == hash_tensors(weights(1))
-
-
-def test_writer_without_a_reader_hashes_alike() -> None:
-    writer = HashingWriter()
-    assert writer.stage(3, weights(0.1)) == hash_tensors(weights(0.1))
-    writer.publish(3)
 
 
 def test_changed_file_is_found_at_load(tmp_path: Path) -> None:

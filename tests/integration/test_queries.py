@@ -243,15 +243,6 @@ def test_lineage_adds_up_to_the_ledger(run: areal_flow.Run) -> None:
     assert lineage.summary()["chain_breaks"] == []
 
 
-def test_staleness_of_trajectories_is_that_of_the_ledger(run: areal_flow.Run) -> None:
-    used = run.lineage(6).trajectories()
-    for row in run.steps(where="step > 0").itertuples():
-        trained = used[used.step == row.step]
-        mean = (trained.staleness * trained.num_trained_tokens).sum() / row.num_trained_tokens
-        assert mean == pytest.approx(row.staleness_mean)
-        assert trained.reward.mean() == pytest.approx(row.reward_mean)
-
-
 def test_registered_alias_leads_to_the_ledger(ask: Ask, run: areal_flow.Run) -> None:
     printed = ask("lineage", "models:/areal-flow@small")
     assert "version 6 of run small" in printed

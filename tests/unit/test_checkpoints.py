@@ -29,12 +29,6 @@ def write(root: Path, *steps: int) -> None:
         (checkpoint_path(root, step) / "state.json").write_text(json.dumps(asdict(state_of(step))))
 
 
-def test_checkpoint_is_named_by_its_step_and_says_what_it_is(tmp_path: Path) -> None:
-    write(tmp_path, 42)
-    assert checkpoint_path(tmp_path, 42) == tmp_path / "00000042"
-    assert read_checkpoint_state(tmp_path / "00000042") == state_of(42)
-
-
 def test_only_complete_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "absent") == []
     write(tmp_path, 20, 0, 100, 3)

@@ -43,11 +43,6 @@ def recipe(folder: Path) -> Recipe:
     return build_recipe(table, source="test")
 
 
-def test_inputs_that_are_what_they_were_leave_nothing_to_say(layout: RunLayout) -> None:
-    assert check_inputs(layout, FIRST, accept_verifier=False) == []
-    assert check_inputs(layout, FIRST, accept_verifier=True) == []
-
-
 @pytest.mark.parametrize("name", ["prompts/train.arrow", "prompts/held_out.arrow"])
 def test_file_of_the_run_that_changed_is_refused(layout: RunLayout, name: str) -> None:
     (layout.root / name).write_text("other")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,3 @@ def test_ledger_alone_is_of_another_schema_version(tmp_path: Path) -> None:
     create_dataset(tmp_path / "old" / "steps.lance", STEPS)
     with pytest.raises(RunError, match="found none"):
         find_run(tmp_path, "old")
-
-
-def test_identity_is_json_that_other_programs_can_read(layout: RunLayout) -> None:
-    assert json.loads(layout.identity.read_text())["schema_version"] == SCHEMA_VERSION

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from areal_flow.errors import WeightsError
-from areal_flow.models.hashing import hash_tensors
+from areal_flow.models.hashing import hash_files, hash_tensors
+from areal_flow.weights.shared_memory import map_tensors
 from areal_flow.weights.tensor_file import DTYPES, write_tensors
 
 
@@ -32,8 +33,9 @@ def test_tensors_of_every_type_come_back_whatever_their_order(
     tensors = every_type()
     with (tmp_path / "file").open("wb") as file:
         write_tensors(sorted(tensors.items(), reverse=reverse), file, like=tensors)
-    found = load_file(tmp_path / "file")
-    assert hash_tensors(found) == hash_tensors(tensors)
+    expected = hash_tensors(tensors)
+    assert hash_tensors(load_file(tmp_path / "file")) == hash_files(tmp_path / "file") == expected
+    assert hash_tensors(map_tensors(tmp_path / "file")) == expected
 
 
 def test_what_a_file_had_before_is_gone(tmp_path: Path) -> None:

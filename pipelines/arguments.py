@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from areal_flow.config import Recipe
-from areal_flow.config.messages import did_you_mean, setting_names
+from areal_flow.config.listing import setting_names
+from areal_flow.config.messages import did_you_mean
 from areal_flow.errors import ConfigError, PromptError
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.rewards.protocol import RewardSettings
@@ -46,7 +46,7 @@ def placed(
         refused: what is not meant where it alone has one, `sft.` or `evaluation.top_p`; and who
             reads that.
     """
-    names = dict.fromkeys(setting_names(Recipe, in_arrays=False))
+    names = setting_names(in_arrays=False)
     table = {}
     for key, value in settings.items():
         homes = [name for name in names if name.endswith(f".{key}")]

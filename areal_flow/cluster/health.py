@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOST_AFTER_S = 60.0
+"""A worker that has not been heard for so long is replaced, even if it works."""
 LOOK_EVERY_S = 1.0
 
 MIN_PROCESSOR_S = 0.05
@@ -123,9 +125,7 @@ class FailureDetector:
 
 async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
     """Look at a pool's workers once a second, and have those replaced that hang; never ends."""
-    detector = FailureDetector(
-        silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
-    )
+    detector = FailureDetector(silent_after_s=settings.silent_after_s, lost_after_s=LOST_AFTER_S)
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:

@@ -51,7 +51,9 @@ class Recipe(Settings):
     """Where prompts come from and how they are put to the policy."""
     sources: tuple[SourceSettings, ...] = Field((), strict=False)
     """Each `[[sources]]` table is one of several sources of prompts, mixed by weight; none: the one
-    that `[prompts]` names."""
+    that `[prompts]` names. It may have `source` (`file` by default), `path`, `held_out_path`,
+    `question_field`, `answer_field`, `template`, `num_prompts` and `num_held_out` of its own: what
+    it leaves out is as `[prompts]` says."""
     sft: SftSettings = SftSettings()
     """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()

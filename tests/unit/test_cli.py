@@ -16,10 +16,11 @@ import pytest
 
 import pipelines.jobs.job
 from areal_flow.config import Recipe
+from areal_flow.config.listing import all_settings
 from areal_flow.run.directory import write_identity
 from areal_flow.run.layout import RunLayout
 from pipelines.cli.main import app, main
-from pipelines.cli.settings import all_settings, settings_page
+from pipelines.cli.settings import settings_page
 from pipelines.jobs.stop_signals import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +42,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunLayout, Recip
 
 def test_every_setting_has_a_meaning_of_one_line() -> None:
     assert len(SETTINGS) > 70
+    without = {each.name for each in SETTINGS if not each.meaning}
+    assert {name.partition(".")[0] for name in without} == {"sources", "evaluation"}
+    assert {f"prompts.{name.rpartition('.')[2]}" for name in without} < {s.name for s in SETTINGS}
     for setting in SETTINGS:
-        assert setting.meaning.endswith("."), setting
+        assert setting.meaning.endswith(".") or setting.name in without, setting
         assert "\n" not in setting.meaning, setting
 
 
@@ -79,7 +83,7 @@ def test_settings_reach_the_recipe_over_the_file(
     started: list[tuple[str, RunLayout, Recipe]], tmp_path: Path
 ) -> None:
     (tmp_path / "r.toml").write_text(
-        "num_steps = 7\nseed = 1\n[trainer]\nadamw.beta1 = 0.5\n"
+        "num_steps = 7\nseed = 1\n[trainer]\nadamw.weight_decay = 0.5\n"
         "[[sources]]\nname = 'a'\npath = 'a.jsonl'\n"
     )
     arguments = [
@@ -94,7 +98,7 @@ def test_settings_reach_the_recipe_over_the_file(
     ((command, layout, recipe),) = started
     assert (command, layout.root) == ("train", (tmp_path / "runs" / "n").resolve())
     assert (recipe.num_steps, recipe.seed, recipe.model) == (7, 2, "7")
-    assert (recipe.trainer.adamw.beta1, recipe.trainer.learning_rate) == (0.5, 1e-5)
+    assert (recipe.trainer.adamw.weight_decay, recipe.trainer.learning_rate) == (0.5, 1e-5)
     assert recipe.tracking.enabled is False
     assert recipe.cluster.network.host == "localhost"
     assert (recipe.algorithm.advantage, recipe.pass_threshold) == ("rloo", -2.0)
@@ -230,9 +234,12 @@ def test_resumed_run_keeps_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixt
     ("given", "said"),
     [
         ("trainer.lr=1", "--set trainer.lr: there is no such setting. Did you mean trainer.learn"),
-        ("trainer.adamw.beta1=x", "--set trainer.adamw.beta1 = 'x': "),
+        ("trainer.adamw.weight_decay=x", "--set trainer.adamw.weight_decay = 'x': "),
         ("num_steps=3", "--set num_steps: cannot change what a step computes"),
-        ("trainer.adamw.beta1", "--set trainer.adamw.beta1: expected SECTION.KEY=VALUE"),
+        (
+            "trainer.adamw.weight_decay",
+            "--set trainer.adamw.weight_decay: expected SECTION.KEY=VALUE",
+        ),
     ],
 )
 def test_replay_refuses_a_wrong_setting_before_it_reads_the_log(

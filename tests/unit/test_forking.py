@@ -111,7 +111,7 @@ def test_newest_usable_checkpoint_is_forked_by_default(parent: RunLayout) -> Non
     ("reset", "trainer", "why"),
     [
         (True, {}, "fresh, as asked for"),
-        (False, {"adamw": {"beta2": 0.9}}, "fresh, since trainer.adamw.beta2 changed"),
+        (False, {"adamw": {"betas": [0.9, 0.9]}}, "fresh, since trainer.adamw.betas changed"),
         (False, {"learning_rate": 1e-5, "adamw": {"weight_decay": 0.1}}, "kept"),
     ],
 )
@@ -148,10 +148,12 @@ def test_decay_of_a_fork_ends_with_its_own_steps_unless_another_end_was_chosen(
         parent = RunLayout(tmp_path / str(given))
         trainer = {"learning_rate_schedule": "linear", "num_learning_rate_decay_steps": given}
         create_run(parent, build_recipe({"num_steps": 30, "trainer": trainer}, source="test"))
-        recipe = Fork(parent, None).recipe({"num_steps": 12, "trainer": {"adamw": {"beta1": 0.8}}})
+        recipe = Fork(parent, None).recipe(
+            {"num_steps": 12, "trainer": {"adamw": {"weight_decay": 0.8}}}
+        )
         assert recipe.trainer.num_learning_rate_decay_steps == expected
         assert recipe.trainer.learning_rate_schedule == "linear"
-        assert recipe.trainer.adamw.beta1 == 0.8
+        assert recipe.trainer.adamw.weight_decay == 0.8
 
 
 @pytest.mark.parametrize("over", [{"model": "tiny"}, {"sft": {"num_steps": 3}}])

@@ -54,9 +54,7 @@ _TIME_OF_NAME = re.compile(r"-\d{8}-\d{6}$")
 logger = logging.getLogger(__name__)
 
 
-def recipe_path(given: Path | None) -> Path:
-    if given is None:
-        return DEFAULT_RECIPE
+def recipe_path(given: Path) -> Path:
     if given.is_file():
         return given
     shipped = {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
@@ -64,6 +62,25 @@ def recipe_path(given: Path | None) -> Path:
         names = ", ".join(shipped)
         raise ConfigError(f"expected a recipe at {given} or one of {names}, found no such file")
     return shipped[str(given)]
+
+
+def chosen_recipe(
+    given: Recipe | Path | str | Fork | None, over: dict[str, Any], *, spelling: str = "{}"
+) -> tuple[str, Recipe]:
+    """Return what a recipe is called, and it with settings over it."""
+    match given:
+        case Fork():
+            return given.parent.name, given.recipe(over, spelling=spelling)
+        case Path() | str():
+            path = recipe_path(Path(given))
+            return path.stem, load_recipe(path, over, spelling=spelling)
+        case Recipe() | None:
+            table = given.model_dump(mode="json") if given else {}
+            return "python", build_recipe(table, over, source="the recipe given")
+    raise ConfigError(
+        f"expected a recipe as a path or a Recipe, found {type(given).__name__}: give "
+        "settings as keywords, train(**settings)"
+    )
 
 
 def default_name(stem: str) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 import areal_flow
 import pipelines.api
+import pipelines.jobs.job
 from areal_flow.config import Recipe
 from areal_flow.errors import ArealFlowError, ConfigError, PromptError
 from areal_flow.rewards.protocol import RewardSettings
@@ -94,7 +95,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, 
         found.append((job.command, layout, fill(layout, recipe)))
         return Outcome(True)
 
-    monkeypatch.setattr(pipelines.api, "start", start)
+    monkeypatch.setattr(pipelines.jobs.job, "start", start)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -287,7 +288,7 @@ def resumed(
         found.append((layout, recipe, given))
         return Outcome(True)
 
-    monkeypatch.setattr(pipelines.api, "resume_run", resume)
+    monkeypatch.setattr(pipelines.jobs.job, "resume", resume)
     monkeypatch.chdir(tmp_path)
     layout = RunLayout((tmp_path / "runs" / "r").resolve())
     layout.root.mkdir(parents=True)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 import areal_flow
-import pipelines.api
+import pipelines.jobs.job
 from areal_flow.audit.run import check_run
 from areal_flow.config import Recipe, build_recipe, load_recipe
 from areal_flow.controller.ledger_row import genesis_row
@@ -186,7 +186,7 @@ def test_python_forks_by_name_and_step_or_by_run(
         create_run(layout, recipe)
         started.append((layout, recipe, fork))
 
-    monkeypatch.setattr(pipelines.api, "start", start)
+    monkeypatch.setattr(pipelines.jobs.job, "start", start)
     runs = parent.root.parent
     areal_flow.train(source="parent@1", runs=runs, num_steps=7, reset_optimizer=True)
     areal_flow.train(source=Run(parent.root), runs=runs, name="named", prompts="p.jsonl")

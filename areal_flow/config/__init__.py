@@ -49,11 +49,7 @@ __all__ = [
 def load_recipe(
     path: Path, overrides: dict[str, Any] | None = None, *, spelling: str = "{}"
 ) -> Recipe:
-    """Read a TOML recipe and apply overrides, a nested table.
-
-    Args:
-        spelling: how the overrides were given, for messages: see `messages`.
-    """
+    """Read a TOML recipe and apply overrides, a nested table, which messages name by `spelling`."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:

@@ -181,11 +181,11 @@ class EvaluationSettings(Settings):
             "that training's own prompts give: rename one",
         )
         of_sets = {f"evaluation.held_out {s.name!r}: ": s.num_samples for s in self.held_out}
-        for where, num_samples in {"evaluation.": self.num_samples, **of_sets}.items():
+        for where, number in {"evaluation.": self.num_samples, **of_sets}.items():
             require(
-                self.temperature != 0 or num_samples in (1, None),
-                f"{where}num_samples ({num_samples}) must be 1 at evaluation.temperature 0: "
-                "the likeliest answer is always the same",
+                self.temperature != 0 or number in (1, None),
+                f"{where}num_samples ({number}) must be 1 at evaluation.temperature 0: the "
+                "likeliest answer is always the same",
             )
         require(
             not self.stop_after_plateau or self.every_steps > 0,

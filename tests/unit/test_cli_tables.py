@@ -47,17 +47,8 @@ def test_settings_shows_every_setting_with_type_default_and_meaning() -> None:
         ("trainer.learning-rate", ["trainer.learning_rate"]),
         ("--trainer.learning_rate", ["trainer.learning_rate"]),
         ("num_steps", ["num_steps"]),
-        (
-            "[[rewards]]",
-            [
-                "rewards",
-                "rewards.verifier",
-                "rewards.settings",
-                "rewards.weight",
-                "rewards.sources",
-                "rewards.timeout_s",
-            ],
-        ),
+        ("[[sources]]", ["sources", *(f"sources.{n}" for n in ("name", "weight", "settings"))]),
+        ("sources.path", ["sources.path"]),
     ],
 )
 def test_settings_of_a_section_or_one_alone(wanted: str, names: list[str]) -> None:

@@ -53,9 +53,8 @@ def forked(
 
 
 def recorded_hash(layout: RunLayout, step: int) -> str:
-    return str(
-        LedgerReader(layout.steps, layout.writers).rows(["weights_hash"])[step]["weights_hash"]
-    )
+    rows = LedgerReader(layout.steps, layout.writers).rows(["weights_hash"])
+    return str(rows[step]["weights_hash"])
 
 
 def begun(layout: RunLayout, weights_hash: str) -> RunLayout:
@@ -79,12 +78,13 @@ def listing(layout: RunLayout) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
 
 
-@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("asked", [None, 0, 1, 2])
 def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
-    parent: RunLayout, step: int
+    parent: RunLayout, asked: int | None
 ) -> None:
-    before = listing(parent)
-    child = forked(parent, step)
+    """By default that of the newest usable checkpoint."""
+    before, step = listing(parent), asked or 0
+    child = forked(parent, asked)
     assert listing(parent) == before
     expected = recorded_hash(parent, step)
     (checkpoint,) = list_checkpoints(child.checkpoints)
@@ -98,13 +98,6 @@ def test_version_0_is_the_step_of_the_parent_which_is_left_as_it_was(
         f"Forked from step {step} of run parent: its weights; optimizer kept"
     ]
     assert describe_parent(parent) == []
-
-
-def test_newest_usable_checkpoint_is_forked_by_default(parent: RunLayout) -> None:
-    child = forked(parent, None)
-    found = read_parent(child)
-    assert found is not None
-    assert found.step == 0
 
 
 @pytest.mark.parametrize(

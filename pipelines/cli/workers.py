@@ -8,10 +8,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -23,6 +24,9 @@ from areal_flow.rewards.code.sandbox.limits import SandboxError
 from areal_flow.rewards.code.sandbox.self_test import LOST, choose_tier
 from pipelines.cli.settings import Given
 from pipelines.console.tables import Report, Table
+
+if TYPE_CHECKING:
+    from areal_flow.cluster.control import WorkerStatus
 
 MIN_CORES = 2
 MIN_FREE_GIB = 2
@@ -38,9 +42,12 @@ group = App(name="workers", help="List, add and remove workers of a running job.
 @group.command(name="list")
 def list_(run: str, /, *, folders: Given) -> Report:
     """Show every worker: role, process, work, signs of life."""
-    from pipelines.workers import report_workers
+    from areal_flow.cluster.control import list_workers
+    from pipelines.workers import scheduler_of
 
-    return report_workers(folders.runs, run)
+    statuses = asyncio.run(list_workers(*scheduler_of(folders.runs, run)))
+    found = {"run": run, "workers": [asdict(status) for status in statuses]}
+    return Report(found, [Table([_row(status) for status in statuses])])
 
 
 @group.command
@@ -70,6 +77,33 @@ def remove(run: str, worker: str, /, *, folders: Given) -> None:
     scheduler, network = scheduler_of(folders.runs, run)
     asyncio.run(remove_worker(scheduler, worker, network))
     print(f"{worker} left {run}; what it was doing runs again elsewhere")
+
+
+def _row(status: WorkerStatus) -> dict[str, Any]:
+    """Return a worker as a row; nothing is known of one without a process but its deaths."""
+    process: dict[str, Any] = {
+        "pid": status.pid,
+        "address": status.address,
+        "slots": status.num_slots,
+        "version": status.policy_version,
+        "hash": status.served_hash[:12] or None,
+        "transfer": _milliseconds(status.transfer_s),
+        "stall": _milliseconds(status.stall_s),
+        "running": status.num_running,
+        "assigned": status.num_assigned,
+        "silent": f"{status.silence_s:.0f} s",
+    }
+    return {
+        "worker": status.name,
+        "role": status.role,
+        "state": status.state,
+        **(process if status.address else dict.fromkeys(process)),
+        "deaths": status.num_deaths,
+    }
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
 def doctor(*, folders: Given) -> Report:

@@ -29,7 +29,6 @@ class Executions:
         self._folder = folder
 
     def note(self, process: str, execution: Execution) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / process).write_text(f"{execution.num_ended} {execution.key}")
 
     def last(self, process: str) -> Execution:

@@ -99,6 +99,7 @@ def _folder_of(context: WorkerContext) -> Iterator[Path]:
     """Make the folder that the processes share, which only this user reads, while it is entered."""
     folder = context.layout.processes_of(context.writer_epoch)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / EXECUTIONS).mkdir(exist_ok=True)
     try:
         yield folder
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
@@ -87,10 +86,6 @@ async def result_of(future: Future) -> Any:
         raise kind(f"each worker that ran {key_split(error.task)} died") from error
     except FutureCancelledError:
         raise EngineError("the task was cancelled on the cluster") from None
-    except asyncio.CancelledError:
-        if future.cancelled():
-            raise EngineError("the task was cancelled on the cluster") from None
-        raise
     except Exception as error:
         raise ArealFlowError(f"{type(error).__name__}: {error}") from error
 

@@ -29,7 +29,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.accounting import SkippedSteps
 from areal_flow.controller.buffer import Batch, Buffer
 from areal_flow.controller.changes import Changes
-from areal_flow.controller.flow_setup import FlowBackends, InitialState
+from areal_flow.controller.flow_setup import FlowBackends, InitialState, RolledOut
 from areal_flow.controller.gate import Gate
 from areal_flow.controller.ledger_row import Provenance, batch_digest, group_seeds, step_row
 from areal_flow.errors import ArealFlowError, EngineError, EpisodeError, SchemaError, WeightsError
@@ -127,12 +127,12 @@ class Flow(Changes):
         seeds = group_seeds(self.recipe.seed, submission_index, self.recipe.controller.group_size)
         epoch = self.provenance.writer_epoch
         first = Episode(submission_index, prompt, seeds, 0, epoch, datetime.now(UTC))
-        rolled_out = None
+        rolled_out: RolledOut | None = None
         for attempt in range(self.recipe.controller.max_attempts):
             try:
                 if rolled_out is None:
                     rolled_out = await self._roll_out(replace(first, attempt=attempt))
-                receipt = await self.backends.rollouts.write(rolled_out)
+                receipt = await rolled_out.write()
             except ArealFlowError as error:
                 logger.warning("group %s, attempt %d: %s", first.group_id, attempt, error)
                 failure = error
@@ -149,7 +149,7 @@ class Flow(Changes):
         self.accounting.entries.failed_submissions.append(submission_index)
         self._count_failure(failure)
 
-    async def _roll_out(self, episode: Episode) -> Any:
+    async def _roll_out(self, episode: Episode) -> RolledOut:
         if episode.attempt:
             self.gate.started()
         try:
@@ -229,7 +229,7 @@ class Flow(Changes):
         )
         self._hint_is_due = True
         self._read_ahead()
-        async with self.backends.trainer_lock:
+        async with self.backends.trainer.lock:
             result = await self.backends.trainer.step(request)
             row = self._end_step(request, result, seconds_wait=seconds_wait)
             await self.backends.logs.append(row)

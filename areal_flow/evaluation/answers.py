@@ -21,7 +21,6 @@ from areal_flow.config import EvaluationSettings
 from areal_flow.controller.ledger_row import member_seed
 from areal_flow.errors import EpisodeError
 from areal_flow.evaluation.pass_rates import HELD_OUT
-from areal_flow.store.codec import rollout_notes
 from areal_flow.types import Episode, Prompt, Tokens, answer_text
 from areal_flow.workflows.group import all_of
 from schemas.content import row_arrays
@@ -36,8 +35,10 @@ _COPIED = ("version_spans", "finish_reason", "reward", "reward_detail", "verifie
 
 Decode = Callable[[Sequence[Tokens]], list[str]]
 """Turns sequences of tokens into texts."""
-Answer = Callable[..., Awaitable[pa.Table]]
-"""Rolls out and scores some groups without writing their rows; `DaskRollouts.answer` is one."""
+Answered = tuple[pa.Table, tuple[str, ...]]
+"""Scored rows of some groups, and why members have none."""
+Answer = Callable[..., Awaitable[Answered]]
+"""Rolls out and scores some groups without writing their rows, as `DaskRollouts.answer` does."""
 
 
 async def answer_held_out(
@@ -117,13 +118,13 @@ def _set_of(prompt: Prompt) -> str:
 
 def _all_rows(
     tasks: Sequence[Sequence[Episode]],
-    found: Sequence[pa.Table | EpisodeError],
+    found: Sequence[Answered | EpisodeError],
     decode: Decode,
     made: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    tables = [table for table in found if isinstance(table, pa.Table)]
-    for error in () if tables else found:
-        raise error
+    tables = [task[0] for task in found if not isinstance(task, EpisodeError)]
+    if not tables:
+        raise next(task for task in found if isinstance(task, EpisodeError))
     verifier = tables[0]["verifier"][0].as_py()
     rows = [
         row
@@ -136,7 +137,7 @@ def _all_rows(
 
 
 def _rows(
-    episodes: Sequence[Episode], found: pa.Table | EpisodeError, decode: Decode, *, verifier: str
+    episodes: Sequence[Episode], found: Answered | EpisodeError, decode: Decode, *, verifier: str
 ) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
@@ -145,8 +146,8 @@ def _rows(
     if isinstance(found, EpisodeError):
         errors = (str(found),)
     else:
-        errors = rollout_notes(found).errors
-        answers = found.filter(pc.equal(found["branch"], 0))
+        table, errors = found
+        answers = table.filter(pc.equal(table["branch"], 0))
         rows = {
             (row["submission_index"], row["member"]): row
             for row in answers.select(["submission_index", "member", *_COPIED]).to_pylist()

@@ -249,7 +249,7 @@ class FakeRewardWorkers:
     def present(self, role: str) -> Sequence[str]:
         return [role] * self._num_workers
 
-    async def submit(self, function: Any, tables: Any, groups: Any, **options: Any) -> Any:
+    async def submit(self, function: Any, tables: Any, **options: Any) -> Any:
         self.sizes.append(len(tables))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -269,7 +269,7 @@ def receipts_of(workers: FakeRewardWorkers, *arrivals: Sequence[str]) -> list[An
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
         waiting: list[Any] = []
         for tables in arrivals:
-            waiting += [asyncio.ensure_future(ready.receipt(table, None)) for table in tables]
+            waiting += [asyncio.ensure_future(ready.receipt(table)) for table in tables]
             await asyncio.sleep(10)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -297,7 +297,7 @@ def test_group_waits_for_others_only_while_some_are_on_their_way(
         clock = asyncio.get_running_loop().time
         began = clock()
         with ready.counting_rollout() if others_coming else nullcontext():
-            await ready.receipt("a", None)  # type: ignore[arg-type]
+            await ready.receipt("a")  # type: ignore[arg-type]
         return clock() - began
 
     waited: float = run_in_virtual_time(seconds_until_written())
@@ -331,7 +331,7 @@ def test_nothing_is_scored_for_episodes_that_were_cancelled() -> None:
     async def cancel() -> None:
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
         with ready.counting_rollout():
-            waiting = asyncio.ensure_future(ready.receipt("a", None))  # type: ignore[arg-type]
+            waiting = asyncio.ensure_future(ready.receipt("a"))  # type: ignore[arg-type]
             await asyncio.sleep(LINGER_S / 2)
             waiting.cancel()
             await asyncio.sleep(10)
@@ -368,7 +368,7 @@ class Poisoned:
         return [role]
 
     async def submit(self, function: Any, table: Any, *arguments: Any, **options: Any) -> Any:
-        if function is len:
+        if function is reward_tasks.num_rows:
             return self._num_rows
         if function is reward_tasks.score_row:
             self._die_over(arguments[0])
@@ -376,7 +376,7 @@ class Poisoned:
         known = getattr(function, "keywords", {}).get("known")
         if known is None and "poisoned" in table:
             self._die_over(*range(self._num_rows))
-        return [known[0] if known else f"{name}!" for name in table], 0.001, 1
+        return [known if known else f"{name}!" for name in table], 0.001, 1
 
     def _die_over(self, *rows: int) -> None:
         if set(rows) & set(self._poisoned):
@@ -389,8 +389,7 @@ def scores_of(cluster: Poisoned) -> list[float | None]:
 
     async def heard() -> list[Any]:
         ready = ReadyGroups(cluster, cluster)  # type: ignore[arg-type]
-        episode: Any = SimpleNamespace(group_id="g")
-        groups = [ready.receipt(name, episode) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
+        groups = [ready.receipt(name) for name in ("a", "poisoned", "b")]  # type: ignore[arg-type]
         return await asyncio.gather(*groups)
 
     before, poisoned, after = run_in_virtual_time(heard())
@@ -428,7 +427,7 @@ def test_receipt_says_how_long_its_group_waited_to_be_scored() -> None:
     async def waits() -> list[float]:
         workers = Workers(1, seconds_a_group=0.5, seconds_a_trip=0.25)
         ready = ReadyGroups(workers, workers)  # type: ignore[arg-type]
-        groups = (ready.receipt(name, None) for name in "ab")  # type: ignore[arg-type]
+        groups = (ready.receipt(name) for name in "ab")  # type: ignore[arg-type]
         return [receipt.reward_queue_s for receipt in await asyncio.gather(*groups)]
 
     assert run_in_virtual_time(waits()) == pytest.approx([0.25, 1.0])
@@ -461,7 +460,7 @@ def test_pages_of_dask_group_tasks_by_role_and_by_what_they_are_for(
     async def ask_for_everything() -> None:
         client: Any = Naming(1, seconds_a_group=0.0)
         rollouts = DaskRollouts(client, SimpleNamespace(newest=lambda: 0), client)  # type: ignore[arg-type]
-        await rollouts.write(await rollouts.roll_out(episode_of()))
+        await (await rollouts.roll_out(episode_of())).write()
         await rollouts.answer([episode_of()], name="before")
         replicas = TrainerReplicas(client, num_ranks=1, replace=FakeGenerators().replace)
         await replicas.require_policy()

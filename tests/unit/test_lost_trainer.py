@@ -19,8 +19,8 @@ from areal_flow.controller.schedules import (
     run_until_first_ends,
 )
 from areal_flow.errors import TrainerLost, TrainingError
-from areal_flow.types import Episode, GroupReceipt, StepRequest, StepResult
-from tests.flow_fakes import FakeCluster, MemoryLog, flow_recipe, prompt_at
+from areal_flow.types import Episode, StepRequest, StepResult
+from tests.flow_fakes import FakeCluster, FakeRolledOut, MemoryLog, flow_recipe, prompt_at
 from tests.unit.virtual_time import run_in_virtual_time
 
 NUM_STEPS = 3
@@ -41,7 +41,7 @@ class Ranks(FakeCluster):
         self.holding.clear()
         self.lost.set()
 
-    async def roll_out(self, episode: Episode) -> GroupReceipt:
+    async def roll_out(self, episode: Episode) -> FakeRolledOut:
         await self.holding.wait()
         return await super().roll_out(episode)
 
@@ -88,7 +88,7 @@ def train(ranks: Ranks, log: MemoryLog, schedule: Any = run_async_schedule) -> N
     trainer = DaskTrainer(ranks, ranks.restore, lost=ranks.lost)  # type: ignore[arg-type]
     flow = Flow(
         flow_recipe(num_steps=NUM_STEPS, batch_size=4, group_size=2, max_staleness=1),
-        FlowBackends(ranks, log, trainer, ranks, prompt_at, log.on_step, trainer_lock=trainer.lock),
+        FlowBackends(ranks, log, trainer, ranks, prompt_at, log.on_step),
         InitialState(),
         Provenance(1, "", ""),
         max_running=16,

@@ -1,7 +1,4 @@
-"""The settings of worker processes: how many, on which machines, and how they are reached.
-
-It does not import Dask.
-"""
+"""The settings of worker processes: how many, on which machines, and how they connect."""
 
 from __future__ import annotations
 

@@ -56,6 +56,8 @@ class Ranks(FakeCluster):
 
     async def read_ahead(self, trajectory_ids: Sequence[str]) -> None: ...
 
+    async def write_snapshot(self, step: int) -> None: ...
+
     async def publish(self, version: int) -> None:
         self.happened.append(f"publish {version}")
 

@@ -182,13 +182,15 @@ async def judge(
     """Score completions, each of its prompt and version, decoded without special tokens."""
     texts = texts_of(context.tokenizer, [tokens for _, tokens, _ in completions])
     rewards, recipe = await _rewards(context), context.recipe
+    versions = {version for *_, version in completions}
+    states = {version: _trainer_state(context, version) for version in versions}
     return await rewards.score(
         [
             RewardInput(
                 *(prompt.text, text, prompt.answer, dict(prompt.metadata), tuple(tokens)),
                 prompt_source=prompt.source,
                 messages=messages_asked(prompt, recipe),
-                trainer_state=_trainer_state(context, version),
+                trainer_state=states[version],
             )
             for (prompt, tokens, version), text in zip(completions, texts, strict=True)
         ]

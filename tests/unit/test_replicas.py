@@ -184,7 +184,7 @@ def test_rank_that_leaves_ends_the_others_exchange(tmp_path: Path) -> None:
         assert isinstance(lost, TrainerLost)
 
 
-def test_rank_that_was_replaced_while_its_gang_met_is_refused(tmp_path: Path) -> None:
+def test_rank_that_was_replaced_while_its_group_connects_is_refused(tmp_path: Path) -> None:
     point = tmp_path / "rendezvous"
     together(point, 2, lambda replicas: None)
     store = torch.distributed.FileStore(str(point), 2)
@@ -234,7 +234,7 @@ def restored(*answers: tuple[float, Any]) -> tuple[PolicyHashes | Exception, Seq
     return run_in_virtual_time(restore())
 
 
-def test_gang_answers_when_all_ranks_agree() -> None:
+def test_replica_group_answers_when_all_ranks_agree() -> None:
     assert restored((1.0, HASHES), (5.0, HASHES)) == (HASHES, [], 5.0)
 
 
@@ -252,7 +252,7 @@ def test_failure_that_caused_the_others_is_told() -> None:
     assert replaced == []
 
 
-def test_rank_that_does_not_notice_its_gangs_end_is_replaced() -> None:
+def test_rank_that_does_not_notice_the_end_of_its_group_is_replaced() -> None:
     said, replaced, seconds = restored((1.0, TrainerLost("it died")), (1e6, HASHES))
     assert isinstance(said, TrainerLost)
     assert replaced == ["trainer-1"]

@@ -17,8 +17,7 @@ from areal_flow.settings import import_function
 from areal_flow.types import Prompt
 from areal_flow.workflows.agent import Agent
 from areal_flow.workflows.multi_turn import MultiTurn
-from areal_flow.workflows.tool_use import ToolUse
-from areal_flow.workflows.tools import tools_by_name
+from areal_flow.workflows.tool_use import ToolUse, tools_by_name
 
 Render = Callable[[Sequence[Message]], str]
 

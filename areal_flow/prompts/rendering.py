@@ -66,10 +66,9 @@ def required_chat_template(recipe: Recipe, model: Path) -> ChatTemplate | None:
 
 
 def why_chat_template(recipe: Recipe) -> str:
-    """Return why a chat template is needed, where the recipe does not say if there is one.
+    """Return why a chat template is needed; empty where the recipe says so or nothing is a message.
 
-    An agent and a system prompt are messages; so are rows that have a list of them. The first good
-    row of each file counts, held-out ones included. Empty where nothing is a message.
+    The first good row of each file counts, held-out ones included.
     """
     if recipe.prompts.chat_template is not None:
         return ""

@@ -53,28 +53,16 @@ async def answer_held_out(
 ) -> list[dict[str, Any]]:
     """Answer every prompt with the newest weights; return rows of the evaluation schema.
 
-    Beside training, newer weights arrive while prompts are answered: no token is older than the
-    evaluation's `policy_version`, and each row says which versions sampled it. An answer that its
-    workflow or its verifier failed is a row without a reward, which does not pass.
-
-    `writer_epoch` is that of the driver that will append the rows; 0 if none will.
+    Newer weights may arrive meanwhile: `policy_version` is the oldest that sampled a token. An
+    answer whose workflow or verifier failed is a row without a reward. `writer_epoch` is that of
+    the driver that will append the rows; 0 if none will.
     """
-    began = datetime.now(UTC)
-    episodes = [
-        Episode(
-            index,
-            prompt,
-            tuple(
-                member_seed(seed, index, HELD_OUT_MEMBER - sample)
-                for sample in range(settings.num_samples_of(_set_of(prompt)))
-            ),
-            0,
-            writer_epoch,
-            began,
-            settings.sampling(),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    began, episodes = datetime.now(UTC), []
+    for index, prompt in enumerate(prompts):
+        samples = range(settings.num_samples_of(prompt.source or HELD_OUT))
+        seeds = tuple(member_seed(seed, index, HELD_OUT_MEMBER - sample) for sample in samples)
+        given = (index, prompt, seeds, 0, writer_epoch, began, settings.sampling())
+        episodes.append(Episode(*given))
     tasks = _tasks(episodes)
     found = await all_of(_table_or_error(answer, task, name) for task in tasks)
     made = {"evaluation": name, "writer_epoch": writer_epoch}
@@ -90,16 +78,6 @@ async def _table_or_error(
         return error
 
 
-def _warn_of_failures(rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    failed = [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]
-    if failed:
-        cause = failed[0].get("error", "no reason is known")
-        logger.warning(
-            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
-            *(name, len(failed), len(rows), cause),
-        )
-
-
 def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
     tasks: list[list[Episode]] = []
     num_answers = ANSWERS_PER_TASK
@@ -110,10 +88,6 @@ def _tasks(episodes: Sequence[Episode]) -> list[list[Episode]]:
         tasks[-1].append(episode)
         num_answers += len(episode.seeds)
     return tasks
-
-
-def _set_of(prompt: Prompt) -> str:
-    return prompt.source or HELD_OUT
 
 
 def _all_rows(
@@ -131,7 +105,12 @@ def _all_rows(
         for task, answered in zip(tasks, found, strict=True)
         for row in _rows(task, answered, decode, verifier=verifier)
     ]
-    _warn_of_failures(rows, made["evaluation"])
+    if failed := [json.loads(row["reward_detail"]) for row in rows if row["reward"] is None]:
+        cause = failed[0].get("error", "no reason is known")
+        logger.warning(
+            "evaluation %s: %d of %d answers have no reward and count as not passed; the first: %s",
+            *(made["evaluation"], len(failed), len(rows), cause),
+        )
     oldest = min(span["version"] for row in rows for span in row["version_spans"])
     return [{**made, "policy_version": oldest, **row} for row in rows]
 
@@ -140,12 +119,9 @@ def _rows(
     episodes: Sequence[Episode], found: Answered | EpisodeError, decode: Decode, *, verifier: str
 ) -> list[dict[str, Any]]:
     """Return one row a sample: its answer, or that it has none. Only branch 0 is the answer."""
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    texts: dict[tuple[int, int], str] = {}
-    errors: tuple[str, ...]
-    if isinstance(found, EpisodeError):
-        errors = (str(found),)
-    else:
+    rows, texts = dict[tuple[int, int], dict[str, Any]](), dict[tuple[int, int], str]()
+    errors: tuple[str, ...] = (str(found),)
+    if not isinstance(found, EpisodeError):
         table, errors = found
         answers = table.filter(pc.equal(table["branch"], 0))
         rows = {
@@ -162,7 +138,7 @@ def _rows(
     }
     return [
         {
-            "held_out": _set_of(episode.prompt),
+            "held_out": episode.prompt.source or HELD_OUT,
             "prompt_id": episode.prompt.prompt_id,
             "sample": sample,
             "difficulty": episode.prompt.difficulty,

@@ -41,9 +41,8 @@ class Agent(TimedWorkflow):
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent's.
 
-        An agent that ends over a refused answer, since its calls, its seconds or its context are
-        used up, has not failed: its conversations are cut, and say by what. One that goes on after
-        its context was full has that conversation cut alone.
+        An agent that ends because its calls, seconds or context are used up has not failed: its
+        conversations are cut. If it goes on after its context was full, only that one is.
         """
         from areal_flow.workflows.agent_endpoint import serving  # a server: only where one is
 
@@ -77,18 +76,16 @@ class Agent(TimedWorkflow):
     async def _finished(
         self, draft: TrajectoryDraft, limit: str, context: EpisodeContext
     ) -> TrajectoryDraft:
-        missing = self.missing_reward
-        if draft.score is not None:
-            pass
-        elif missing == "discard":
+        score, missing = draft.score, self.missing_reward
+        if score is None and missing == "discard":
             by = f" before it was ended by {limit}" if limit else ""
             advice = "return or post one, or set workflow.missing_reward"
-            error = f"the agent gave no reward{by}: {advice}"
-            draft = draft.scored(Score(None, "no_reward", error=error))
-        elif missing != "score":
-            draft = draft.scored(Score(missing))
-        elif limit:  # or nothing would carry the limit
-            draft = draft.scored(await context.score(draft.output_tokens))
+            score = Score(None, "no_reward", error=f"the agent gave no reward{by}: {advice}")
+        elif score is None and not isinstance(missing, str):
+            score = Score(missing)
+        elif score is None and limit:  # or nothing would carry the limit
+            score = await context.score(draft.output_tokens)
+        draft = draft.scored(score) if score else draft
         return draft.cut_by(limit) if limit else draft
 
 

@@ -1,9 +1,7 @@
 """A conversation with the verifier: its message about a wrong answer is the next user turn.
 
 The reward of turn t (from 0) is the verifier's times `turn_discount` to the power of t. Tokens of
-the environment are context: the loss mask leaves them out, and they are appended, never tokenised
-again together with what stands before them. A chat template that rewrites earlier answers is
-refused.
+the environment are context: they are appended, and the loss mask leaves them out.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from areal_flow.types import Completion, GroupRequest, Sampling, as_tokens
 from areal_flow.weights.directory import DirectoryReader, publish_model_directory
 from areal_flow.workflows.group import RolledOutGroup, run_group
 from areal_flow.workflows.registry import load_workflow
-from areal_flow.workflows.tools import answer, tools_by_name
+from areal_flow.workflows.tool_use import answer, tools_by_name
 from tests import engines
 from tests.contracts import test_engines as engine_contract
 from tests.contracts import test_rewards as reward_contract

@@ -43,11 +43,7 @@ def reachable(layout: RunLayout, cluster: RunningCluster) -> Iterator[None]:
 
 
 def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:
-    """Return the address of a running run's scheduler, and how to connect to it.
-
-    Raises:
-        RunError: it does not run, or has no workers yet.
-    """
+    """Return the address of a running run's scheduler, and how to connect to it."""
     layout = find_run(runs, name)
     state = observed_state(layout).state
     if state != "running":
@@ -60,7 +56,6 @@ def scheduler_of(runs: Path, name: str) -> tuple[str, NetworkSettings]:
 
 
 def report_workers(runs: Path, name: str) -> Report:
-    """Report a running run's workers."""
     statuses = asyncio.run(list_workers(*scheduler_of(runs, name)))
     found = {"run": name, "workers": [asdict(status) for status in statuses]}
     return Report(found, [Table([_row(status) for status in statuses])])

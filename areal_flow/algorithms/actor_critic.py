@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+VALUE_CLIP = 0.2
+"""How far a value may move in a step before its gradient ends; PPO's usual one."""
+
+
 class CriticSettings(Settings):
     """The critic's own optimizer, and what its values are used for."""
 
@@ -34,8 +38,6 @@ class CriticSettings(Settings):
     """Gamma: what a token later is worth."""
     trace: float = Field(0.95, ge=0, le=1)
     """Lambda of the advantage estimates: 1 trusts rewards alone, 0 the next value."""
-    value_clip: float = Field(0.2, gt=0)
-    """How far a value may move in a step before its gradient ends."""
 
 
 class ActorCriticPPO(ClippedTokens):
@@ -89,8 +91,7 @@ class ActorCriticPPO(ClippedTokens):
             old_T: v_old, of the critic before the step.
             targets_T: R.
         """
-        bound = self.critic.value_clip
-        near_T = old_T + (values_T - old_T).clamp(-bound, bound)
+        near_T = old_T + (values_T - old_T).clamp(-VALUE_CLIP, VALUE_CLIP)
         free_T, clipped_T = (values_T - targets_T).square(), (near_T - targets_T).square()
         ended_T = (clipped_T > free_T).detach()
         metrics = {

@@ -6,7 +6,7 @@ Letters: T trained tokens of a micro-batch, N those of a minibatch.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from areal_flow.settings import require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Temperature = Annotated[float, Field(gt=0)]
 
 
 class CISPO(ComposedAlgorithm):
@@ -55,10 +57,9 @@ class SAPO(ComposedAlgorithm):
     """How rewards become advantages; the paper's divides by the deviation of the group."""
     aggregation: Aggregation = "sequence_mean"
     """How token losses become one loss; the paper's is the mean over sequences."""
-    temperature_positive: float = Field(1.0, gt=0)
-    """How fast a ratio other than 1 fades the gradient of a positive advantage."""
-    temperature_negative: float = Field(1.05, gt=0)
-    """The same of a negative one; the paper's is larger, since such gradients spread widely."""
+    temperatures: tuple[Temperature, Temperature] = Field((1.0, 1.05), strict=False)
+    """How fast a ratio other than 1 fades the gradient of a positive advantage, and of a negative
+    one; the paper's second is larger, since such gradients spread widely."""
 
     def objective(self, log_ratio_T: Tensor, inputs: LossInputs) -> Objective:
         """Return J_t = (4 / tau) sigmoid(tau (u_t - 1)) A_t, tau by the sign of A_t.
@@ -68,9 +69,8 @@ class SAPO(ComposedAlgorithm):
         """
         ratio_T = bounded_exp(log_ratio_T)
         raised_T = inputs.advantages_T > 0
-        tau_T = ratio_T.new_full((), self.temperature_positive).where(
-            raised_T, self.temperature_negative
-        )
+        positive, negative = self.temperatures
+        tau_T = ratio_T.new_full((), positive).where(raised_T, negative)
         values_T = (tau_T * (ratio_T - 1)).sigmoid() * (4 / tau_T) * inputs.advantages_T
         never_T = raised_T & ~raised_T
         return Objective(values_T, ratio_T, never_T, never_T)

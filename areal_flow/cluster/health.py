@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOST_AFTER_S = 60.0
+"""A worker that has not been heard for so long is replaced, even if it works."""
 LOOK_EVERY_S = 1.0
 
 MIN_PROCESSOR_S = 0.05
@@ -114,9 +116,7 @@ class FailureDetector:
 
 async def watch_health(pool: WorkerPool, settings: ClusterSettings) -> None:
     """Look at a pool's workers once a second and replace those that hang; never return."""
-    detector = FailureDetector(
-        silent_after_s=settings.silent_after_s, lost_after_s=settings.worker_ttl_s
-    )
+    detector = FailureDetector(silent_after_s=settings.silent_after_s, lost_after_s=LOST_AFTER_S)
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         try:

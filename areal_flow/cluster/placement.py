@@ -112,7 +112,7 @@ def _wanted_workers(recipe: Recipe) -> list[WorkerPlacement]:
     trainer_gpus = int(_is_gpu("trainer.device", recipe.trainer.device))
     on_gpu = _is_gpu("generation.device", generation.device)
     generator_gpus = generation.vllm.tensor_parallel_size if on_gpu else 0
-    generator = worker_environment(cluster.threads_per_worker)
+    generator = worker_environment(1)
     trainer = worker_environment(cluster.num_trainer_threads)
     # A reward worker beside GPU workers must not take memory of a GPU.
     hidden = {VISIBLE_GPUS: ""} if generator_gpus or trainer_gpus else {}

@@ -22,30 +22,19 @@ class NetworkSettings(Settings):
 
     host: str = "127.0.0.1"
     """The address of this machine at which the scheduler listens."""
-    tls_ca: Path | None = Field(None, strict=False)
-    """The certificate of the authority that signed those of all workers, as PEM."""
-    tls_certificate: Path | None = Field(None, strict=False)
-    """The certificate that this run's processes show each other, as PEM."""
-    tls_key: Path | None = Field(None, strict=False)
-    """The private key of `tls_certificate`, as PEM without a passphrase."""
+    tls_directory: Path | None = Field(None, strict=False)
+    """A folder with `ca.pem`, the certificate of the authority that signed those of all workers;
+    `certificate.pem`, which this run's processes show each other; and `key.pem`, the private key of
+    that, without a passphrase."""
 
     @model_validator(mode="after")
     def _encrypted(self) -> NetworkSettings:
-        files = (self.tls_ca, self.tls_certificate, self.tls_key)
         require(
-            all(files) or not any(files),
-            "cluster.network: tls_ca, tls_certificate and tls_key belong together; set all or none",
-        )
-        require(
-            self.has_tls or is_loopback(self.host),
+            self.tls_directory is not None or is_loopback(self.host),
             f"cluster.network.host = {self.host!r} needs TLS: whoever reaches the scheduler's port "
-            "can run any code; set tls_ca, tls_certificate and tls_key, or host to 127.0.0.1",
+            "can run any code; set tls_directory, or host to 127.0.0.1",
         )
         return self
-
-    @property
-    def has_tls(self) -> bool:
-        return self.tls_ca is not None
 
 
 class RemoteSettings(Settings):
@@ -66,8 +55,6 @@ class ClusterSettings(Settings):
 
     num_generators: int = Field(1, ge=1)
     """Worker processes that generate."""
-    threads_per_worker: int = Field(1, ge=1)
-    """Threads of the numbers in a generator."""
     num_trainers: int = Field(1, ge=1)
     """Trainer ranks, one process each."""
     num_trainer_threads: int = Field(1, ge=1)
@@ -86,8 +73,6 @@ class ClusterSettings(Settings):
     """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
     silent_after_s: float = Field(10.0, ge=1)
     """A worker that shows no sign of life or work for so long is hung."""
-    worker_ttl_s: float = Field(60.0, gt=0)
-    """A worker that has not been heard for so long is replaced, even if it works."""
 
     @property
     def is_one_machine(self) -> bool:

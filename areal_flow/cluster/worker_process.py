@@ -63,20 +63,22 @@ def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkS
     return json.dumps(options)
 
 
+CERTIFICATES = ("ca.pem", "certificate.pem", "key.pem")
+"""The authority's certificate, this run's own, and the key of that."""
+
+
 def connection_security(network: NetworkSettings) -> Security:
     """Return Dask's connection settings; all processes use one certificate, if there is one."""
-    if not network.has_tls:
+    if network.tls_directory is None:
         return Security()
-    for name in ("tls_ca", "tls_certificate", "tls_key"):
-        path = getattr(network, name)
+    authority, certificate, key = (network.tls_directory / name for name in CERTIFICATES)
+    for path in (authority, certificate, key):
         if not path.is_file():
-            raise ConfigError(f"cluster.network.{name} = {str(path)!r}: there is no such file")
+            raise ConfigError(f"cluster.network.tls_directory: there is no file {path}")
     roles = ("client", "scheduler", "worker")
-    certificates = {f"tls_{role}_cert": str(network.tls_certificate) for role in roles}
-    keys = {f"tls_{role}_key": str(network.tls_key) for role in roles}
-    return Security(
-        require_encryption=True, tls_ca_file=str(network.tls_ca), **certificates, **keys
-    )
+    files = {f"tls_{role}_cert": str(certificate) for role in roles}
+    files |= {f"tls_{role}_key": str(key) for role in roles}
+    return Security(require_encryption=True, tls_ca_file=str(authority), **files)
 
 
 def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings:
@@ -85,18 +87,13 @@ def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings
     Any user of a machine can connect to its loopback, and a client of the scheduler can run code.
     So only this user may read the folder of the new certificates.
     """
-    if network.has_tls:
+    if network.tls_directory is not None:
         return network
     made = Security.temporary()
-    texts = {
-        "tls_ca": made.tls_ca_file,
-        "tls_certificate": made.tls_worker_cert,
-        "tls_key": made.tls_worker_key,
-    }
-    paths = {name: folder / f"{name}.pem" for name in texts}
-    for name, path in paths.items():
-        path.write_text(texts[name])
-    return network.model_copy(update=paths)
+    texts = (made.tls_ca_file, made.tls_worker_cert, made.tls_worker_key)
+    for name, text in zip(CERTIFICATES, texts, strict=True):
+        (folder / name).write_text(text)
+    return network.model_copy(update={"tls_directory": folder})
 
 
 def main(options: str, parent: str) -> None:

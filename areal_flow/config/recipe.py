@@ -19,11 +19,7 @@ from areal_flow.config.sections import (
 from areal_flow.controller.gate import ControllerSettings
 from areal_flow.evaluation.pass_rates import PASS_THRESHOLD
 from areal_flow.generation.protocol import GenerationSettings
-from areal_flow.prompts.settings import (
-    HeldOutSettings,
-    PromptSettings,
-    SourceSettings,
-)
+from areal_flow.prompts.settings import HeldOutSettings, PromptSettings, SourceSettings
 from areal_flow.rewards.protocol import RewardSettings
 from areal_flow.settings import Settings, require
 from areal_flow.weights.settings import Medium, WeightsSettings
@@ -51,7 +47,9 @@ class Recipe(Settings):
     """Where prompts come from and how they are put to the policy."""
     sources: tuple[SourceSettings, ...] = Field((), strict=False)
     """Each `[[sources]]` table is one of several sources of prompts, mixed by weight; none: the one
-    that `[prompts]` names."""
+    that `[prompts]` names. It may have `source` (`file` by default), `path`, `held_out_path`,
+    `question_field`, `answer_field`, `template`, `num_prompts` and `num_held_out` of its own: what
+    it leaves out is as `[prompts]` says."""
     sft: SftSettings = SftSettings()
     """Supervised fine-tuning before reinforcement learning."""
     generation: GenerationSettings = GenerationSettings()
@@ -81,13 +79,9 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _with_decay_steps(self) -> Recipe:
         """Fix when a decay ends: a resume may change `num_steps`, and a replay must not notice."""
-        trainer = self.trainer
-        if (
-            trainer.learning_rate_schedule != "constant"
-            and not trainer.num_learning_rate_decay_steps
-        ):
-            last = {"num_learning_rate_decay_steps": self.num_steps}
-            object.__setattr__(self, "trainer", trainer.model_copy(update=last))
+        of, last = self.trainer, {"num_learning_rate_decay_steps": self.num_steps}
+        if of.learning_rate_schedule != "constant" and not of.num_learning_rate_decay_steps:
+            object.__setattr__(self, "trainer", of.model_copy(update=last))
         return self
 
     @model_validator(mode="after")

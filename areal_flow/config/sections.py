@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.prompts.settings import HeldOutSettings
 from areal_flow.settings import Settings, require
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 SupervisedObjective = Literal["cross_entropy", "dpo", "reward_model"]
 
 
@@ -64,15 +65,10 @@ class SftSettings(Settings):
 class AdamWSettings(Settings):
     """The optimizer's own numbers."""
 
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """The decay of the mean gradient."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """The decay of the squared gradient."""
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
+    """The decay of the mean gradient, and of the squared one."""
     weight_decay: float = Field(0.0, ge=0)
     """How much of each weight a step takes away, times the rate; nothing of norms and biases."""
-    max_skipped_steps: int = Field(5, ge=1)
-    """The run ends after so many steps in a row with an update that was skipped, since its loss or
-    gradient was not finite."""
 
 
 class LoraSettings(Settings):
@@ -172,7 +168,9 @@ class EvaluationSettings(Settings):
     stop_after_plateau: int = Field(0, ge=0)
     """Training ends after so many evaluations in a row without a better pass rate; 0: never."""
     held_out: tuple[HeldOutSettings, ...] = Field((), strict=False)
-    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a file."""
+    """Each `[[evaluation.held_out]]` table is one more held-out set, with a name and a `path`. It
+    may have `question_field`, `answer_field` and `template` of its own: what it leaves out is as
+    `[prompts]` says."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluationSettings:
@@ -183,11 +181,11 @@ class EvaluationSettings(Settings):
             "that training's own prompts give: rename one",
         )
         of_sets = {f"evaluation.held_out {s.name!r}: ": s.num_samples for s in self.held_out}
-        for where, num_samples in {"evaluation.": self.num_samples, **of_sets}.items():
+        for where, number in {"evaluation.": self.num_samples, **of_sets}.items():
             require(
-                self.temperature != 0 or num_samples in (1, None),
-                f"{where}num_samples ({num_samples}) must be 1 at evaluation.temperature 0: "
-                "the likeliest answer is always the same",
+                self.temperature != 0 or number in (1, None),
+                f"{where}num_samples ({number}) must be 1 at evaluation.temperature 0: the "
+                "likeliest answer is always the same",
             )
         require(
             not self.stop_after_plateau or self.every_steps > 0,

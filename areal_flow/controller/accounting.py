@@ -65,19 +65,21 @@ class TokenAccounting:
         return self.committed - consumed - num_waiting
 
 
+MAX_SKIPPED_STEPS = 5
+"""After so many in a row a run ends: the policy will not recover by itself."""
+
+
 @dataclass
 class SkippedSteps:
     """Ends a run in which too many steps in a row skipped an update."""
 
-    max_in_a_row: int
     _num_in_a_row: int = 0
 
     def count(self, step: int, *, skipped: bool) -> None:
         self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
-        if self._num_in_a_row >= self.max_in_a_row:
+        if self._num_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"expected a finite loss and gradient, found {self._num_in_a_row} steps in a row, "
                 f"the last one {step}, with an update that was skipped because loss or gradient "
-                "was not finite (trainer.adamw.max_skipped_steps): start a new run with a lower "
-                "learning rate"
+                "was not finite: start a new run with a lower learning rate"
             )

@@ -75,7 +75,7 @@ class Flow(Changes):
         self._hint_is_due = False
         self.accounting.engine_totals = {s.incarnation: s for s in initial.engine_totals}
         self._consecutive_failures = 0
-        self._skipped = SkippedSteps(recipe.trainer.adamw.max_skipped_steps)
+        self._skipped = SkippedSteps()
         self._committing: asyncio.Task[None] | None = None
         self._last_row_at = monotonic()
         self.accounting.discard(list(initial.discards))

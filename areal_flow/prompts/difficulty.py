@@ -67,7 +67,8 @@ class DifficultyFilter:
         if rate is None:
             self.counts["unseen"] += 1
             return settings.keep_unseen
-        easy, hard = rate > settings.max_pass_rate, rate < settings.min_pass_rate
+        lowest, highest = settings.pass_rates
+        easy, hard = rate > highest, rate < lowest
         self.counts["too easy" if easy else "too hard" if hard else "kept"] += 1
         return not (easy or hard)
 

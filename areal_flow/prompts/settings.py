@@ -15,10 +15,9 @@ class DifficultySettings(Settings):
 
     run: str = ""
     """The earlier run: its name, or its directory; empty: all prompts are trained on."""
-    min_pass_rate: float = Field(0.05, ge=0, le=1)
-    """Prompts that passed less often are too hard, and left out."""
-    max_pass_rate: float = Field(0.95, ge=0, le=1)
-    """Prompts that passed more often are too easy, and left out."""
+    pass_rates: tuple[float, float] = Field((0.05, 0.95), strict=False)
+    """Prompts that passed less often than the first are too hard, more often than the second too
+    easy, and left out."""
     min_samples: int = Field(4, ge=1)
     """A prompt with fewer completions there counts as unseen."""
     keep_unseen: bool = True
@@ -27,9 +26,9 @@ class DifficultySettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> DifficultySettings:
         require(
-            self.min_pass_rate <= self.max_pass_rate,
-            f"prompts.difficulty.min_pass_rate ({self.min_pass_rate}) must not exceed "
-            f"max_pass_rate ({self.max_pass_rate})",
+            0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1,
+            f"prompts.difficulty.pass_rates ({[*self.pass_rates]}) must be two numbers from 0 to "
+            "1, the larger last",
         )
         return self
 
@@ -38,13 +37,9 @@ class RowsSettings(Settings):
     """Where some rows are and which of their fields ask and answer; None: as `[prompts]` says."""
 
     path: Path | None = Field(None, strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row."""
     question_field: str | None = None
-    """As `prompts.question_field`."""
     answer_field: str | None = None
-    """As `prompts.answer_field`."""
     template: str | None = None
-    """As `prompts.template`."""
 
     def over_prompts(self) -> dict[str, Any]:
         """Return what these rows have instead of the settings of `[prompts]`."""
@@ -61,16 +56,12 @@ class SourceSettings(RowsSettings):
     weight: float = Field(1.0, gt=0)
     """Its share of the prompts is this part of all weights; at least 0.001%."""
     source: str = "file"
-    """As `prompts.source`."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a source that takes some: of a task of reasoning-gym its own; of a
     Hugging Face dataset `config`, `split`, `held_out_split`, `revision`."""
     held_out_path: Path | None = Field(None, strict=False)
-    """As `prompts.held_out_path`."""
     num_prompts: int | None = Field(None, ge=1)
-    """As `prompts.num_prompts`."""
     num_held_out: int | None = Field(None, ge=0)
-    """As `prompts.num_held_out`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SourceSettings:
@@ -87,7 +78,6 @@ class HeldOutSettings(RowsSettings):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,80}$")
     """What reports and sinks call it; `rewards.sources` may name it."""
     path: Path = Field(strict=False)
-    """JSONL, Parquet or a Lance dataset, one prompt a row."""
     num_prompts: int = Field(0, ge=0)
     """At most so many, from the beginning of the file; 0: all."""
     num_samples: int | None = Field(None, ge=1)

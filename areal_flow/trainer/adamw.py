@@ -48,7 +48,7 @@ class PolicyAdamW(torch.optim.AdamW):
         super().__init__(
             groups,
             lr=settings.learning_rate,
-            betas=(settings.adamw.beta1, settings.adamw.beta2),
+            betas=settings.adamw.betas,
             weight_decay=settings.adamw.weight_decay,
             fused=torch.device(settings.device).type == "cuda" or None,
         )

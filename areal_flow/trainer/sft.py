@@ -117,7 +117,7 @@ class SftTrainer:
 
     def __post_init__(self, policy: Any, trainer: TrainerSettings) -> None:
         self.backend = make_backend(policy, trainer)
-        self._skipped = SkippedSteps(trainer.adamw.max_skipped_steps)
+        self._skipped = SkippedSteps()
         self.objective = OBJECTIVES[self.settings.objective]
         self._of_step = StepSettings(
             BY_SEQUENCE if self.objective.compares else BY_TOKEN,

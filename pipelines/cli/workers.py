@@ -8,7 +8,8 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +27,7 @@ from pipelines.console.tables import Report, Table
 MIN_CORES = 2
 MIN_FREE_GIB = 2
 PACKAGES = ("torch", "transformers", "dask", "distributed", "pylance", "mlflow", "pandera")
+MODULES = {"pylance": "lance"}
 
 Subject = tuple[str, str, bool | None, str]
 """What was looked at, what was found, whether it works (None: it is optional), what that means."""
@@ -79,7 +81,7 @@ def doctor(*, folders: Given) -> Report:
         {"": marks[works], "what": what, "found": said, "means": means}
         for what, said, works, means in found
     ]
-    last = f"will not work until mended: {', '.join(failed)}" if failed else "train will work here"
+    last = f"will not work until fixed: {', '.join(failed)}" if failed else "train will work here"
     names = ("what", "found", "works", "means")
     data = {"works": not failed, "machine": [dict(zip(names, f, strict=True)) for f in found]}
     return Report(data, [Table(rows, prose=("found", "means")), last], code=int(bool(failed)))
@@ -88,14 +90,8 @@ def doctor(*, folders: Given) -> Report:
 def _subjects(runs: Path) -> Iterator[Subject]:
     found = ".".join(map(str, sys.version_info[:3]))
     yield "python", found, sys.version_info >= (3, 11), "3.11 or newer is needed"
-    yield (
-        "system",
-        system_name(),
-        is_linux() or (None if os.name == "posix" else False),
-        _of_system(),
-    )
-    cores = usable_cores()
-    enough = cores >= MIN_CORES
+    yield _system()
+    enough = (cores := usable_cores()) >= MIN_CORES
     means = "generation and training overlap" if enough else "one core: they take turns, slowly"
     yield "cores", str(cores), True, means
     existing = next(folder for folder in (runs, *runs.parents) if folder.exists())
@@ -103,7 +99,7 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
     yield _loopback()
     for name in PACKAGES:
-        release = _version(name)
+        release = version(name) if find_spec(MODULES.get(name, name)) else None
         advice = "installed" if release else "install the project with its constraints"
         yield name, release or "missing", bool(release), advice
     gpus = _gpus()
@@ -112,16 +108,16 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     yield _sandbox()
 
 
-def _of_system() -> str:
-    """Return what works on systems like this one."""
+def _system() -> Subject:
     if is_linux():
-        return "all works on Linux"
+        return "system", system_name(), True, "all works on Linux"
     if os.name == "posix":
-        return (
+        means = (
             "only on Linux: sandboxes ('code', the tool 'python'), weights in shared memory, vLLM; "
             "not tested on this system"
         )
-    return "Linux or macOS is needed: on Windows use WSL"
+        return "system", system_name(), None, means
+    return "system", system_name(), False, "Linux or macOS is needed: on Windows use WSL"
 
 
 def _loopback() -> Subject:
@@ -139,13 +135,6 @@ def _sandbox() -> Subject:
     except SandboxError as error:
         return "sandbox", "none", None, f"only for the verifier 'code': {error}"
     return "sandbox", tier, True, LOST[tier] or "'code' runs programs in it; its self-test passes"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _engines(device: str) -> Iterator[Subject]:

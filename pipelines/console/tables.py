@@ -126,7 +126,6 @@ def show(report: Report, *, as_json: bool) -> int:
 
 
 def rendered(console: Console, *parts: RenderableType) -> str:
-    """Return lines, facts and tables as text; a line of it is left for the terminal to wrap."""
     with console.capture() as captured:
         for part in parts:
             soft_wrap = isinstance(part, str | Text)

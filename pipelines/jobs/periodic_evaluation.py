@@ -42,11 +42,7 @@ class PeriodicEvaluations:
     """Starts evaluations while training goes on. One event loop."""
 
     def __init__(
-        self,
-        evaluate: Callable[[str], Awaitable[None]],
-        recipe: Recipe,
-        *,
-        made: Iterable[str] = (),
+        self, evaluate: Callable[[str], Awaitable[None]], recipe: Recipe, made: Iterable[str] = ()
     ) -> None:
         self._evaluate = evaluate
         self._every_steps = recipe.evaluation.every_steps if recipe.has_held_out else 0
@@ -104,17 +100,12 @@ def read_periodic(
     Args:
         verifier: the one that counts now; what another one scored is not compared with it.
     """
-    names = evaluation_names(layout.evaluations, layout.writers)
-    answers = {
-        name: read_evaluation(layout.evaluations, layout.writers, name)
-        for name in names
-        if name.startswith(_PREFIX)
-    }
-    return {
-        name: tabulate(rows, threshold=threshold)
-        for name, rows in answers.items()
-        if {row["verifier"] for row in rows} == {verifier}
-    }
+    found = {}
+    for name in evaluation_names(layout.evaluations, layout.writers):
+        rows = read_evaluation(layout.evaluations, layout.writers, name)
+        if name.startswith(_PREFIX) and {row["verifier"] for row in rows} == {verifier}:
+            found[name] = tabulate(rows, threshold=threshold)
+    return found
 
 
 def is_flat(held_out: Mapping[str, EvaluationTable], *, patience: int) -> bool:

@@ -198,7 +198,7 @@ def test_update_that_is_no_number_leaves_the_critic_as_it_is_and_is_counted() ->
 
 
 def test_step_whose_critic_was_not_updated_counts_as_a_skipped_one() -> None:
-    """So that `trainer.adamw.max_skipped_steps` of them end the run."""
+    """So that several of them in a row end the run."""
     assert not NOTHING_TRAINED.skipped_an_update
     metrics = {CRITIC_SKIPPED_UPDATES: 0.5}
     assert replace(NOTHING_TRAINED, metrics=metrics).skipped_an_update

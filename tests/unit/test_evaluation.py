@@ -271,9 +271,9 @@ def test_held_out_set_has_a_name_of_its_own() -> None:
     with pytest.raises(ConfigError, match="a name stands twice in"):
         build_recipe({"evaluation": {"held_out": [one, one]}}, source="test")
     found = held_out_sets(["d/math.jsonl", "code=d/rows.parquet"])
-    assert [(each["name"], Path(each["path"]).name) for each in found] == [
-        ("math", "math.jsonl"),
-        ("code", "rows.parquet"),
-    ]
+    assert {name: Path(path).name for name, path in found.items()} == {
+        "math": "math.jsonl",
+        "code": "rows.parquet",
+    }
     with pytest.raises(ConfigError, match="--data: expected another name for each file"):
         held_out_sets(["a/math.jsonl", "b/math.jsonl"])

@@ -13,7 +13,7 @@ import pytest
 from areal_flow.errors import RunError
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import hold_lease
-from pipelines.remove import remove_run
+from pipelines.cli.runs import remove_run
 from tests.tracked_runs import make_run
 
 

@@ -1,6 +1,6 @@
 """The identity of weights and of optimizers: one hash of named tensors, or of a file of them.
 
-xxh3 finds every accident and no attack; it is as quick as memory (`docs/decisions/0006-seams.md`).
+xxh3 finds accidents, not attacks (`docs/decisions/0006-protocols-and-registries.md`).
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ class ControllerSettings(Settings):
     group_size: int = Field(16, ge=1)
     """Completions of one prompt."""
     max_staleness: int = Field(2, ge=0)
-    """The oldest token that may train, in policy versions before the current one."""
+    """The oldest token that may train, in policy versions."""
     max_attempts: int = Field(3, ge=1)
-    """How often a group is tried before it is given up."""
+    """How often a group is tried."""
     max_consecutive_failures: int = Field(4, ge=1)
-    """So many groups that fail in a row end the run."""
+    """The run ends after so many failed groups in a row."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> ControllerSettings:

@@ -22,16 +22,15 @@ class RewardSettings(Settings):
     """One of the rewards whose weighted sum is the reward of a completion."""
 
     verifier: str = "numeric"
-    """A name of the registry, an import path `package.module:function`, or a shipped function."""
+    """A built-in verifier, an import path `package.module:function`, or a shipped function."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of it, beside what it takes of a completion."""
+    """Its keyword arguments."""
     weight: float = 1.0
-    """What this reward is multiplied by in the sum."""
+    """Its weight in the sum."""
     sources: tuple[str, ...] = Field((), strict=False)
-    """The names of the `[[sources]]` whose completions it judges; none: all."""
+    """The `[[sources]]` that it judges; none: all."""
     timeout_s: float = Field(60.0, gt=0)
-    """A verifier of yours that takes longer over one completion hangs, and has failed there; one
-    that judges many at a time has this long for each."""
+    """The limit of a verifier of yours for each completion."""
 
 
 def part_names(rewards: Sequence[RewardSettings]) -> list[str]:

@@ -27,16 +27,15 @@ class Agent(TimedWorkflow):
     """Runs an agent against the policy; its conversations are trained with its reward."""
 
     name: Literal["agent"] = "agent"
-    """What an episode is; each workflow has settings of its own."""
+    """What an episode is; each workflow has its own settings."""
     path: str
-    """`package.module:function`, `async` or not. It takes what it names of `base_url`, `api_key`,
-    `prompt` (the question's text), `answer`, `metadata` and the columns of the prompt's row, and
-    returns a reward, or None if it posts one."""
+    """`package.module:function`, `async` or not. It may take `base_url`, `api_key`, `prompt`,
+    `answer`, `metadata` and columns of the row, and returns a reward, or None if it posts one."""
     max_calls: int = Field(16, ge=1)
     """Calls of an episode; more are refused, and its trajectories count as cut."""
     missing_reward: Literal["discard", "score"] | FiniteFloat = "discard"
-    """What becomes of an agent's conversations that it neither returns nor posts a reward for:
-    discarded, scored by the recipe's rewards, or rewarded with this number."""
+    """Conversations without a reward are discarded, scored by the recipe's rewards, or get this
+    number."""
 
     async def run(self, prompt: Prompt, context: EpisodeContext) -> Sequence[TrajectoryDraft]:
         """Return a trajectory for each conversation of the agent's.

@@ -91,24 +91,23 @@ class ToolUse(TimedWorkflow):
     """One conversation with tools, up to `max_calls` calls."""
 
     name: Literal["tool_use"] = "tool_use"
-    """What an episode is; each workflow has settings of its own."""
+    """What an episode is; each workflow has its own settings."""
     tools: tuple[str, ...] = Field(("calculator",), min_length=1, strict=False)
-    """What may be called: `calculator`, `python` (in a sandbox), or the import path of a function
-    from text to text."""
+    """`calculator`, `python` (in a sandbox), or the import path of a function from text to text."""
     call_start: str = Field("<tool>", min_length=1)
-    """What stands before a call: the tool's name, white space and its input."""
+    """Text before a call: the tool's name and its input."""
     call_end: str = Field("</tool>", min_length=1)
-    """What ends a call; `generation.stop.strings` must have it, so that the completion ends."""
+    """Text after a call; also in `generation.stop.strings`."""
     result_template: str = "<result>{result}</result>"
-    """How a tool's answer is shown to the policy."""
+    """How the policy reads a tool's answer."""
     max_calls: int = Field(4, ge=0)
-    """Calls of an episode; one more ends it."""
+    """The most calls of an episode."""
     call_cost: float = 0.0
-    """Taken off the reward for each call."""
+    """Subtracted from the reward for each call."""
     timeout_s: float = Field(30.0, gt=0)
-    """How long a call may take."""
+    """The limit of a call."""
     max_result_characters: int = Field(2000, ge=1)
-    """Of a tool's answer; the rest is left out."""
+    """A longer answer of a tool is cut."""
 
     @field_validator("tools")
     @classmethod

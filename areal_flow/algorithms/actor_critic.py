@@ -33,11 +33,11 @@ class CriticSettings(Settings):
     """The critic's own optimizer, and what its values are used for."""
 
     learning_rate: float = Field(1e-3, gt=0)
-    """Of its AdamW; it has no schedule."""
+    """Of its AdamW, without a schedule."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Gamma: what a token later is worth."""
+    """Gamma."""
     trace: float = Field(0.95, ge=0, le=1)
-    """Lambda of the advantage estimates: 1 trusts rewards alone, 0 the next value."""
+    """Lambda of GAE: 1 trusts rewards alone, 0 the next value."""
 
 
 class ActorCriticPPO(ClippedTokens):
@@ -51,7 +51,7 @@ class ActorCriticPPO(ClippedTokens):
 
     needs_critic: ClassVar[bool] = True
     name: Literal["ppo_critic"] = "ppo_critic"
-    """Which algorithm trains; each has settings of its own."""
+    """The algorithm; each has its own settings."""
     advantage: Literal["gae"] = "gae"  # type: ignore[assignment]
     """Of the critic's values; normalised over the trained tokens of the batch."""
     proximal: Proximal = "recomputed"

@@ -1,7 +1,4 @@
-"""The settings of worker processes: how many, on which machines, and how they are reached.
-
-It does not import Dask.
-"""
+"""The settings of worker processes: how many, on which machines, and how they connect."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ class NetworkSettings(Settings):
     """Where the scheduler and the workers listen. Beyond this machine they need certificates."""
 
     host: str = "127.0.0.1"
-    """The address of this machine at which the scheduler listens."""
+    """The address at which the scheduler listens."""
     tls_directory: Path | None = Field(None, strict=False)
-    """A folder with `ca.pem`, the certificate of the authority that signed those of all workers;
-    `certificate.pem`, which this run's processes show each other; and `key.pem`, the private key of
-    that, without a passphrase."""
+    """A folder with `ca.pem` (the authority's certificate), `certificate.pem` (this run's) and
+    `key.pem` (its key, without a passphrase)."""
 
     @model_validator(mode="after")
     def _encrypted(self) -> NetworkSettings:
@@ -44,13 +40,13 @@ class RemoteSettings(Settings):
     """Other machines for the workers; each has this project and sees the same run directory."""
 
     hosts: tuple[str, ...] = Field((), strict=False)
-    """What `ssh` calls them, such as `me@10.0.0.7`; workers are spread over all."""
+    """Hosts for `ssh`, such as `me@10.0.0.7`."""
     python: str = ""
-    """The Python program of the project's environment on each host; the driver's by default."""
+    """The environment's Python on each host; empty: the driver's path."""
     directory: str = ""
-    """Where workers start on each host; the driver's own working directory by default."""
+    """Where workers start on each host; empty: the driver's working directory."""
     ssh_options: tuple[str, ...] = Field((), strict=False)
-    """More arguments for `ssh`, such as `-i` and a key's file."""
+    """More arguments for `ssh`."""
 
 
 class ClusterSettings(Settings):
@@ -59,13 +55,13 @@ class ClusterSettings(Settings):
     num_generators: int = Field(1, ge=1)
     """Worker processes that generate."""
     num_trainers: int = Field(1, ge=1)
-    """Trainer ranks, one process each."""
+    """Trainer ranks, a process each."""
     num_trainer_threads: int = Field(1, ge=1)
-    """Threads of the numbers in a trainer rank."""
+    """Threads of a trainer rank."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs of each machine; those of this machine are found by default."""
+    """GPUs of each machine; none: those that are found here."""
     launcher: str = "local"
-    """How worker processes start: `local`, on this machine, or `ssh`, on `remote.hosts`."""
+    """`local`: on this machine; `ssh`: on `remote.hosts`."""
     remote: RemoteSettings = RemoteSettings()
     """Other machines for the workers."""
     network: NetworkSettings = NetworkSettings()
@@ -73,9 +69,9 @@ class ClusterSettings(Settings):
     num_reward_workers: int = Field(1, ge=1)
     """Worker processes that score completions and call tools."""
     dashboard_port: int = Field(0, ge=0, le=65535)
-    """Of Dask's dashboard on 127.0.0.1; 0: any free one."""
+    """Of Dask's dashboard on 127.0.0.1; 0: any free port."""
     silent_after_s: float = Field(10.0, ge=1)
-    """A worker that shows no sign of life or work for so long is hung."""
+    """A worker without heartbeat and processor time for so long is replaced."""
 
     @property
     def is_one_machine(self) -> bool:

@@ -1,6 +1,6 @@
 """The program of a worker process: one Dask worker, which ends with the process that started it.
 
-How the processes of a run prove to each other who they are stands here as well.
+It also makes the certificates with which the processes of a run identify each other.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ DASK_SETTINGS = {
 """Of the driver and of every worker process."""
 
 CLOSE_TIMEOUT_S = 4.0
-"""How long running tasks may take to end with the worker."""
+"""How long running tasks may take when the worker ends."""
 PR_SET_PDEATHSIG = 1
-
 
 IMPORTS = {
     "trainer": (
@@ -49,14 +48,11 @@ IMPORTS = {
         "areal_flow.trainer.sft",
     )
 }
-"""What a process that stands by imports beside this module, by role.
-
-A run waits for its trainer first. The others leave the cores to it and to the driver.
-"""
+"""Modules that a standby process imports, by role: a run waits for its trainer first."""
 
 
 def worker_options(placement: WorkerPlacement, scheduler: str, network: NetworkSettings) -> str:
-    """Return what a worker is told, as one line of JSON."""
+    """Return the options of `main` as one line of JSON."""
     options = {
         "name": placement.name,
         "scheduler": scheduler,
@@ -72,10 +68,7 @@ CERTIFICATES = ("ca.pem", "certificate.pem", "key.pem")
 
 
 def connection_security(network: NetworkSettings) -> Security:
-    """Return Dask's settings for connections, encrypted if there are certificates.
-
-    Every process shows the same certificate and accepts those that the authority has signed.
-    """
+    """Return Dask's connection settings; all processes use one certificate, if there is one."""
     if network.tls_directory is None:
         return Security()
     authority, certificate, key = (network.tls_directory / name for name in CERTIFICATES)
@@ -89,10 +82,10 @@ def connection_security(network: NetworkSettings) -> Security:
 
 
 def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings:
-    """Return settings with certificates: where none are given, new ones in a folder.
+    """Return settings with certificates, new ones if none are given.
 
-    Whoever reaches the scheduler can run code, and any user of a machine reaches its loopback. So
-    the folder must be one that only this user reads.
+    Any user of a machine can connect to its loopback, and a client of the scheduler can run code.
+    So only this user may read the folder of the new certificates.
     """
     if network.tls_directory is not None:
         return network
@@ -104,10 +97,10 @@ def with_certificates(network: NetworkSettings, folder: Path) -> NetworkSettings
 
 
 def main(options: str, parent: str) -> None:
-    """Run a worker until it is asked to end or its scheduler is gone.
+    """Run a worker until it is stopped or its scheduler ends.
 
     Args:
-        options: see `worker_options`; or a role, whose options come on the standard input.
+        options: of `worker_options`; or a role, then the options come on the standard input.
         parent: the number of the process that started this one.
     """
     end_with_parent(int(parent))
@@ -145,10 +138,7 @@ async def _work(
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends.
-
-    Only Linux does so; elsewhere the worker ends when it finds its scheduler gone.
-    """
+    """Have Linux kill this process when its parent ends; elsewhere it ends with its scheduler."""
     if is_linux():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the kernel was asked

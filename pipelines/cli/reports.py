@@ -14,7 +14,7 @@ from rich.text import Text
 
 from areal_flow.audit.run import check_run
 from areal_flow.evaluation.paired import PairedComparison
-from areal_flow.evaluation.scores import EvaluationScores
+from areal_flow.evaluation.pass_rates import EvaluationScores
 from areal_flow.run.directory import list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease

@@ -152,7 +152,7 @@ def settings_page() -> str:
     ]
     for section, meaning, settings in all_settings():
         lines += ["", f"## {section or 'The run'}", ""]
-        lines += [meaning, ""] if section else []
+        lines += [meaning, ""] if section and not section.startswith("[[") else []
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for setting in (each for each in settings if each.meaning):
             kind = setting.kind_and_rule("`{}`")

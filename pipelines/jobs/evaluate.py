@@ -27,8 +27,7 @@ from areal_flow.config import Recipe, build_recipe, dump_recipe, load_recipe
 from areal_flow.errors import ConfigError, ModelError
 from areal_flow.evaluation.answers import answer_held_out
 from areal_flow.evaluation.paired import PairedComparison, compare_answers
-from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, rows_by_set, tabulate
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import PASS_THRESHOLD, EvaluationTable, rows_by_set, tabulate
 from areal_flow.generation.context_length import with_context_length
 from areal_flow.generation.protocol import WHOLE_DISTRIBUTION
 from areal_flow.generation.registry import require_served

@@ -23,8 +23,7 @@ from areal_flow.config import Recipe
 from areal_flow.controller.flow import Flow
 from areal_flow.errors import ArealFlowError
 from areal_flow.evaluation.answers import Answer, answer_held_out
-from areal_flow.evaluation.pass_rates import has_plateaued, tabulate
-from areal_flow.evaluation.scores import EvaluationTable
+from areal_flow.evaluation.pass_rates import EvaluationTable, has_plateaued, tabulate
 from areal_flow.models.directory import texts_of, tokenizer_of
 from areal_flow.prompts.table import PromptTable
 from areal_flow.run.layout import RunLayout

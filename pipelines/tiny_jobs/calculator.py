@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer
 
 from areal_flow.config import Recipe
 from areal_flow.errors import PromptError
-from areal_flow.tools.calculator import calculate
+from areal_flow.tools import calculate
 from areal_flow.workflows.tool_use import ToolUse
 from pipelines.tiny_jobs.tiny_policy import tokenizer_of_words
 

@@ -10,8 +10,12 @@ import pytest
 
 from areal_flow.config import build_recipe
 from areal_flow.errors import EngineError
-from areal_flow.evaluation.pass_rates import normal_interval, wilson_interval
-from areal_flow.evaluation.scores import EvaluationScores, EvaluationTable
+from areal_flow.evaluation.pass_rates import (
+    EvaluationScores,
+    EvaluationTable,
+    normal_interval,
+    wilson_interval,
+)
 from areal_flow.run.directory import hold_run
 from areal_flow.store.committed import append_evaluation
 from pipelines.jobs.periodic_evaluation import (

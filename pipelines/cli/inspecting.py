@@ -212,7 +212,7 @@ def difficulty(run: str, /, *, folders: Given) -> Report:
         run: A run, or what lies in one: models:/NAME@ALIAS, a checkpoint directory.
     """
     from areal_flow.store.queries import Run
-    from pipelines.console.prompt_report import report_difficulty
+    from pipelines.cli.reports import report_difficulty
 
     return report_difficulty(Run(folders.find(run).whole_run("difficulty").root))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -15,11 +17,12 @@ from rich.text import Text
 from areal_flow.audit.run import check_run
 from areal_flow.evaluation.paired import PairedComparison
 from areal_flow.evaluation.pass_rates import EvaluationScores
+from areal_flow.prompts.difficulty import prompt_pass_rates
 from areal_flow.run.directory import list_runs, observed_state
 from areal_flow.run.layout import RunLayout
 from areal_flow.run.lease import newest_lease
 from areal_flow.store.lineage import HashCheck, Lineage
-from areal_flow.store.queries import open_run
+from areal_flow.store.queries import Run, open_run
 from pipelines.console.tables import Report, Table, facts, samples_text, short_time, with_interval
 from pipelines.models import Traced
 
@@ -271,3 +274,16 @@ def _said(check: HashCheck) -> Text:
     return Text(
         f"✗ {check.what} has weights {check.found}, the ledger {check.expected}", "bold red"
     )
+
+
+_BANDS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)
+"""Pass rates up to which, the bound included, a line of a distribution goes; the last goes to 1."""
+
+
+def report_difficulty(run: Run) -> Report:
+    rates = prompt_pass_rates(run)
+    numbers = Counter(bisect_left(_BANDS, rate) for rate in rates["pass_rate"].to_pylist())
+    labels = ["0", *(f"to {bound:g}" for bound in (*_BANDS[1:], 1.0))]
+    rows = [{"pass rate": label, "prompts": numbers[place]} for place, label in enumerate(labels)]
+    title = f"{run.layout.name}: {len(rates)} prompts by the pass rate of their completions"
+    return Report({"run": run.layout.name, "prompts": rates.to_pylist()}, [Table(rows, title)])

@@ -23,7 +23,8 @@ from areal_flow.store.ledger import create_ledger
 from areal_flow.store.queries import Run
 from areal_flow.store.trajectories import TrajectoryCommitter, create_trajectories, write_groups
 from areal_flow.types import GroupReceipt
-from pipelines.console.prompt_report import describe_prompts, report_difficulty
+from pipelines.cli.reports import report_difficulty
+from pipelines.jobs.prepare import describe_prompts
 from pipelines.tiny_jobs.tiny_policy import write_tiny_model
 from tests.rows import group_table
 

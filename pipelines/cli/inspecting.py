@@ -118,11 +118,9 @@ def trajectories(
     if show and to:
         raise ConfigError("expected one of --show and --to, found both")
     from areal_flow.store.browsing import Selection, show_trajectory
-    from areal_flow.store.queries import Run
     from pipelines.cli import trajectory_report as reports
 
-    named = folders.find(run)
-    found, at = Run(named.run.root), chosen_step(named, at, option="--at")
+    found, at = reports.run_at(folders.find(run), at)
     limit = limit if limit is not None else 0 if show or to else DEFAULT_LIMIT
     selection = Selection(where, sort, descending, limit or None)
     if to:

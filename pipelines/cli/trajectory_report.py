@@ -25,6 +25,7 @@ from areal_flow.store.browsing import Selection, ShownToken, ShownTrajectory
 from areal_flow.store.queries import Run
 from pipelines.cli.table_file import write_table_file
 from pipelines.console.tables import Report, Table, facts, one_line, printable
+from pipelines.references import Reference, chosen_step
 
 _LISTED = (
     *("trajectory_id", "difficulty", "reward", "passed", "num_tokens", "version_spans"),
@@ -32,6 +33,10 @@ _LISTED = (
 )
 _COLOURS = ("cyan", "magenta", "green", "yellow", "bright_blue")
 _NOT_TRAINED = "dim strike"
+
+
+def run_at(named: Reference, at: int | None) -> tuple[Run, int | None]:
+    return Run(named.run.root), chosen_step(named, at, option="--at")
 
 
 def report_listing(run: Run, *, selection: Selection, at: int | None) -> Report:

@@ -9,8 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 MIN_CORES = 2
 MIN_FREE_GIB = 2
 PACKAGES = ("torch", "transformers", "dask", "distributed", "pylance", "mlflow", "pandera")
-MODULES = {"pylance": "lance"}
 
 Subject = tuple[str, str, bool | None, str]
 """What was looked at, what was found, whether it works (None: it is optional), what that means."""
@@ -132,8 +130,9 @@ def _subjects(runs: Path) -> Iterator[Subject]:
     free = shutil.disk_usage(existing).free / 2**30
     yield "free disk", f"{free:.1f} GiB", free >= MIN_FREE_GIB, f"in {existing}"
     yield _loopback()
+    installed = {found.name.lower(): found.version for found in distributions()}
     for name in PACKAGES:
-        release = version(name) if find_spec(MODULES.get(name, name)) else None
+        release = installed.get(name)
         advice = "installed" if release else "install the project with its constraints"
         yield name, release or "missing", bool(release), advice
     gpus = _gpus()
